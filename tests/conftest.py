@@ -29,7 +29,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECDEC_VERDICTS", str(tmp_path_factory.mktemp("verdicts") / "verdicts.json"))
+        patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes") / "probes.json"))
         yield
 
 
@@ -54,8 +54,8 @@ def built() -> None:
 @pytest.fixture
 def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is known from before; the file."""
-    path = tmp_path / "kept" / "verdicts.json"
-    monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+    path = tmp_path / "kept" / "probes.json"
+    monkeypatch.setenv("SPECDEC_PROBES", str(path))
     monkeypatch.setattr(probe_cache, "_found", {})
     return path
 

@@ -52,7 +52,7 @@ def test_greedy_equals_transformers(name: str) -> None:
         assert out.sequences.tolist() == expected.tolist(), kind
         if kind == "perfect":
             assert out.stats.draft_acceptance_rate == 1.0
-            if LanguageModel(model).capability.store == "kv":
+            if LanguageModel(model).capability.cache_kind == "kv":
                 assert out.stats.num_target_passes < plain.stats.num_target_passes / 3
         if kind == "wrong":
             assert out.stats.num_accepted_draft_tokens == 0

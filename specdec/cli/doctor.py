@@ -161,7 +161,7 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
         weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
         yield Finding("models", role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
         yield _backend(role, model)
-    if generator.target.capability.store != "kv":
+    if generator.target.capability.cache_kind != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
     if drafter is None:
         remedy = "name one: --draft-model, or --method suffix for text that copies"

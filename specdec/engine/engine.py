@@ -316,7 +316,7 @@ class Engine:
                 [part.tree for _, part, _ in parts],
                 [part.keep for _, part, _ in parts],
                 embeds=embeds if any(one is not None for one in embeds) else None,
-                wholes=[0 if part.complete else seq.length for seq, part, _ in parts],
+                text_lengths=[0 if part.complete else seq.length for seq, part, _ in parts],
                 output_hidden_states=every_layer or layers,
                 output_attentions=any(request.output_attentions for request in requests),
             )

@@ -271,7 +271,7 @@ class SpecGenerator:
             make_schedule,
             options,
             offloaded=self.target.is_offloaded,
-            trees=self.target.capability.store == "kv",
+            trees=self.target.capability.cache_kind == "kv",
             lookup_tokens=named.get("prompt_lookup_num_tokens"),
         )
         # By default only prompts whose text the cache cannot change use it.

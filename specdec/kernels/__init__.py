@@ -1,15 +1,6 @@
-"""Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
+"""C++ operators for linear layers, attention and sampling, and the build of their library."""
 
-from specdec.kernels.build import (
-    available,
-    compiler,
-    digest,
-    folder,
-    instructions,
-    lack,
-    try_again,
-    why_not,
-)
+from specdec.kernels.build import available, compiler, digest, folder, instructions, lack, try_again, why_not
 from specdec.kernels.kept import Lack, alone, is_whole, put
 from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import (

@@ -2,15 +2,14 @@
 //
 //   queries   [1, heads, tokens, width]
 //   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
-//   nodes     int32 [tokens, 4 + words]: row, slot, first, base, and bits. The token sees the columns from `first` to
-//             before `base`, and `base + j` wherever bit j is set; it is stored in the column `slot`
-//   biases    [heads, distances], if there are any: what is added to a score, by how many columns that the token sees
-//             stand behind the key; the last one is for all that are farther away
+//   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`, and sees
+//             the columns from `first` to before `base`, and `base + j` wherever bit j is set
+//   biases    optional [heads, distances]: added to a score, by the number of seen columns after the key; the last
+//             entry is for all greater distances
 //   result    [1, tokens, heads, width of a value]
 //
-// What a token gets depends, bit for bit, on nothing but its query and the keys and values that it sees, in their
-// order: not on where these lie, on what lies between them, on the tokens beside it, on capacity, rows or threads.
-// For that
+// A token's result depends, bit for bit, only on its query and the keys and values that it sees, in their order: not on
+// where these lie, on what lies between them, on other tokens, on capacity, rows or threads. For that
 //   - a score is one chain of fused multiply-adds over the width of a key;
 //   - a token's scores are brought together without gaps before anything is made of them;
 //   - the sum of their exponentials has LANES parts, of every LANES-th score, that are added up in one order;
@@ -52,7 +51,7 @@ constexpr int64_t PANEL = VECTORS * LANES;  // columns at a time
 constexpr int64_t QUERIES = 48;             // of a tile, at most
 constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
-constexpr int64_t AHEAD = 2 * LANES;        // columns between what is read and what is asked for
+constexpr int64_t AHEAD = 2 * LANES;        // columns between reads and prefetches
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -60,7 +59,7 @@ int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * uni
 // ---- Sums of products
 
 // sums[r] += the sum over j < count, in order, of weights[r][j] * rows[j], for R sums of V vectors; anew if `fresh`.
-// Asks for what lies `ahead` of each row.
+// Prefetches what lies `ahead` of each row.
 template <class In, int R, int V>
 void add_block(const float* const* weights, const In* const* rows, int64_t count, int64_t shift, int64_t ahead,
                float* sums, int64_t stride, bool fresh) {
@@ -181,7 +180,7 @@ void turn(const In* const* keys, int64_t count, int64_t width, int64_t ahead, fl
 // ---- What tokens see
 
 struct Token {
-  int64_t row, slot, first, base;
+  int64_t row, column, first, base;
   const int32_t* words;
   int64_t bits;
 
@@ -551,7 +550,7 @@ template <class Holds>
 void check_each(const Nodes& nodes, const char* expected, Holds holds) {
   for (int64_t t = 0; t < nodes.count; t++) {
     auto one = nodes[t];
-    TORCH_CHECK_VALUE(holds(one), "`nodes` must have ", expected, ", got row ", one.row, ", slot ", one.slot,
+    TORCH_CHECK_VALUE(holds(one), "`nodes` must have ", expected, ", got row ", one.row, ", column ", one.column,
                       ", first ", one.first, ", base ", one.base, " for token ", t);
   }
 }
@@ -618,7 +617,7 @@ void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nod
   auto target = static_cast<char*>(buffer.mutable_data_ptr());
   for (int64_t t = 0; t < nodes.count; t++) {
     auto node = nodes[t];
-    auto at = node.row * buffer.stride(0) + node.slot * buffer.stride(2);
+    auto at = node.row * buffer.stride(0) + node.column * buffer.stride(2);
     for (int64_t head = 0; head < from.size(1); head++)
       std::memcpy(target + (at + head * buffer.stride(1)) * size,
                   source + (head * from.stride(1) + t * from.stride(2)) * size, from.size(3) * size);
@@ -638,8 +637,8 @@ void store_nodes(const at::Tensor& keys, const at::Tensor& values, const at::Ten
   check_heads("value_buffer", value_buffer, of_values, {rows, heads, capacity, width});
   check_nodes(nodes, tokens);
   Nodes of_tokens(nodes);
-  check_each(of_tokens, "rows and slots that `key_buffer` has", [&](const Token& one) {
-    return one.row >= 0 && one.row < rows && one.slot >= 0 && one.slot < capacity;
+  check_each(of_tokens, "rows and columns that `key_buffer` has", [&](const Token& one) {
+    return one.row >= 0 && one.row < rows && one.column >= 0 && one.column < capacity;
   });
   store_in(keys, key_buffer, of_tokens);
   store_in(values, value_buffer, of_tokens);

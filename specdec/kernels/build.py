@@ -1,9 +1,9 @@
-"""The compiled library: built on first use, once per processor, torch and sources, and shared by all processes.
+"""The compiled library: built on first use, once per processor, torch and sources, for all processes.
 
-It lies in `specdec/kernels` in `$XDG_CACHE_HOME` (by default `~/.cache`), or in the folder `$SPECDEC_KERNELS`. Its name
-holds a digest of the instructions that the processor has, so that no library built for another one is ever loaded.
-`$CXX` is the compiler, with arguments if need be; by default the first of c++, g++ and clang++. One that fails is tried
-again when it changes, a day later, or by `specdec doctor`.
+It lies in `specdec/kernels` in `$XDG_CACHE_HOME` (by default `~/.cache`), or in `$SPECDEC_KERNELS`. Its name has a
+digest of the processor's instructions, so that no other processor's library is loaded. `$CXX` is the compiler, with
+arguments if need be; by default the first of c++, g++ and clang++. A compiler that failed is tried again when it
+changes, a day later, or by `specdec doctor`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
-_DAY = 24 * 3600  # after which a compiler that failed is tried again: its libraries, or the disk, may have been mended
+_DAY = 24 * 3600  # seconds until a failed compiler is tried again, as its libraries may have been repaired
 _FOLDER = "SPECDEC_KERNELS"
 _LOADING = threading.Lock()
 
 
 class _Failed(Exception):
-    """What the compiler said, in one line."""
+    """The compiler's error, in one line."""
 
 
 def available() -> bool:
-    """Whether the compiled kernels can be used; the first call loads them, and builds them where they are missing.
+    """Whether the compiled kernels can be used; the first call loads them, building them if missing.
 
-    The log says once why there are none.
+    Logs once why they cannot.
     """
     missing = lack()
     if missing is not None:
@@ -57,12 +57,12 @@ def available() -> bool:
 
 @cache
 def _tell(missing: Lack) -> None:
-    if missing.way_out:  # or else nobody can mend it
+    if missing.way_out:  # otherwise the user cannot change it
         _log.warning("no kernels, so passes and sampling on the CPU are slower: %s", missing)
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot be used, in one line; None if they can. Loads or builds them like `available`."""
+    """Why the kernels cannot be used, in one line; None if they can. Loads or builds them."""
     missing = lack()
     return None if missing is None else str(missing)
 
@@ -87,7 +87,7 @@ def _lack() -> Lack | None:
 
 
 def _built() -> Path:
-    """The library of this processor; raises Lack."""
+    """The library of this processor, built if missing; raises Lack."""
     if os.name != "posix":
         raise Lack(f"they are not built on {platform.system()}", "")
     library = _library()
@@ -106,7 +106,7 @@ def _library() -> Path:
 
 
 def folder() -> Path:
-    """Where what is built for this processor is kept."""
+    """The folder of libraries; raises Lack."""
     if named := os.environ.get(_FOLDER):
         return Path(named)
     try:
@@ -117,14 +117,14 @@ def folder() -> Path:
 
 
 def digest() -> str:
-    """What a library depends on, as a short name."""
+    """A digest of all that the library depends on."""
     sources = (path.read_text("utf-8") for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, torch.__version__, platform.system(), *_FLAGS, instructions())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def instructions() -> str:
-    """The processor's instruction set, as far as the system tells: its architecture, name and flags."""
+    """The processor's instruction set, as the system reports it: architecture, name and flags."""
     found = {"machine": platform.machine(), "processor": platform.processor()}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -135,18 +135,18 @@ def instructions() -> str:
 
 
 def try_again() -> None:
-    """Forgets that the compiler failed before."""
+    """Lets a compiler that failed before be tried again."""
     with suppress(OSError, Lack):
         _failure(_library()).unlink(missing_ok=True)
 
 
 def _failure(library: Path) -> Path:
-    """The file that says which compiler failed last, and why."""
+    """The file that records which compiler failed last, and why."""
     return library.with_suffix(".failed")
 
 
 def _failed_before(library: Path, compiler: Sequence[str]) -> str | None:
-    """Why this very compiler failed within the last day, if it did."""
+    """Why this compiler failed within the last day, if it did."""
     file = _failure(library)
     try:
         known, reason = file.read_text("utf-8").splitlines()
@@ -167,7 +167,7 @@ def _build(library: Path) -> None:
     program = compiler()
     reason = _failed_before(library, program)
     if reason is None:
-        # Whoever waits for it should know why, also where no messages are asked for.
+        # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
@@ -185,7 +185,7 @@ def _build(library: Path) -> None:
 
 
 def _make(library: Path, program: Sequence[str]) -> None:
-    """Compiles all sources at once, and links them."""
+    """Compiles all sources in parallel, and links them."""
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     objects = [str(library.with_name(f"{source.stem}.o")) for source in _SOURCES]
@@ -210,9 +210,9 @@ def _run(command: list[str]) -> None:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler, a program and its arguments: `$CXX`, or the first that is here; raises Lack."""
+    """The C++ compiler and its arguments: `$CXX`, or the first that exists; raises Lack."""
     named = os.environ.get("CXX")
-    with suppress(ValueError):  # of a quotation without an end
+    with suppress(ValueError):  # unbalanced quotes
         for words in ([named], shlex.split(named)) if named else ([name] for name in _COMPILERS):
             if words and (found := shutil.which(words[0])):
                 return [found, *words[1:]]

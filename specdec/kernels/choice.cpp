@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t EMPTY = -1, BROKEN = -2;  // as in noise.py: in place of tokens, where nothing is left or a score is NaN
+constexpr int64_t EMPTY = -1, BROKEN = -2;  // as in noise.py: all scores are -inf, or one is NaN
 
 void check(const at::Tensor& scores) {
   TORCH_CHECK_VALUE(scores.dim() == 2 && scores.scalar_type() == at::kFloat && scores.size(1) > 0,
@@ -24,7 +24,7 @@ at::Tensor keep_top(const at::Tensor& scores, int64_t k, double p, int64_t least
   for (int64_t row = 0; row < kept.size(0); row++) {
     auto own = kept.mutable_data_ptr<float>() + row * count;
     auto most = largest(own, count);
-    if (std::isnan(most) || most == NEVER) continue;  // whoever chooses from them finds out
+    if (std::isnan(most) || most == NEVER) continue;  // left for the caller to detect
     keep_most(own, count, most, k, p, least);
   }
   return kept;

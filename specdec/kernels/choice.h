@@ -1,5 +1,5 @@
-// How a token is chosen from scores: top-k and top-p (as specdec/decoding/processors/warpers.py says), the likeliest token, and
-// Gumbel-max draws from noise that is a function of its address (as specdec/decoding/noise.py says).
+// Choosing a token from scores: top-k and top-p (as specdec/decoding/processors/warpers.py), the likeliest token, and
+// Gumbel-max draws from noise that is a function of its address (as specdec/decoding/noise.py).
 
 #pragma once
 
@@ -176,7 +176,7 @@ struct Noise {
 // The token whose score and noise are the largest together, where `most` is the largest score. Logarithms are taken for
 // those alone that can win: whose hash is large enough for the noise that beats the best so far.
 inline int64_t drawn(const float* scores, int64_t count, float most, uint64_t address) {
-  constexpr float HEAD = 4, REACH = 41;  // as in noise.py: no two values of the noise differ by more than 36.8 + 3.7
+  constexpr float HEAD = 4, REACH = 41;  // as in noise.py: two values of the noise differ by at most 36.8 + 3.7
   if (std::isinf(most)) return std::find(scores, scores + count, most) - scores;  // no noise matters beside it
   Noise noise(address);
   auto best = -std::numeric_limits<double>::infinity();

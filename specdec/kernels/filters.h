@@ -1,5 +1,5 @@
-// Logits processors in numbers, as specdec/decoding/processors/numeric.py writes them: what each does to the scores of the next
-// token, given what it knows of the text, which grows with every guess.
+// Logits processors as numbers, encoded by specdec/decoding/processors/numeric.py: each changes the scores of the next
+// token, and follows the guesses.
 
 #pragma once
 
@@ -43,7 +43,7 @@ struct Filter {
   virtual void follow(int64_t token) {}
 };
 
-// first, end, tokens: those do not come as guesses from number `first` to before `end`.
+// first, end, tokens: these are suppressed for guesses number `first` to before `end`.
 struct Suppress : Filter {
   double first, end;
   Tokens tokens;
@@ -76,31 +76,31 @@ struct Top : Filter {
   }
 };
 
-// first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens that were
-// said: Whisper's rules, as specdec/decoding/processors/whisper_timestamps.py has them.
+// first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens: Whisper's
+// rules, as in specdec/decoding/processors/whisper_timestamps.py.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;
   int64_t newest;
-  Tokens said;
+  Tokens last_tokens;
   explicit Timestamps(const Numbers& given)
       : first(whole(given[0], 0)),
         end(whole(given[1], 0)),
         most_initial(whole(given[2], -1)),
         by_probability(given[3] != 0),
         newest(whole(given[4], -1)),
-        said(tokens_of(given, 5)) {}
+        last_tokens(tokens_of(given, 5)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     auto last = scores + count, stamps = scores + std::min(first, count), text = scores;
     auto until = [&](int64_t token) { return std::clamp(scores + std::min(token, count), stamps, last); };
     if (0 < first && first <= count) stamps[-1] = NEVER;
-    if (newest >= 0 && !said.empty()) {
-      auto open = said.back() >= first && said.size() > 1 && said[said.size() - 2] < first;
-      if (said.back() < first) forbid(stamps, until(newest + 1));  // text takes some time
+    if (newest >= 0 && !last_tokens.empty()) {
+      auto open = last_tokens.back() >= first && last_tokens.size() > 1 && last_tokens[last_tokens.size() - 2] < first;
+      if (last_tokens.back() < first) forbid(stamps, until(newest + 1));  // text takes some time
       else if (!open) forbid(stamps, last);                        // a first one stands for a pair
       else forbid(stamps, until(newest)), forbid(text, std::min(text + std::min(end, count), stamps));
     }
-    if (said.empty()) {
+    if (last_tokens.empty()) {
       forbid(text, stamps);
       if (most_initial >= 0) forbid(until(first + most_initial + 1), last);
     }
@@ -111,7 +111,7 @@ struct Timestamps : Filter {
   }
   void follow(int64_t token) override {
     if (token >= first) newest = token;
-    said.push_back(token);
+    last_tokens.push_back(token);
   }
 };
 

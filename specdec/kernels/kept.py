@@ -1,4 +1,4 @@
-"""Files that outlive a process: put in their place in one step, and checked before anybody loads them."""
+"""Files that outlive a process: moved into place atomically, and verified before they are loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Lack(Exception):
-    """Why something cannot be built or kept, and the way out, each in a line."""
+    """Something that cannot be built or kept: the reason and the way out, each in one line."""
 
     def __init__(self, reason: str, way_out: str) -> None:
         super().__init__(f"{reason}: {way_out}" if way_out else reason)
@@ -18,13 +18,13 @@ class Lack(Exception):
 
 
 def put(made: Path, place: Path) -> None:
-    """Moves a file to its place, with its digest beside it."""
+    """Moves a file to its place, and writes its digest beside it."""
     _seal(place).write_text(_digest(made))
     os.replace(made, place)
 
 
 def is_whole(place: Path) -> bool:
-    """Whether a file is as it was put; a library that was cut short would kill the process that loads it."""
+    """Whether a file is as `put` left it: a truncated library would crash the process."""
     try:
         return _seal(place).read_text() == _digest(place)
     except (OSError, UnicodeDecodeError):
@@ -33,11 +33,11 @@ def is_whole(place: Path) -> bool:
 
 @contextmanager
 def alone(path: Path, variable: str) -> Iterator[None]:
-    """One process at a time; the others wait until the file is let go.
+    """Context for one process at a time; the others wait for the lock on file `path`.
 
-    Raises Lack where its folder, which `variable` of the environment names, cannot be written to.
+    Raises Lack if its folder, which environment `variable` names, cannot be written to.
     """
-    import fcntl  # not everywhere
+    import fcntl  # not on Windows
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,12 +45,12 @@ def alone(path: Path, variable: str) -> Iterator[None]:
     except OSError as error:
         raise unwritable(path.parent, variable, error) from None
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing it lets go
+        fcntl.flock(file, fcntl.LOCK_EX)  # released by closing it
         yield
 
 
 def unwritable(folder: Path, variable: str, error: OSError) -> Lack:
-    """What `error` of writing into a folder, which `variable` of the environment names, comes down to."""
+    """A Lack for `error`, raised by writing to the folder that environment `variable` names."""
     why = error.strerror or str(error)
     return Lack(f"{folder} cannot be written to ({why})", f"change that, or name another folder in {variable}")
 

@@ -1,8 +1,8 @@
 // A packed linear layer for few rows: y[m, n] = sum over k of x[m, k] * weight[n, k].
 //
 // A few rows cost what reading the weights from memory costs, so the weights lie in the order in which they are read:
-// in blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes, whatever it is made of: 32
-// outputs times 1 column (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `layout.py` packs and unpacks them.
+// in blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes: 32 outputs times 1 column
+// (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `packed_layout.py` packs and unpacks them.
 //
 //   float32    [blocks, columns, 32, 1]
 //   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
@@ -10,10 +10,9 @@
 //   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7
 //
-// Every output is summed up column by column, one chain of fused multiply-adds in float32, whichever rows stand beside
-// it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone
-// and among others. (A step takes two columns where the processor multiplies pairs of bfloat16.) `vectors.h` says what
-// its vectors are.
+// Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
+// rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
+// step takes two columns where the processor multiplies pairs of bfloat16.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -33,7 +32,7 @@ namespace {
 constexpr int64_t BLOCK = 32;       // outputs
 constexpr int64_t CHUNK = 128;      // bytes
 constexpr int64_t TILE = 128 << 10; // bytes of a block that several blocks of rows read again, from the second cache
-constexpr int64_t AHEAD = 4 << 10;  // bytes between what is read and what is asked for
+constexpr int64_t AHEAD = 4 << 10;  // bytes between reads and prefetches
 constexpr int64_t BATCH = 64;       // rows whose sums wait in the first cache
 
 // As many sums as the registers hold: rows times 32 outputs.
@@ -44,7 +43,7 @@ typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 inline Floats floats(Ints integers) { return __builtin_convertvector(integers, Floats); }
 
-inline Floats floats(const int8_t* bytes) {  // GCC takes them one by one if asked for a conversion
+inline Floats floats(const int8_t* bytes) {  // GCC's own conversion takes them one by one
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(bytes)));
 #elif defined(__AVX2__)
@@ -186,7 +185,7 @@ struct Rows {
 };
 
 // Adds columns `[begin, end)` of B blocks, `apart` from one another, to the sums `[R, 32]` of R rows, those of a further
-// block behind `BATCH` rows; asks for memory at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
+// block behind `BATCH` rows; prefetches at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
 // group is summed up in integers' units, and scaled then.
 template <class Kind, int R, int B>
 void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t begin, int64_t end,
@@ -243,7 +242,7 @@ constexpr auto by_rows(std::integer_sequence<int, R...>) {
 }
 
 // The sums `[rows, 32]` of one block. Where rows need several turns, they take them tile by tile, which stays in the
-// second cache, and each turn asks for its share of the next one.
+// second cache, and each turn prefetches its share of the next one.
 template <class Kind>
 void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> rows, int64_t count, float* sums) {
   static constexpr auto add = by_rows<Kind, 1>(std::make_integer_sequence<int, ROWS>());

@@ -1,14 +1,10 @@
-"""The operators, so that `torch.compile` takes them as they are.
+"""Operators that torch can trace.
 
-`specdec::packed_linear`, `x` times a packed weight, is compiled code (linear.cpp, which also checks its arguments);
-`specdec::packed_rows`, some rows of the weight, is made of torch's operators. `specdec::attend` and
-`specdec::store_nodes`, attention over a cache, are both: compiled code on the CPU (attention.cpp) as soon as the
-library is loaded, torch's operators until then and on other devices (plain.py).
-
-`specdec::keep_top` and `specdec::draws`, how tokens are chosen, are compiled code for the CPU alone (choice.cpp): who
-calls them asks `specdec.kernels.available` first.
-
-`passes` are a model's compiled passes and chains of them (passes.cpp).
+`specdec::packed_linear` is compiled code (linear.cpp, which checks its arguments); `specdec::packed_rows` consists of
+torch's operators. `specdec::attend` and `specdec::store_nodes` are compiled code on the CPU (attention.cpp) once the
+library is loaded, torch's operators otherwise (reference_attention.py). `specdec::keep_top` and `specdec::draws` are
+compiled code for the CPU alone (choice.cpp): check `specdec.kernels.available` first. `passes` runs a model's compiled
+passes and drafts chains with them (passes.cpp).
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Te
 
 def quantized_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Tensor | None, mins: Tensor | None,
                    inputs: int, group: int) -> Quantized:  # fmt: skip
-    """Rows of a packed weight of integers, as they were before it was packed; arguments as of `packed_rows`."""
+    """Rows of a packed integer weight, unpacked; arguments as of `packed_rows`."""
     return Quantized(
         packed_layout.rows(weight, ids, inputs),
         bits=4 if weight.dtype == torch.uint8 else 8,
@@ -76,29 +72,29 @@ def _attend(queries: Tensor, keys: object, values: Tensor, nodes: object, scale:
 
 
 def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, nodes: Tensor) -> None:
-    """Stores tokens in a cache: token t in row `nodes[t, 0]`, column `nodes[t, 1]` of both buffers.
+    """Writes token t to row `nodes[t, 0]`, column `nodes[t, 1]` of both buffers.
 
-    `keys` and `values` are `[1, kv heads, tokens, width]`, the buffers `[rows, kv heads, capacity, width]`, also views;
-    only their last dimension must be dense. `nodes` as in `attend`. Raises ValueError for what does not fit.
+    `keys` and `values` are `[1, kv heads, tokens, width]`, the buffers `[rows, kv heads, capacity, width]` with a dense
+    last dimension; `nodes` as in `attend`. Raises ValueError for what does not fit.
     """
     torch.ops.specdec.store_nodes.default(keys, values, key_buffer, value_buffer, nodes)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float = 0.0,
            sinks: Tensor | None = None, biases: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention of tokens `[1, heads, tokens, width]` over a cache; `[1, tokens, heads, width of a value]`.
+    """Attention of tokens `[1, heads, tokens, width]` over a cache; returns `[1, tokens, heads, width of a value]`.
 
-    `keys` and `values` are `[rows, kv heads, capacity, width]`, with any strides but a dense last dimension; `heads`
-    are a multiple of `kv heads`. float32 or bfloat16, all alike; sums are float32.
+    `keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension; `heads` is a multiple of
+    `kv heads`. float32 or bfloat16, all alike; sums are float32.
 
-    `nodes` is int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`: the token's row, slot (the column where
-    `store_nodes` puts it), first, base, and words of 32 bits. The token sees the columns from `first` to before `base`,
-    and `base + 32 * w + j` where bit j of word w is set; its own one only if it is among these. A token that sees
-    nothing gets zeros. Numbers in columns that it does not see do not matter, on the CPU not even NaN.
+    `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
+    `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before
+    `base`, and `base + 32 * w + j` where bit j of word w is set; its own only if it is among these. A token that sees
+    nothing gets zeros. Unseen columns do not matter, on the CPU not even if they hold NaN.
 
     `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
     without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
-    section 2.1): entry d where d of the columns that the token sees stand behind the key, the last entry to all beyond.
+    section 2.1): entry d if d of the seen columns follow the key, the last entry for all larger d.
 
     On the CPU a token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises
     ValueError for what does not fit.
@@ -107,23 +103,24 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
 
 
 def draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
-    """The Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32, on the CPU, each at an address of 64 bits.
+    """Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32 on the CPU, each with the noise of a 64-bit
+    address.
 
-    The noise is that of `specdec.decoding.noise`. -1 stands where all scores are -inf, -2 where one is NaN.
+    The noise is that of `specdec.decoding.noise`. -1: all scores are -inf; -2: one is NaN.
     """
     return torch.ops.specdec.draws.default(scores, [signed(address) for address in addresses])
 
 
 def signed(address: int) -> int:
-    """The signed number of the same 64 bits."""
+    """The signed number with the same 64 bits."""
     return address - (1 << 64) if address >> 63 else address
 
 
 def passes(path: str) -> Any:
-    """The passes that AOTInductor packed into a file; once `specdec.kernels.available`.
+    """The passes that AOTInductor packed into a file; needs `specdec.kernels.available`.
 
-    `names()` are those of its constants, `load(constants)` gives it tensors for them, which stay the caller's, and
-    `run(given)` is a pass, and `chain(...)` chains of them, with arguments as passes.cpp says.
+    `names()` are those of its constants, `load(constants)` sets them to tensors that the caller keeps alive,
+    `run(inputs)` runs a pass, `draft_chain(...)` drafts chains; passes.cpp lists the arguments.
     """
     return torch.classes.specdec.Passes(path)
 

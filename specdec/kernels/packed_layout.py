@@ -1,7 +1,7 @@
-"""Where a packed weight has its entries: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
+"""The layout of packed weights: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
 
-A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; int8 has its last two dimensions the other way round, and
-4 bits have two columns in a byte, so that the last one is 4.
+A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; int8 has the last two dimensions swapped, and 4 bits have
+two columns in a byte, so that the last one is 4.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 
 BLOCK = 32
 COLUMNS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4, torch.uint8: 8}
-"""How many columns a chunk has, by the dtype of the packed tensor; uint8 are pairs of 4 bits."""
+"""Columns of a chunk, by the dtype of the packed tensor; uint8 are pairs of 4 bits."""
 
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]  # the columns in the halves of a chunk's four bytes: even ones first
 _BACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(values: Tensor, dtype: torch.dtype, multiple: int = 0) -> Tensor:
-    """`values` `[outputs, inputs]` packed as `dtype`, which is theirs or, for 4 bits, uint8.
+    """Packs `values` `[outputs, inputs]` as `dtype`, which is theirs or, for 4 bits, uint8.
 
-    Inputs are filled up with zeros to whole chunks, and to a multiple of `multiple`, the length of a group.
+    Pads inputs with zeros to whole chunks, and to a multiple of the group length `multiple`.
     """
     outputs, inputs = values.shape
     columns = COLUMNS[dtype]

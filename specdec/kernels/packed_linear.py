@@ -1,4 +1,4 @@
-"""Linear layers whose weight lies in the order in which a pass over a few rows reads it."""
+"""Linear layers whose weight is stored in the order in which a pass over a few rows reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,18 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
 KINDS = (*FLOATS, *INTEGERS)
 _HELD = ("packed", "factors", "scales", "mins", "bias")
-_FEW = 8  # rows for which oneDNN orders a weight
+_FEW = 8  # rows for which oneDNN reorders a weight
 _MANY = 64  # rows beyond which unpacking the weight may pay
-_SAMPLE = 1024  # outputs and inputs of a layer on which ways are measured
+_SAMPLE = 1024  # outputs and inputs of the layer that is timed
 
 Weight = Tensor | Quantized
 
 
 class AnyLinear(nn.Module, ABC):
-    """A linear layer that holds its weight once, in a way of its own.
+    """A linear layer that stores its weight once, in its own format.
 
     `weight` is float32, bfloat16 or `Quantized` `[outputs, inputs]`, `bias` `[outputs]` or None. `kind` is one of
-    `KINDS`, and `takes` are the dtypes of rows that go with it. Raises OptionError for other weights and biases.
+    `KINDS`, `takes` the dtypes of its inputs. Raises OptionError for other weights and biases.
     """
 
     bias: Tensor | None
@@ -61,17 +61,17 @@ class AnyLinear(nn.Module, ABC):
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """The weight `[outputs, inputs]`: as it was, or in float32 what integers stand for."""
+        """The weight `[outputs, inputs]`: as given, or integers as float32."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, for an embedding that shares it: `[...]` to `[..., inputs]`; `ids` are not checked."""
+        """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
 
     @property
     def table(self) -> Tensor | None:
-        """The weight as it lies, `[blocks, rows of a block, parts, numbers of a part]`; None where that says no row.
+        """The stored weight `[blocks, rows of a block, parts, numbers of a part]`; None if it is not stored by rows.
 
-        A row of it, flattened, begins with one of the weight, number `block * rows + row`; what follows is padding.
+        Row `block * rows + row` of the weight, flattened, begins `table[block, row]`; the rest is padding.
         """
         return None
 
@@ -93,10 +93,10 @@ class AnyLinear(nn.Module, ABC):
 
 
 class PackedLinear(AnyLinear):
-    """Over the kernels: passes over a few rows read the weight at the speed of the memory.
+    """Runs on the kernels: passes over a few rows read the weight at the speed of the memory.
 
-    A row's result does not depend, bit for bit, on the rows beside it nor on the number of threads. Only more than 64
-    rows of a dtype in `unpacks` do depend: this machine is faster there with the weight unpacked for them.
+    A row's result does not depend, bit for bit, on the rows beside it nor on the number of threads, except for more
+    than 64 rows of a dtype in `unpacks`, for which this machine is faster with the weight unpacked.
     """
 
     packed: Tensor
@@ -122,7 +122,7 @@ class PackedLinear(AnyLinear):
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:
-        """Whether these layers can be one: alike, and made of whole blocks."""
+        """Whether these layers can be joined: alike, and made of whole blocks."""
         kinds = {
             (one.kind, one.inputs, one.group, one.unpacks, *(one._buffers[name] is None for name in _HELD[:-1]))
             for one in layers
@@ -131,7 +131,7 @@ class PackedLinear(AnyLinear):
 
     @classmethod
     def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:
-        """One layer with the outputs of all these, whose own tensors become parts of its; see `can_join`."""
+        """One layer with the outputs of all these, whose tensors become views of its own; see `can_join`."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         for name in ("kind", "takes", "inputs", "group", "unpacks"):
@@ -154,9 +154,8 @@ class PackedLinear(AnyLinear):
     def _multiplied(self, x: Tensor) -> Tensor:
         if self.unpacks and x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:
             return self._plain(x)
-        packed, factors, scales, mins, bias = map(
-            self._buffers.get, _HELD
-        )  # taken one by one, they cost as much as the dispatch
+        # Attribute lookups, one by one, would cost as much as the dispatch.
+        packed, factors, scales, mins, bias = map(self._buffers.get, _HELD)
         return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.group)
 
     def weight(self) -> Tensor:
@@ -177,7 +176,7 @@ class PackedLinear(AnyLinear):
 
 
 class HeldLinear(AnyLinear):
-    """Over torch's `F.linear`: the weight is held as it came, and every pass makes floats of integers."""
+    """Runs on torch's `F.linear`: the weight is stored as given, and every pass makes floats of integers."""
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -200,7 +199,7 @@ class HeldLinear(AnyLinear):
 
 
 class ReorderedLinear(AnyLinear):
-    """Over oneDNN: a float weight in the order that it likes for a few rows; looking up rows of it is slow."""
+    """Runs on oneDNN: a float weight in the order that oneDNN chooses for a few rows; `rows` is slow."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -221,9 +220,10 @@ class ReorderedLinear(AnyLinear):
 
 @torch.no_grad()
 def pack(weight: Weight, bias: Tensor | None = None, *, lookup: bool = False) -> AnyLinear:
-    """A layer over a weight `[outputs, inputs]`: packed where kernels can be used (`why_not` says why not).
+    """A layer over a weight `[outputs, inputs]`: packed if the kernels can be used (`why_not`), else over oneDNN or
+    `F.linear`.
 
-    Without kernels it is one over oneDNN or `F.linear`. `lookup` says that `rows` will be asked for in every pass.
+    `lookup`: every pass will call `rows`.
     """
     if build.available():
         grouped = isinstance(weight, Quantized) and weight.groups > 0
@@ -234,13 +234,13 @@ def pack(weight: Weight, bias: Tensor | None = None, *, lookup: bool = False) ->
 
 
 def kind_of(weight: Weight) -> str:
-    """Its name among `KINDS`; of other tensors the name of their dtype."""
+    """The weight's name in `KINDS`, or its dtype's name."""
     return f"int{weight.bits}" if isinstance(weight, Quantized) else str(weight.dtype).removeprefix("torch.")
 
 
 @cache
 def reorders(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed linear works here in this dtype: its operators are internal ones of torch."""
+    """Whether oneDNN's reordered linear works here in this dtype: its operators are internal to torch."""
     weight = torch.eye(_FEW, dtype=dtype)
     with suppress(RuntimeError, AttributeError, TypeError):
         layer = ReorderedLinear(weight)
@@ -250,18 +250,14 @@ def reorders(dtype: torch.dtype) -> bool:
 
 @cache
 def unpacks(kind: str, grouped: bool) -> tuple[torch.dtype, ...]:
-    """The dtypes of which many rows are faster with the weight unpacked for them; measured in some 50 ms, once."""
+    """The dtypes for which many rows are faster with the weight unpacked; measured once, in some 50 ms."""
     sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE).view(_SAMPLE, _SAMPLE)
     if kind in FLOATS:
         packed = PackedLinear(sample.to(FLOATS[kind]))
     else:
         packed = PackedLinear(to_int8(sample, 32 if grouped else None) if kind == "int8" else to_int4(sample))
-    return tuple(dtype for dtype in packed.takes if _unpacking_pays(packed, dtype))
-
-
-def _unpacking_pays(layer: PackedLinear, dtype: torch.dtype) -> bool:
-    x = torch.ones(4 * _MANY, _SAMPLE, dtype=dtype)
-    return best_seconds(lambda: layer._plain(x)) < best_seconds(lambda: layer(x))
+    inputs = [torch.ones(4 * _MANY, _SAMPLE, dtype=dtype) for dtype in packed.takes]
+    return tuple(x.dtype for x in inputs if best_seconds(partial(packed._plain, x)) < best_seconds(partial(packed, x)))
 
 
 def best_seconds(work: Callable[[], object], times: int = 4) -> float:

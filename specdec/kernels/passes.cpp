@@ -1,14 +1,13 @@
 // A model's compiled passes (AOTInductor), and chains of them: a draft guesses token after token in one call.
 //
 // Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
-// all passes are there from the beginning. Nobody has to be asked, as the rule by which a row's chain ends is handed
-// over as numbers:
+// all passes are computed beforehand. The rule that ends a row's chain is given as numbers:
 //
 //   edges, rates   a guess of probability p, in bin b of the bins between `edges`, is right with the chance
 //                  min(p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is at least so much
 //
-// A head that goes on from its own hidden states reads a token's embedding, and beside it what the pass before wrote.
+// A head reads a token's embedding beside the hidden state that the previous pass returned.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
@@ -56,8 +55,8 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
   return {token, confident ? 1 / mass(scores, count, most) : 1};
 }
 
-// The rule of a row's chain in numbers: filters, the noise of a choice, the most guesses, among how many tokens, those
-// that end it, edges, rates, the least chance, whether probabilities must be known, and whether scores are told.
+// The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
+// the chain, edges, rates, least chance, whether probabilities are needed, and whether scores are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
                         std::vector<int64_t>, Numbers, Numbers, double, bool, bool>;
 
@@ -68,19 +67,19 @@ struct Chain {
   std::vector<int64_t> ends;
   std::vector<double> edges, rates;
   double least;
-  bool confident, told;
+  bool confident, keeps_scores;
   std::vector<int64_t> tokens;
   std::vector<double> probabilities;
-  Tensors scores;  // of every guess, after filters, if they are told
+  Tensors scores;  // of every guess, after filters, if they are kept
   double chance = 1;
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, told) = std::move(rule);
+    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, keeps_scores) = std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
-  // Takes one more guess from logits `[vocab]`; whether the chain goes on.
+  // Adds a guess from logits `[vocab]`; returns whether the chain goes on.
   bool grow(const at::Tensor& logits) {
     auto step = static_cast<int64_t>(tokens.size());
     auto [token, probability] = guess(logits, step);
@@ -99,15 +98,16 @@ struct Chain {
     Guess none{0, std::nan("")};
     auto count = std::min(logits.size(-1), width);
     auto last = logits.contiguous();
-    if (choice.is_plain() && !told && last.scalar_type() == at::kBFloat16) {
+    if (choice.is_plain() && !keeps_scores && last.scalar_type() == at::kBFloat16) {
       auto scores = last.const_data_ptr<at::BFloat16>();
       auto most = largest(scores, count);
       return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
     }
-    auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, /*copy=*/told || !choice.is_plain());
+    auto copies = keeps_scores || !choice.is_plain();
+    auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, copies);
     auto own = exact.mutable_data_ptr<float>();
     for (auto& filter : choice.filters) filter->apply(own, count, step);
-    if (told) scores.push_back(exact);
+    if (keeps_scores) scores.push_back(exact);
     auto most = largest(own, count);
     if (!std::isfinite(most)) return none;
     if (choice.noise.empty()) return likeliest(own, count, most, confident);
@@ -117,8 +117,8 @@ struct Chain {
   }
 };
 
-// What a head reads of guesses: their embeddings, beside what was written before them `[1, rows, width]`, as inputs so
-// wide. A row of the table `[blocks, rows of a block, parts, numbers of a part]` begins with an embedding.
+// A head's inputs for guesses, `wide` in all: embeddings beside the hidden states `written` before `[1, rows, width]`.
+// A row of the table `[blocks, rows of a block, parts, numbers of a part]` begins with an embedding.
 at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table, const at::Tensor& written,
                     int64_t wide) {
   Tensors rows;
@@ -145,39 +145,38 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Chains of several rows: guesses, their probabilities, and their scores `[guesses, tokens]` where these are told.
-  // The first pass is given `first`, and its logits are those after the rows' texts. Each later one reads a guess of
-  // every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]`
-  // and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings` is a head. A probability of
-  // NaN says that there is no guess.
-  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> chain(
+  // Drafts a chain per row: guesses, their probabilities (NaN: no guess), and their scores `[guesses, tokens]` if kept.
+  // The first pass has inputs `first` and returns the logits after the rows' texts. Each later one reads a guess of
+  // every row whose chain goes on, with these rows of `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows,
+  // …]` and `encoders` `[1, 1, rows, …]`, and `others`. A model with `embeddings` is a head.
+  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> draft_chain(
       Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {
     std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
     std::vector<int64_t> live(chains.size());  // the rows of a pass
     std::iota(live.begin(), live.end(), 0);
     auto wide = first[0].size(-1);
-    auto said = loader.boxed_run(std::move(first));
-    TORCH_CHECK_VALUE(said[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
-                      said[0].size(1), " rows, got ", chains.size());
-    auto states = said.size() - 1;
+    auto outputs = loader.boxed_run(std::move(first));
+    TORCH_CHECK_VALUE(outputs[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
+                      outputs[0].size(1), " rows, got ", chains.size());
+    auto states = outputs.size() - 1;
     for (int64_t pass = 0;; pass++) {
       std::vector<int64_t> on, places, tokens;  // the rows that go on, their places in the last pass, and guesses
       for (int64_t place = 0; place < static_cast<int64_t>(live.size()); place++) {
         auto& chain = chains[live[place]];
-        if (!chain.grow(said[0].select(0, 0).select(0, place))) continue;
+        if (!chain.grow(outputs[0].select(0, 0).select(0, place))) continue;
         on.push_back(live[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
       }
       if (on.empty()) break;
       auto rows = at::tensor(on), all = at::arange(static_cast<int64_t>(on.size()));
-      Tensors given{embeddings ? embedded(tokens, *embeddings, said.back().index_select(1, at::tensor(places)), wide)
+      Tensors given{embeddings ? embedded(tokens, *embeddings, outputs.back().index_select(1, at::tensor(places)), wide)
                                : at::tensor(tokens).unsqueeze(0),
                     positions.select(0, pass).index_select(1, rows), all};
       for (auto& one : tables) given.push_back(one.select(0, pass).index_select(2, rows));
       for (auto& one : encoders) given.push_back(one.index_select(2, rows));
       given.insert(given.end(), others.begin(), others.end());
       given.insert(given.end(), states, embeddings ? all : at::empty({0}, at::kLong));
-      said = loader.boxed_run(std::move(given));
+      outputs = loader.boxed_run(std::move(given));
       live = std::move(on);
     }
     std::vector<std::vector<int64_t>> tokens;
@@ -186,7 +185,7 @@ struct Passes : torch::CustomClassHolder {
     for (auto& chain : chains) {
       tokens.push_back(std::move(chain.tokens));
       probabilities.push_back(std::move(chain.probabilities));
-      if (chain.told) scores.push_back(at::stack(chain.scores));
+      if (chain.keeps_scores) scores.push_back(at::stack(chain.scores));
     }
     return {tokens, probabilities, scores};
   }
@@ -202,5 +201,5 @@ TORCH_LIBRARY_FRAGMENT(specdec, m) {
       .def("names", &Passes::names)
       .def("load", &Passes::load)
       .def("run", &Passes::run)
-      .def("chain", &Passes::chain);
+      .def("draft_chain", &Passes::draft_chain);
 }

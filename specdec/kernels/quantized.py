@@ -1,4 +1,4 @@
-"""Weights as small integers with scales: rounded here, or given as a file holds them."""
+"""Weights as small integers with scales: rounded here, or read from a file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 
-GROUP_UNIT = 8  # a group is a multiple of it
+GROUP_UNIT = 8  # groups are multiples of it
 _LEVELS = {8: (-128, 127), 4: (0, 15)}
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range, to find the least squared error
-_AT_ONCE = 1 << 24  # weights that are rounded at a time, for the memory of it
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # shares of a group's range that are tried
+_AT_ONCE = 1 << 24  # weights rounded at a time, which bounds memory
 
 
 @dataclass(frozen=True)
 class Quantized:
     """A weight `[outputs, inputs]` as integers: `(value * scale + min) * factor`.
 
-    `values` int8 `[outputs, inputs]`, for 4 `bits` from 0 to 15, of which 8 is taken away where there are no `mins`;
-    `scales` and `mins` float16 `[outputs, groups]`, each for `group` inputs (the last group may be shorter);
-    `factors` float32 `[outputs]`. None stands for ones, and `mins` for zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such
-    weights in groups of 32. Raises OptionError for values, types and shapes that do not fit one another.
+    `values` int8 `[outputs, inputs]`, with 4 `bits` from 0 to 15, less 8 if `mins` is None; `scales` and `mins` float16
+    `[outputs, groups]`, each for `group` inputs (the last group may be shorter); `factors` float32 `[outputs]`. None
+    stands for ones, for `mins` zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such weights in groups of 32. Raises OptionError
+    for values, dtypes and shapes that do not fit one another.
     """
 
     values: Tensor
@@ -38,7 +38,7 @@ class Quantized:
         if self.bits not in _LEVELS:
             raise OptionError.of("bits", "4 or 8", self.bits)
         if self.values.dtype != torch.int8 or self.values.dim() != 2:
-            raise OptionError.of("values", "int8 [outputs, inputs]", _told(self.values))
+            raise OptionError.of("values", "int8 [outputs, inputs]", _described(self.values))
         if (self.group is None) != (self.scales is None):
             raise OptionError("`group` and `scales` belong together: pass both, or `factors` for whole rows")
         if self.group is not None and (self.group < GROUP_UNIT or self.group % GROUP_UNIT):
@@ -53,16 +53,16 @@ class Quantized:
     def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         given: Tensor | None = getattr(self, name)
         if given is not None and (given.dtype != dtype or tuple(given.shape) != shape):
-            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _told(given))
+            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _described(given))
 
     @property
     def groups(self) -> int:
-        """How many groups a row has; 0 for a row as a whole."""
+        """The number of groups in a row; 0 for a row as a whole."""
         return 0 if self.group is None else -(-self.values.shape[1] // self.group)
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Its tensors by their names; all have outputs as their first dimension."""
+        """Its tensors by name; all have outputs as their first dimension."""
         return {name: getattr(self, name) for name in ("values", "scales", "mins", "factors")}
 
     def rows(self, ids: Tensor) -> Quantized:
@@ -71,7 +71,7 @@ class Quantized:
         return replace(self, **picked)
 
     def weight(self) -> Tensor:
-        """The weight that this stands for, float32 `[outputs, inputs]`."""
+        """The weight as float32 `[outputs, inputs]`."""
         weight = self.values.float()
         if self.bits == 4 and self.mins is None:
             weight -= 8
@@ -87,24 +87,24 @@ class Quantized:
 
 
 def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
-    """Rounded to 8 bits: the largest weight of each output, or of each `group` inputs of it, becomes ±127."""
+    """Rounds to 8 bits: the largest weight of each output, or of each of its groups of `group` inputs, becomes ±127."""
     return _in_parts(weight, lambda part: _int8(part, group))
 
 
 def to_int4(weight: Tensor, group: int = 32) -> Quantized:
-    """Rounded to 4 bits in groups of `group` inputs, with the scales and mins that leave the least squared error."""
+    """Rounds to 4 bits in groups of `group` inputs, with the scales and mins of least squared error."""
     return _in_parts(weight, lambda part: _int4(part, group))
 
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise OptionError.of("weight", "floating-point [outputs, inputs]", _told(weight))
+        raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
     rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
     return _concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
 
 
 def _concatenated(parts: list[Quantized]) -> Quantized:
-    """The outputs of weights of one kind, one after the other."""
+    """Concatenates the outputs of weights of one kind."""
     first = parts[0]
     joined: dict[str, Any] = {
         name: torch.cat([part.tensors[name] for part in parts])
@@ -137,7 +137,7 @@ def _int4(weight: Tensor, group: int) -> Quantized:
 
 
 def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins `[outputs, groups]`: of the whole range of each group and of smaller ones the best."""
+    """Scales and mins `[outputs, groups]`: of each group's range and smaller ones, those of least squared error."""
     middle, reach = (grouped.amax(2) + grouped.amin(2)) / 2, (grouped.amax(2) - grouped.amin(2)) / 2
     least = torch.full_like(middle, torch.inf)
     scales, mins = torch.zeros_like(middle), torch.zeros_like(middle)
@@ -153,7 +153,7 @@ def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(weight: Tensor, group: int) -> Tensor:
-    """`[outputs, groups, group]`; the last group is filled up with its last input, which changes no range."""
+    """`[outputs, groups, group]`; the last input fills up the last group, which changes no range."""
     outputs, inputs = weight.shape
     if group < GROUP_UNIT or group % GROUP_UNIT:
         raise OptionError.of("group", f"a multiple of {GROUP_UNIT}", group)
@@ -166,16 +166,16 @@ def _flat(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def _levels(weight: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
-    """The nearest integers; 0 where a scale is too small to divide by."""
+    """The nearest integers; 0 where the scale is 0."""
     levels = torch.where(scales == 0, 0, weight / scales).round_()
     return levels.clamp_(least, most).to(torch.int8)
 
 
 def _powers(scales: Tensor) -> Tensor:
-    """For each row the power of two that brings its largest entry near 1, where float16 is precise."""
+    """The power of two per row that brings its largest entry near 1, where float16 is precise."""
     largest = scales.abs().amax(1)
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,7 +1,7 @@
-"""Attention over a cache in torch's own operators: for devices, and machines, without compiled kernels.
+"""Attention over a cache in torch's operators: for other devices, and without compiled kernels.
 
-The same results up to rounding, which depends here on the call's shape. A column that holds NaN or infinity must not be
-seen by any token of the call, or else all tokens of its row may get NaN.
+Equal up to rounding, which depends on the call's shape. If a token of the call sees a column with NaN or infinity, all
+tokens of its row may get NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float,
            sinks: Tensor | None, biases: Tensor | None) -> Tensor:  # fmt: skip
-    """`specdec::attend`: all rows beside each other, each token masked to what it sees of its own."""
+    """`specdec::attend`: all rows side by side, each token masked to what it sees."""
     if queries.dim() != 4 or len(queries) != 1:
         raise OptionError.of("queries", "[1, heads, tokens, width]", list(queries.shape))
     rows, kv_heads, capacity, width = keys.shape
@@ -53,10 +53,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
 def _softmax(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float,
              sinks: Tensor | None, biases: Tensor | None) -> Tensor:  # fmt: skip
     _, heads, tokens, width = queries.shape
-    grouped = queries.reshape(keys.shape[1], -1, width)  # heads that share keys, below each other
+    grouped = queries.reshape(keys.shape[1], -1, width)  # heads that share keys are stacked
     scores = (grouped @ keys[0].transpose(1, 2)).float().view(heads, tokens, -1) * scale
     if biases is not None:
-        distance = seen.flip(1).cumsum(1).flip(1) - 1  # of columns that are seen; what others get does not matter
+        distance = seen.flip(1).cumsum(1).flip(1) - 1  # in seen columns; other entries are masked below
         scores = scores + biases.float()[:, distance.clamp(0, biases.shape[1] - 1)]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,5 +1,5 @@
-// Vectors of the compiler (GCC's and Clang's), as wide as the processor's, so that one source serves AVX-512, AVX2 and
-// NEON; intrinsics stand where compilers have no word for an instruction.
+// Vectors of GCC and Clang, as wide as the processor's, so that one source serves AVX-512, AVX2 and NEON; intrinsics
+// where the compilers have no operator for an instruction.
 
 #pragma once
 
@@ -57,7 +57,7 @@ inline Floats floats(const c10::BFloat16* from) {
 #endif
 }
 
-// a * b + c, rounded once wherever the processor can: said so, it does not hang on what a compiler fuses.
+// a * b + c, rounded once where the processor can: explicit, so that the result does not depend on -ffp-contract.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -1,4 +1,4 @@
-"""The only room that touches a transformers forward: sessions over keys and values, capabilities, loading."""
+"""The only folder that runs a transformers forward: sessions, capabilities, loading."""
 
 from specdec.models.cache.buffers import prefix_bytes
 from specdec.models.cache.session import Session

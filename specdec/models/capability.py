@@ -1,14 +1,14 @@
-"""What a model is able to do, by architecture: which store fits, how positions reach it, which masks it takes."""
+"""How a model can be run, by architecture: its kind of cache, how it gets positions, which masks it takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.tiny_models import SIZES
 
-Store = Literal["kv", "replay", "none"]
+CacheKind = Literal["kv", "replay", "none"]
 Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
 
 
@@ -16,22 +16,20 @@ Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"
 class Capability:
     """How sessions run one model; lengths are in tokens.
 
-    `store`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
-    `positions`: passed as an argument, looked up by a wrapper, or left to the model ("native").
-    `inputs`: the ids of tokens, or, for heads, what sessions are given in their place, "embeds".
-    `masks`: one mask for all layers, or a dict by layer kind (`kinds`).
-    `tree`: whether siblings share a pass ("mask") or paths run one after another ("paths").
-    `chunks`: whether a cache that holds tokens takes several more in one pass (some recurrent layers do not).
-    `boundary`: how long a text may be until rotary scaling changes; then each node has its own span (`rotary`).
-    `cache_reset_length`: how long a text may be until the library drops its cache, once, and reads the text again.
-    `reason` says why, in words for an error or a report.
+    `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no cache at all.
+    `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
+    ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `tree`: siblings
+    share a pass ("mask") or paths run one after another ("paths"). `chunks`: whether a cache that holds tokens takes
+    several more in one pass. `boundary`: the length of text where rotary scaling changes; each node then has its own
+    span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once, and reads the text
+    again. `reason`: why, for errors and reports.
     """
 
-    store: Store
+    cache_kind: CacheKind
     positions: Positions = "native"
     masks: Literal["single", "dict"] = "single"
     tree: Literal["mask", "paths"] = "paths"
-    kinds: tuple[Kind, ...] = (Kind("full_attention"),)
+    kinds: tuple[AttentionKind, ...] = (AttentionKind("full_attention"),)
     chunks: bool = True
     boundary: int | None = None
     cache_reset_length: int | None = None
@@ -39,45 +37,45 @@ class Capability:
     reason: str = ""
 
 
-# model_type -> why its rows keep the library's own cache. How much of it works depends on versions and kernels, so
-# these are probed; attention models among them are known to work.
+# model_type -> why its rows keep the library's own cache. What works depends on versions and kernels, so it is probed.
 REPLAY: dict[str, str] = dict.fromkeys(
     ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "qwen3_next", "jamba", "bamba", "falcon_h1", "lfm2", "rwkv"],
     "its recurrent state cannot be cut back, only restored",
 )
-SLOT_BOUND: dict[str, str] = dict.fromkeys(["gpt_neo", "mpt"], "its attention counts slots of the cache, not positions")
+COUNTS_COLUMNS: dict[str, str] = dict.fromkeys(
+    ["gpt_neo", "mpt"], "its attention counts columns of the cache, not positions"
+)
 
-# model_type -> how positions reach the model; all other families that there are tiny models of keep plain keys and
-# values.
+# model_type -> how the model gets positions; families with a tiny model keep plain keys and values.
 KV: dict[str, Positions] = {
-    **dict.fromkeys(SIZES.keys() - SLOT_BOUND.keys(), "ids"),
+    **dict.fromkeys(SIZES.keys() - COUNTS_COLUMNS.keys(), "ids"),
     "whisper": "decoder_ids",
     **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
     **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
     "bloom": "alibi",
 }  # type: ignore[assignment]
 
-# Where their scaling switches, these read the whole text again (`prepare_inputs_for_generation`).
+# These read the whole text again where their scaling changes (`prepare_inputs_for_generation`).
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 
 _KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def attention_kinds(config: Any) -> tuple[Kind, ...] | None:
-    """The kinds of attention layers in a text config; None when one of them is not attention over the past."""
+def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
+    """The kinds of attention layers in a text config; None if a layer is not attention over the past."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     names = getattr(config, "layer_types", None)
     if not names:
-        return (Kind("all", window, None if window else chunk),)
+        return (AttentionKind("all", window, None if window else chunk),)
     if not set(names) <= _KNOWN_KINDS:
         return None
     limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
-    return tuple(Kind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
+    return tuple(AttentionKind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
 
 
 def rope_boundary(config: Any) -> int | None:
-    """How long a text may be until rotary scaling changes, for the kinds that do."""
+    """The length of text where rotary scaling changes; None if it does not."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [value for value in given.values() if isinstance(value, dict)]
     found = [_switch(config, scaling) for scaling in by_layer_type or [given]]
@@ -93,7 +91,7 @@ def _switch(config: Any, scaling: dict[str, Any]) -> int | None:
 
 
 def cache_reset_length(config: Any) -> int | None:
-    """How long a text may be until it is read again, which matters only where the scaling changes."""
+    """The length beyond which a text is read again; None if that cannot matter."""
     resets = config.model_type in _REREADING and rope_boundary(config) is not None
     return getattr(config, "original_max_position_embeddings", None) if resets else None
 
@@ -101,15 +99,15 @@ def cache_reset_length(config: Any) -> int | None:
 def known(config: Any) -> Capability | None:
     """The capability of a known architecture, from its text config; None for unknown ones."""
     model_type = config.model_type
-    if model_type in SLOT_BOUND or (model_type == "falcon" and config.alibi):
-        return Capability("replay", reason=SLOT_BOUND["mpt"])
+    if model_type in COUNTS_COLUMNS or (model_type == "falcon" and config.alibi):
+        return Capability("replay", reason=COUNTS_COLUMNS["mpt"])
     kinds = attention_kinds(config)
     if model_type not in KV or kinds is None:
         return None
     return kv_capability(config, KV[model_type], kinds)
 
 
-def kv_capability(config: Any, positions: Positions, kinds: tuple[Kind, ...]) -> Capability:
-    """Own store: a dict of masks exactly when layers differ in what they see."""
+def kv_capability(config: Any, positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
+    """Our own keys and values; masks by layer kind if layers differ in what they see."""
     masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
     return Capability("kv", positions, masks, "mask", kinds)

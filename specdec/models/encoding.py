@@ -1,26 +1,20 @@
-"""What an encoder read: computed once, then shared by every row, and by a draft that has the same encoder."""
+"""Encoder output: computed once, shared by rows and by a draft with the same encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
-
-_FRAMES = 5  # that a model is tried with
-
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoder output `hidden` `[rows, frames, width]` and which count, `mask` `[rows, frames]` (None: all).
+    """Encoder output `hidden` `[rows, frames, width]`; `mask` `[rows, frames]` of valid frames (None: all).
 
-    `hidden_states` and `attentions`, per layer, are there if they were asked for, until rows are selected or joined.
+    `hidden_states` and `attentions` of each layer are kept until rows are selected or joined.
     """
 
     hidden: Tensor
@@ -39,26 +33,16 @@ class Encoding:
 
     @classmethod
     def joined(cls, parts: Sequence[Encoding]) -> Encoding:
-        """The rows of all `parts`; shorter ones are padded with frames that do not count."""
+        """The rows of all `parts`, padded with masked frames."""
         frames = max(part.hidden.shape[1] for part in parts)
         if all(part.mask is None and part.hidden.shape[1] == frames for part in parts):
             return cls(torch.cat([part.hidden for part in parts]), None)
         return cls(
             torch.cat([functional.pad(p.hidden, (0, 0, 0, frames - p.hidden.shape[1])) for p in parts]),
-            torch.cat([functional.pad(p._counting(), (0, frames - p.hidden.shape[1])) for p in parts]),
+            torch.cat([functional.pad(p._full_mask(), (0, frames - p.hidden.shape[1])) for p in parts]),
         )
 
-    def _counting(self) -> Tensor:
-        """The mask, also where all frames count."""
+    def _full_mask(self) -> Tensor:
         if self.mask is not None:
             return self.mask
         return torch.ones(self.hidden.shape[:2], dtype=torch.long, device=self.hidden.device)
-
-
-def trial_encoding(language: LanguageModel, rows: int) -> Encoding | None:
-    """What an encoder might say, to try a model with; None for models without one."""
-    if not language.is_encoder_decoder:
-        return None
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
-    return Encoding(hidden.to(language.device, language.dtype), None)

@@ -1,9 +1,9 @@
-"""What a target's layers promise: whether the tokens that share a pass can change one another's logits."""
+"""Whether tokens that share a pass can change one another's logits."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +12,33 @@ from torch.distributed.tensor import DTensor
 from specdec.core.tree import Tree
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.cache.session import Session
-from specdec.models.encoding import trial_encoding
 from specdec.models.hf.device_hooks import execution_device
+from specdec.models.hf.spec import ModelSpec
 from specdec.models.loading.integer_layers import Int8Linear
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+from specdec.models.probe import trial_encoding
 
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
-_OUTLIER = 100.0  # far beyond what LLM.int8() still takes for an ordinary activation (6)
-_TEXT, _BRANCHING = 80, 40  # tokens that strictness is tried on, and after how many of them there are branches
-_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of passes over them
-_LONGER = 300  # tokens of a row beside them, for which buffers grow
+_OUTLIER = 100.0  # far beyond LLM.int8()'s threshold for outliers (6)
+_TEXT, _BRANCHING = 80, 40  # tokens of the trial text, and after how many of them it branches
+_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of the passes over it
+_LONGER = 300  # tokens of a row beside it, for which buffers grow
 
 
 @torch.no_grad()
 def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
-    """What holds of a text decoded with a draft, beside the same call without one.
+    """How a text decoded with a draft compares with the same call without one.
 
-    "exact": it is the same; "rounding": the same but for near-ties, since kernels round differently in passes of
-    different sizes and something in the model is in half precision; "row-dependent": it may differ, as some quantized
-    layers look at all rows of a pass. Ordinary layers are known to compute every row on its own; of others, one of each
-    kind is tried out.
+    "exact": it is the same. "rounding": the same but for near-ties, as kernels round differently in passes of other
+    sizes and something in the model is in half precision. "row-dependent": it may differ, as some quantized layers look
+    at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one layer each is tried.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
-    unknown = [module for kind, module in kinds.items() if kind not in _KNOWN and not _looks_up(module)]
+    unknown: list[Any] = [module for kind, module in kinds.items() if kind not in _KNOWN]
+    # Adapters around embeddings take ids.
+    unknown = [m for m in unknown if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
     try:
         alone = all(_rows_independent(module, _row(module, dtype)) for module in unknown)
-    except (RuntimeError, TypeError, ValueError):  # of one that takes something else than rows
+    except (RuntimeError, TypeError, ValueError):  # a layer whose input is no row
         alone = False
     if not alone:
         return "row-dependent"
@@ -48,14 +47,14 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
 
 @torch.no_grad()
-def strict_obstacle(language: LanguageModel) -> str | None:
-    """Why texts may depend on how they are drafted: a layer that is not ours, or what comes of trying.
+def strict_obstacle(language: ModelSpec) -> str | None:
+    """Why logits may depend on more than their text: a layer of another kind, or the result of trying.
 
-    None where each weight is multiplied by packed layers, and logits are the same, bit for bit, in passes of other
-    widths, as branches, beside other rows and in larger buffers. Trying alone would not do: half precision hides
-    differences in most tokens, but not in all.
+    Returns None if packed layers multiply all weights, and logits are equal, bit for bit, in passes of other widths, as
+    branches, beside other rows and in larger buffers. Trying alone would not do: half precision hides differences in
+    most tokens.
     """
-    if name := _foreign(language):
+    if name := _unpacked(language):
         return f"`{name}` is no packed layer" + (f" ({reason})" if (reason := why_not()) else "")
     source = random.Random(0)
     most = min(language.vocab_size, language.config.vocab_size)
@@ -83,8 +82,8 @@ def strict_obstacle(language: LanguageModel) -> str | None:
     return None
 
 
-def _foreign(language: LanguageModel) -> str | None:
-    """The name of a layer, other than an encoder's, that multiplies by a weight and is not packed."""
+def _unpacked(language: ModelSpec) -> str | None:
+    """The name of a layer outside the encoder that multiplies by a weight and is not packed."""
     encoder = set(language.model.get_encoder().modules()) if language.is_encoder_decoder else set()
     for name, module in language.model.named_modules():
         if module in encoder or isinstance(module, PackedLinear | nn.Embedding):
@@ -95,21 +94,16 @@ def _foreign(language: LanguageModel) -> str | None:
 
 
 def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Tensor]:
-    """The logits of texts that rows go on with, in one pass."""
+    """Extends rows by texts in one pass; returns their logits."""
     scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
     session.commit(rows, [list(range(len(text))) for text in texts])
     return [one.logits for one in scores]
 
 
-def _looks_up(layer: Any) -> bool:
-    """Whether a layer is an adapter's around an embedding, which takes ids, one by one."""
-    return hasattr(layer, "get_base_layer") and isinstance(layer.get_base_layer(), nn.Embedding)
-
-
 def _kind(module: nn.Module) -> tuple[type, type]:
-    """Layers of one kind compute alike: their class, and that of their weight, which quantization replaces.
+    """Layers of one kind compute alike: their class and that of their weight, which quantization replaces.
 
-    Those whose weights are gathered from other processes for every pass are ordinary then.
+    Layers whose weights are gathered from other processes are ordinary in a pass.
     """
     weight = getattr(module, "weight", None)
     gathered = isinstance(module, nn.Linear) and isinstance(weight, DTensor)
@@ -120,20 +114,20 @@ _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
 
 
 def _row(layer: Any, dtype: torch.dtype) -> Tensor:
-    """An input `[in]` to try a layer with, where it computes."""
+    """A trial input `[in]` for a layer, on its device."""
     device = execution_device(layer) if any(True for _ in layer.parameters()) else torch.device("cpu")
     return torch.linspace(-1, 1, layer.in_features, device=device, dtype=dtype)
 
 
 def _rows_independent(layer: Any, row: Tensor) -> bool:
-    """Whether the output for `row` `[in]` is the same, to the last bit, beside zeros and beside outliers."""
+    """Whether the output for `row` `[in]` is the same, bit for bit, beside zeros and beside outliers."""
     if any(weight.is_meta for weight in layer.parameters()):
-        return False  # read in every pass, and not there to be tried
+        return False  # offloaded, so it cannot be tried
     quiet, loud = (layer(torch.stack([row, torch.full_like(row, other)])) for other in (0.0, _OUTLIER))
     return torch.equal(quiet[0], loud[0])
 
 
 def _rounds_input(layer: Any, row: Tensor) -> bool:
-    """Whether a layer rounds its input, here `row` `[in]`, to half precision, which makes much of tiny differences."""
+    """Whether a layer rounds its input, here `row` `[in]`, to half precision."""
     halves = (row.to(half).to(row.dtype) for half in (torch.bfloat16, torch.float16))
     return any(torch.equal(layer(row[None]), layer(half[None])) for half in halves)

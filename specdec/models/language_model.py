@@ -1,4 +1,4 @@
-"""A transformers model together with what it is able to do: sessions, encoder passes, early exits."""
+"""A transformers model and how it is run: sessions, encoder passes, early exits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
-from specdec.models.backends.compiled import CompiledForward
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
+from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.encoding import Encoding
@@ -28,25 +29,26 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
+from specdec.models.probe import find_capability
 
 
 class LanguageModel:
-    """A transformers model together with what it is able to do; its weights, config and caches are never changed.
+    """A transformers model and how it is run; its weights, config and caches are never changed.
 
-    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit;
-    ids go to `device`, and `dtype` is that of activations and masks. `backend` is what its passes run on. "eager": its
-    layers as they are, in padded passes. "packed": copies of its weights in the order in which short passes on a CPU
-    read them, and attention of our own, which needs no padding; an `owned` model keeps nothing else. "compiled": one
-    compiled function for all of that, for models that transformers' attention interface serves; it is compiled beside
-    the work, once for all models of a structure, in about a minute, and passes run as before until it is there
-    (`wait_until_compiled`). "auto": compiled where that was done before, packed where the model is owned and that is
-    faster, otherwise eager. A C++ compiler is needed for all but "eager". In other backends than "eager" weights, hooks
-    and adapters must stay as they are, which `state` checks. Attentions never come from compiled code.
-    `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
-    of a pass, other rows, or branches. It is tried when the model is made. `change` is done to the model after its
-    layers are in their backend, and before its passes are made. Raises OptionError for a model in training mode and
-    unknown backends, UnsupportedError for one without a language-model head, and for a backend or exactness that it
-    cannot have. `is_sharded`: other processes have parts of its weights.
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit; ids go
+    to `device`, `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
+    passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
+    our own, which needs no padding; an `owned` model keeps nothing else. "compiled" is one compiled function for all of
+    that, for models that use transformers' attention interface; it is compiled in the background, once for all models
+    of a structure, in about a minute, and passes run packed until then (`wait_until_compiled`). "auto": compiled if
+    kept code exists, packed if the model is owned and that is faster, otherwise eager. All but "eager" need a C++
+    compiler, and weights, hooks and adapters that stay as they are, which `state` checks. Compiled code returns no
+    attentions.
+
+    `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
+    pass, other rows, or branches. `change` is applied after the layers are in their backend, before passes are made.
+    `is_sharded`: other processes hold parts of its weights. Raises OptionError for a model in training mode and unknown
+    backends, UnsupportedError for one without a language head, and for an impossible backend or exactness.
     """
 
     is_sharded = False
@@ -77,7 +79,7 @@ class LanguageModel:
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.capability = replace(
-            capability or self._find_capability(),
+            capability or find_capability(self),
             boundary=rope_boundary(self.config),
             cache_reset_length=cache_reset_length(self.config),
         )
@@ -86,8 +88,11 @@ class LanguageModel:
         if change is not None:
             change(self)
         self.backend = "compiled" if backend == "compiled" else "packed" if is_packed(self.model) else "eager"
-        self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        self.ragged = self._in_a_line(backend)
+        style, boundary = self.capability.positions, self.capability.boundary
+        looks_up = self.capability.cache_kind == "kv" and style in STYLES
+        self._lookup = Lookup(self.decoder, style) if looks_up else None
+        self._scaling = None if boundary is None else Scaling(self.decoder, boundary)
+        self.ragged = self._make_ragged(backend)
         if self.is_strict:
             self._make_strict()
         self._attention = attention_of(self.config)
@@ -102,38 +107,38 @@ class LanguageModel:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether some of its weights are read from elsewhere in every pass."""
+        """Whether some weights are read from elsewhere in every pass."""
         return is_offloaded(self.model)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return decoder_layers(self.config)
 
     @property
     def kv_bytes(self) -> int:
-        """What the keys and values of one position take, in all layers."""
+        """Bytes of the keys and values of one position, in all layers."""
         return self.num_layers * kv_width(self.config) * self.dtype.itemsize
 
     @cached_property
     def weight_bytes(self) -> int:
-        """What a pass of the decoder reads of weights."""
+        """Bytes of weights that a pass of the decoder reads."""
         encoder = set(self.model.get_encoder().parameters()) if self.is_encoder_decoder else set()
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in encoder)
 
     def state(self, name: str = "model") -> ModelState:
-        """What its logits depend on besides the text, as it is now: what is remembered of another state is not its own.
+        """The current state that logits depend on besides the text; what was cached under another state is void.
 
-        `name` is what the caller calls the model. Raises OptionError for one in training mode, and for one that was
-        changed in a way that its passes do not follow.
+        `name` is the caller's word for the model. Raises OptionError in training mode, and if the model was changed in
+        a way that its passes do not follow.
         """
         source = self._reader.model
         if source is not None and source.training:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
         state, changed = self.look()
         if changed:
-            way, was = "make another SpecGenerator", "it was handed over"
+            way, was = "make another SpecGenerator", "it was passed to SpecGenerator"
             if self.backend != "eager":
                 way += ", or use `backend`='eager', which follows changes"
                 was = f"its weights were put into backend {self.backend!r}"
@@ -141,9 +146,9 @@ class LanguageModel:
         return state
 
     def look(self) -> tuple[ModelState, list[str]]:
-        """Its state, and the names of what was changed since it was made and its passes do not follow."""
+        """The current state, and the names of changes that passes do not follow."""
         source, state = self._reader.model, self._reader.read()
-        if source is None or state is None:  # a copy of it is what passes run on
+        if source is None or state is None:  # passes run on a copy
             return self._made_of, []
         if self.backend != "eager":
             return state, state.changed(self._made_of)
@@ -155,25 +160,25 @@ class LanguageModel:
         return state, [what for what, is_same in same.items() if not is_same]
 
     def cross_bytes(self, frames: int) -> int:
-        """What one row's projections of so many encoder positions take; 0 without an encoder."""
+        """Bytes of one row's projections of `frames` encoder positions; 0 without an encoder."""
         return frames * self.kv_bytes if self.is_encoder_decoder else 0
 
     @cached_property
     def forgets_order(self) -> bool:
-        """Whether tokens see those after them where no mask is given, as UMT5's do in transformers 5.17."""
+        """Whether tokens see later ones where no mask is given, as UMT5's do in transformers 5.17."""
         layers = [module for name, module in self.decoder.named_modules() if name.endswith(".SelfAttention")]
         return not all(getattr(layer, "is_causal", True) for layer in layers)
 
     @property
     def exactness(self) -> Exactness:
-        """`exactness_of` what it is now."""
+        """`exactness_of` the current state."""
         return self.exactness_of(self.look()[0])
 
     def exactness_of(self, state: ModelState) -> Exactness:
-        """What a draft can change of the text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
+        """What a draft can change in a text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
-        "strict" was tried bit for bit; more is "row-dependent". It is that of the model's `state`, which was just read,
-        and of the precision that torch may use for float32 now.
+        "strict" was verified bit for bit when the model was made; with "row-dependent" a draft may change the text.
+        `state` was just read; the result also depends on torch's float32 precision settings.
         """
         if self.is_strict:
             return "strict"
@@ -183,17 +188,17 @@ class LanguageModel:
         return "rounding" if known[1] == "exact" and float32_is_rounded(self.device) else known[1]
 
     def session(self) -> Session:
-        """A new session without rows."""
-        if self.capability.store == "kv":
-            from specdec.models.backends.kv_session import KvSession
-
-            return KvSession(self)
-        from specdec.models.backends.snapshot import ReplaySession
-
+        """A new session, without rows."""
+        if self.capability.cache_kind == "kv":
+            return KvSession(self, self.ragged)
         return ReplaySession(self)
 
+    def with_capability(self, model: Any, capability: Capability) -> LanguageModel:
+        """`model`, wrapped like this one, with this capability."""
+        return type(self)(model, capability=capability)
+
     def early_exit(self, layers: int) -> LanguageModel:
-        """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
+        """The model cut after its first `layers` decoder layers; weights are shared."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
         return type(self)(
@@ -205,7 +210,7 @@ class LanguageModel:
     def encode(
         self, inputs: Mapping[str, Tensor], *, output_hidden_states: bool = False, output_attentions: bool = False
     ) -> Encoding:
-        """One pass through the encoder, from `input_ids` with `attention_mask`, or `input_features`."""
+        """One encoder pass over `input_ids` with `attention_mask`, or `input_features`."""
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
@@ -218,17 +223,17 @@ class LanguageModel:
         output = encoder(**given, **extras, return_dict=True)
         hidden = output.last_hidden_state
         mask = inputs.get("attention_mask")
-        # Audio encoders shorten their input, so a mask over it does not fit their frames.
+        # Audio encoders shorten their input: its mask does not fit their frames.
         fits = mask is not None and mask.shape == hidden.shape[:2]
         kept = mask.to(self.device) if fits and mask is not None else None
         return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
-        """Raises UnsupportedError where attentions cannot be had, of chains (`drafted`) or of trees (`branched`)."""
+        """Raises UnsupportedError where attentions of chains (`drafted`) or trees (`branched`) are unavailable."""
         name, capability = type(self.model).__name__, self.capability
-        if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
+        if capability.cache_kind != "kv" and getattr(self.config, "num_attention_heads", None) is None:
             raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
-        # Some versions tell the whole model's config and not those of encoder and decoder.
+        # Some versions set attention on the whole model's config only.
         parts = [self.model, self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
         kinds = [attention_of(getattr(part, "config", self.config)) for part in parts]
         if wrong := [kind for kind in kinds if kind != "eager"]:
@@ -237,13 +242,13 @@ class LanguageModel:
             )
         if drafted and not capability.chunks:
             raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
-        if branched and capability.store != "kv":
+        if branched and capability.cache_kind != "kv":
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
 
     def check_hidden_states(self, layers: Sequence[int]) -> None:
-        """Raises where a draft that asks for the hidden states of these layers cannot have them.
+        """Raises if the hidden states of these layers are unavailable.
 
-        OptionError for layers that there are not, UnsupportedError for classes that return none.
+        OptionError for layers that do not exist, UnsupportedError for classes that return none.
         """
         if wrong := [layer for layer in layers if not 0 <= layer <= self.num_layers]:
             raise OptionError.of("hidden_layers", f"layers from 0 to {self.num_layers} of the target", wrong)
@@ -254,21 +259,21 @@ class LanguageModel:
             )
 
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
-        """While it lasts, this thread's passes find positions `query` `[rows, nodes]` and `key` `[rows, end]`.
+        """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`.
 
         Changes nothing for models that take positions as an argument.
         """
         return nullcontext() if self._lookup is None else self._lookup.running(query, key)
 
     def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]:
-        """While it lasts, this thread's passes are scaled by `spans` `[rows, nodes]`, the lengths of texts in tokens.
+        """Context in which rotary scaling uses `spans` `[rows, nodes]`, lengths of texts in tokens.
 
-        Changes nothing without spans, and for models whose rotary scaling does not depend on the length.
+        Changes nothing without spans, or if scaling does not depend on length.
         """
         return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
-        """Whether both have encoders with equal weights, so that one reading serves both."""
+        """Whether both have encoders with equal weights, so that one encoder pass serves both."""
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
             return False
         mine, theirs = (m.model.get_encoder().state_dict() for m in (self, other))
@@ -276,32 +281,25 @@ class LanguageModel:
 
     @property
     def input_embeddings(self) -> Any:
-        """The module that looks tokens up, as drafts may use it."""
+        """The token embedding, as drafts use it."""
         return self.model.get_input_embeddings()
 
     @property
     def output_embeddings(self) -> Any:
-        """The language head, as drafts may use it."""
+        """The language head, as drafts use it."""
         return self.model.get_output_embeddings()
 
     @property
     def decoder(self) -> Any:
-        """The module whose layers hold the cache."""
+        """The decoder, whose layers hold the cache."""
         return self.model.get_decoder()
 
     def _find_exactness(self) -> Exactness:
         with plain_modes():
             return exactness(self.model, self.dtype)
 
-    def _find_capability(self) -> Capability:
-        from specdec.models.probe import find_capability
-
-        return find_capability(self)
-
-    def _in_a_line(self, backend: str) -> RaggedForward | None:
-        """Passes without padding, which the backends above "eager" run where the model allows it; "compiled"
-        needs it.
-        """
+    def _make_ragged(self, backend: str) -> RaggedForward | None:
+        """Ragged passes, for backends above "eager" where the model allows them; "compiled" requires them."""
         if self.backend == "eager":
             return None
         try:
@@ -310,7 +308,7 @@ class LanguageModel:
             if self.backend == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
-        compiled = CompiledForward(ragged)
+        compiled = ragged.compilation()
         if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
             ragged.compiled = compiled.start()
             if compiled.ready:
@@ -323,16 +321,16 @@ class LanguageModel:
             self.ragged.compiled.stop()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits, for so many seconds at the most, until it is known whether passes run compiled; whether they do."""
+        """Waits up to `timeout` seconds until compiling has ended; returns whether passes run compiled."""
         compiled = None if self.ragged is None else self.ragged.compiled
         return compiled is not None and compiled.wait(timeout)
 
     def _make_strict(self) -> None:
-        """Raises UnsupportedError where a token's logits depend on anything but its text."""
+        """Raises UnsupportedError if a token's logits depend on anything but its text."""
         name = type(self.model).__name__
         if self.ragged is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
-        for module in self.model.modules():  # which project encodings
+        for module in self.model.modules():  # they project encodings
             if isinstance(module, PackedLinear):
                 module.unpacks = ()
         self.wait_until_compiled()
@@ -340,29 +338,23 @@ class LanguageModel:
             other = "" if is_packed(self.model) else "`backend`='packed' packs them, or "
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
 
-    def _lookup_of_positions(self) -> Lookup | None:
-        style = self.capability.positions
-        return Lookup(self.decoder, style) if self.capability.store == "kv" and style in STYLES else None
-
-    def _scaling_by_length(self) -> Scaling | None:
-        boundary = self.capability.boundary
-        return None if boundary is None else Scaling(self.decoder, boundary)
-
 
 def text_config(config: Any) -> Any:
-    """The part of a config that describes the text decoder."""
-    # For one flat config of both sides the library would build a renamed copy with defaults in the gaps.
+    """The text decoder's part of a config."""
+    # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
     if config.is_encoder_decoder and not hasattr(config, "decoder"):
         return config
     return config.get_text_config(decoder=True)
 
 
 def decoder_layers(config: Any) -> int:
-    """How many decoder layers a text config describes."""
+    """The number of decoder layers in a text config."""
     for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
         if getattr(config, name, None) is not None:
             return int(getattr(config, name))
-    raise UnsupportedError(f"the config of {config.model_type!r} does not say how many decoder layers there are")
+    raise UnsupportedError(
+        f"the config of {config.model_type!r} has no number of decoder layers: set `num_hidden_layers`"
+    )
 
 
 def _logits_width(model: Any, config: Any) -> int:
@@ -376,7 +368,7 @@ def _logits_width(model: Any, config: Any) -> int:
 
 
 def _max_positions(decoder: nn.Module, config: Any) -> int | None:
-    """The length of the position table; None where positions are rotated, biased or implied, and have no end."""
+    """The length of the position table; None if positions are rotated, biased or implied."""
     modules = (*decoder.named_modules(), *decoder.named_buffers())
     tables = {"wpe", "embed_positions", "position_embeddings"} & {name.rpartition(".")[2] for name, _ in modules}
     names: tuple[str, ...] = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -387,5 +379,5 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.is_meta or theirs.is_meta:
-        return False  # offloaded weights are not there to be compared
+        return False  # offloaded weights cannot be compared
     return torch.equal(mine, theirs.to(mine.device))

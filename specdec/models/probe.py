@@ -1,4 +1,4 @@
-"""Finds out by trying: a few tiny passes through sessions, compared with the model's own forward without a cache."""
+"""Finds a capability by trying: tiny passes through sessions, compared with the model's own forward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -16,52 +16,51 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import Tree
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
-from specdec.models.encoding import Encoding, trial_encoding
+from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.tiny_models import miniature
+from specdec.models.hf.spec import ModelSpec
+from specdec.models.hf.tiny_models import tiny_model
 
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
-
-# Siblings, a grandchild on each side, a second root: every way a mask can be wrong.
+# Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
-_LONGEST_PREFIX = 96  # tokens; windows beyond are taken from the config on trust
+_LONGEST_PREFIX = 96  # tokens; longer windows are not tried
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
 _HALF_TOLERANCE = 0.1
+_FRAMES = 5  # of a trial encoding
 
 
-def find_capability(language: LanguageModel) -> Capability:
-    """What is known of the family, if a tiny model of it runs so with the installed libraries, else what `probe` finds.
+def find_capability(language: ModelSpec) -> Capability:
+    """The known capability of the family, if a tiny model of it runs so with these libraries, else that of `probe`.
 
-    Warns where the libraries have left what is known behind, or no tiny model can be built to see it.
+    Warns if the libraries have changed, or no tiny model can be built.
     """
     found = known(language.config)
     if found is None:
         return probe(language)
-    what = " ".join([language.config.model_type, found.store, *_attention(language).values()])
+    what = " ".join([language.config.model_type, found.cache_kind, *_attention(language).values()])
     return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
 
 
-def _attention(language: LanguageModel) -> dict[str, str]:
-    """The option for a tiny model with the same attention; the family's own where that one takes no mask of ours."""
+def _attention(language: ModelSpec) -> dict[str, str]:
+    """The option that gives a tiny model the same attention; none if that takes no masks."""
     own = attention_of(language.model.config)
     return {"attn_implementation": own} if own in TAKES_MASKS else {}
 
 
-def _known_holds(language: LanguageModel, found: Capability) -> bool | None:
-    """Whether a tiny model runs as its family is known to; None where none can be built."""
+def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
+    """Whether a tiny model runs as its family is known to; None if none can be built."""
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
     try:
-        small = miniature(family, **_attention(language), **options)
+        small = tiny_model(family, **_attention(language), **options)
     except Exception as error:
-        _warn(f"no tiny {family!r} model can be built to see whether specdec still knows how they run ({error})")
+        _warn(f"no tiny {family!r} model can be built, so specdec cannot check how these models run ({error})")
         return None
     with torch.autocast("cpu", enabled=False):
         if _agrees(language, small, known(small.config) or found):
             return True
-    _warn(f"{family!r} models do not run as specdec knows them, so each is tried out by itself")
+    _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
     return False
 
 
@@ -70,8 +69,8 @@ def _warn(what: str) -> None:
     warnings.warn(f"With {releases}, {what}", RuntimeWarning, stacklevel=2)
 
 
-def probe(language: LanguageModel) -> Capability:
-    """The best way of running `language`'s model that reproduces its logits."""
+def probe(language: ModelSpec) -> Capability:
+    """The best capability that reproduces the logits of `language`'s model."""
     model = language.model
     if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
@@ -81,7 +80,7 @@ def probe(language: LanguageModel) -> Capability:
     return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
 
 
-def _candidates(language: LanguageModel) -> Iterator[Capability]:
+def _candidates(language: ModelSpec) -> Iterator[Capability]:
     reason = REPLAY.get(language.config.model_type)
     kinds = attention_kinds(language.config)
     if reason is None and kinds is not None:
@@ -94,7 +93,7 @@ def _candidates(language: LanguageModel) -> Iterator[Capability]:
     yield Capability("replay", chunks=False, reason=reason or "its cache takes one token at a time")
 
 
-def _styles(language: LanguageModel) -> Iterator[Positions]:
+def _styles(language: ModelSpec) -> Iterator[Positions]:
     decoder = language.decoder
     if "position_ids" in language.input_names:
         yield "ids"
@@ -114,20 +113,20 @@ def _prefix_length(config: Any) -> int:
     return max([6, *fitting]) + 3
 
 
-def _agrees(language: LanguageModel, model: Any, candidate: Capability) -> bool:
-    """Whether `model`, wrapped as `language` is and run as `candidate` says, gives the logits of its own forward."""
+def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
+    """Whether `model`, run like `language` with a candidate capability, gives the logits of its own forward."""
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
-        tried = type(language)(model, capability=candidate)
+        tried = language.with_capability(model, candidate)
         return all(_close(tried, *pair) for pair in _trial(tried))
     except Exception:
-        # Whatever an architecture raises, it means that this way of running it does not work.
+        # Whatever an architecture raises: it does not run like this.
         return False
     finally:
         set_module_state(held)
 
 
-def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
+def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a session's logits and the model's own: ragged prefill, rollback, tree, path commit, one more token."""
     source = random.Random(0)
     encoding = trial_encoding(language, 2)
@@ -154,8 +153,8 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
-    """The model's own logits `[vocab]` after `tokens`, without any cache."""
+def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
+    """The model's own logits `[vocab]` after `tokens`, without a cache."""
     ids, inputs = torch.tensor([tokens], device=language.device), dict[str, Any]()
     if language.forgets_order:
         lowest = torch.full([len(tokens)] * 2, torch.finfo(language.dtype).min, dtype=language.dtype)
@@ -168,10 +167,19 @@ def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | N
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
 
 
-def _ids(source: random.Random, language: LanguageModel, count: int) -> list[int]:
+def _ids(source: random.Random, language: ModelSpec, count: int) -> list[int]:
     return [source.randrange(3, min(language.vocab_size, language.config.vocab_size, 1000)) for _ in range(count)]
 
 
-def _close(language: LanguageModel, got: Tensor, own: Tensor) -> bool:
+def _close(language: ModelSpec, got: Tensor, own: Tensor) -> bool:
     tolerance = _TOLERANCE.get(language.dtype, _HALF_TOLERANCE)
     return bool((got - own).abs().max() <= tolerance * own.float().std())
+
+
+def trial_encoding(language: ModelSpec, rows: int) -> Encoding | None:
+    """A random encoder output for trials; None for models without encoder."""
+    if not language.is_encoder_decoder:
+        return None
+    width = getattr(language.config, "d_model", None) or language.config.hidden_size
+    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
+    return Encoding(hidden.to(language.device, language.dtype), None)

@@ -1,6 +1,6 @@
-"""A vocabulary of a draft's own: its head computes the logits of some tokens only, and guesses no others.
+"""A smaller vocabulary for a draft: its head computes the logits of some tokens only.
 
-The head is most of what a small draft reads in a pass, and most tokens hardly ever come.
+The head is most of what a small draft reads in a pass, and most tokens are rare.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from specdec.models.language_model import LanguageModel
 from specdec.options.load import Vocabulary
 
 Choose = Callable[[Collection[int]], Sequence[int]]
-"""Of the tokens that a draft knows, those that it may guess."""
+"""From the tokens that a draft knows to those that it may guess."""
 
 
 def widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
-    """`logits` `[..., ids]` of these tokens among those of all, `[..., width]`: the others are never guessed."""
-    whole = logits.new_full((*logits.shape[:-1], width), float("-inf"))
-    whole[..., ids] = logits
-    return whole
+    """Scatters `logits` `[..., ids]` of these tokens into `[..., width]`; the others are -inf."""
+    scattered = logits.new_full((*logits.shape[:-1], width), float("-inf"))
+    scattered[..., ids] = logits
+    return scattered
 
 
 def cut(head: Any, ids: Tensor) -> nn.Module:
-    """A head of the outputs `ids` alone; raises UnsupportedError for layers of unknown kinds."""
+    """A head of the outputs `ids` alone; raises UnsupportedError for unknown kinds of layers."""
     if isinstance(head, AnyLinear):
         return head.cut(ids)
     if type(head) is not nn.Linear or head.weight.is_meta:
@@ -60,9 +60,9 @@ class CutHead(nn.Module):
 
 
 def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> None:
-    """Cuts the head of a draft that is loaded here down to a vocabulary, before its passes are made.
+    """Cuts the head of a loaded draft down to a vocabulary, before its passes are made.
 
-    Raises OptionError for more tokens than there are, UnsupportedError for heads and models that cannot be cut.
+    Raises OptionError for more tokens than exist, UnsupportedError for models that cannot be cut.
     """
     model = language.model
     if getattr(language.config, "final_logit_softcapping", None) is not None:
@@ -73,7 +73,7 @@ def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: A
 
 
 def cut_as_saved(language: LanguageModel) -> None:
-    """Cuts the head of a draft that was loaded here down to the vocabulary that its checkpoint names, if any."""
+    """Cuts the head of a loaded draft to the vocabulary in its config, if any."""
     ids = getattr(language.config, "draft_vocabulary", None)
     if ids is not None:
         _cut_to(language, ids)
@@ -87,9 +87,9 @@ def _cut_to(language: LanguageModel, ids: Sequence[int]) -> None:
 
 
 def chooser(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> Choose:
-    """Chooses of the tokens that a draft knows the likeliest, those that end a text among them, in order.
+    """Chooses the likeliest of known tokens, in order, with those that end a text.
 
-    Raises OptionError where texts are to be counted without a tokenizer.
+    Raises OptionError if a text is to be counted without a tokenizer.
     """
     counts: Counter[int] = Counter()
     if vocabulary.text is not None:
@@ -114,9 +114,9 @@ def chooser(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> 
 def likeliest(
     language: LanguageModel, counts: Counter[int], size: int, argument: str, known: Collection[int] | None = None
 ) -> set[int]:
-    """The `size` most frequent `known` tokens (None: of all), after them the first ones, and those that end a text.
+    """The `size` most frequent `known` tokens (None: of all), filled up by the first ids, with those that end a text.
 
-    Raises OptionError, which calls the size `argument`, for more tokens than there are.
+    Raises OptionError, naming `argument`, for more tokens than exist.
     """
     known = range(language.vocab_size) if known is None else known
     ends = [token for token in ends_of(language) if token in known]

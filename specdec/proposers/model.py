@@ -179,8 +179,8 @@ class ModelSession(DraftSession):
         cached = [self._cached[seq.id] for seq in seqs]
         self._drop_branches([one for one in cached if one.branches.tokens])
         pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, cached, strict=True)]
-        texts, wholes = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
-        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, wholes=wholes)
+        texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
+        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
         for one, piece in zip(cached, pieces, strict=True):
             one.text += len(piece)
 
@@ -195,7 +195,7 @@ class ModelSession(DraftSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
@@ -206,7 +206,7 @@ class ModelSession(DraftSession):
         if level and has_one_guess_each(trees, texts):
             logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
-        scores = self._session.forward(cache_rows, trees, keep, wholes=wholes)
+        scores = self._session.forward(cache_rows, trees, keep, text_lengths=text_lengths)
         self._session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 
@@ -330,7 +330,7 @@ class ModelSession(DraftSession):
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
-        if not chains or len(chains) < len(feeds) or not self._session.chains:
+        if not chains or len(chains) < len(feeds) or not self._session.draft_chains:
             return False
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
@@ -347,7 +347,7 @@ class ModelSession(DraftSession):
     ) -> Chained | None:
         """The guesses after `texts`, all in one call; None if the session cannot."""
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
+        return self._session.draft_chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""

@@ -115,7 +115,7 @@ def test_no_draft_changes_a_search(name: str) -> None:
         for draft in (model, *others[(seed + len(name)) % 3 :: 3]):
             out = ours(model, draft, inputs, case, seed=3, schedule=("heuristic", "constant", "cost")[seed])
             assert_same(out, plain, (draft, case))
-            if draft is model and case["max_new_tokens"] > 4 and LanguageModel(model).capability.store == "kv":
+            if draft is model and case["max_new_tokens"] > 4 and LanguageModel(model).capability.cache_kind == "kv":
                 assert out.stats.num_target_passes < plain.stats.num_target_passes
 
 

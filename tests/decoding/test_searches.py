@@ -114,7 +114,7 @@ def test_contrastive_equals_the_formula(name: str) -> None:
     model = tiny(name, vocab=VOCAB)
     out = generate(model, None, RAGGED[:1], KINDS["contrastive"], eos_token_id=[])
     assert out.new_tokens() == [contrastive_reference(model, RAGGED[0], 0.6, 4, 10)]
-    if LanguageModel(model).capability.store == "kv":
+    if LanguageModel(model).capability.cache_kind == "kv":
         assert out.stats.num_target_passes == 11
 
 

@@ -375,23 +375,23 @@ def test_what_never_fits_is_an_error_at_once() -> None:
 def test_what_a_position_takes_is_known(name: str) -> None:
     """What is expected of every model that keeps plain keys and values is what its store takes."""
     language = LanguageModel(tiny(name))
-    if language.capability.store != "kv":
+    if language.capability.cache_kind != "kv":
         pytest.skip("keeps no plain keys and values")
     encoding = language.encode(tiny_inputs(name)) if language.is_encoder_decoder else None
     session: Any = language.session()
     session.bound(1, 128)
     [row] = session.add(1, encoding)
     session.forward([row], [Tree.chain([5, 6, 7])], [1])
-    assert session.store.bytes <= language.kv_bytes * session.store.capacity
+    assert session.buffers.bytes <= language.kv_bytes * session.buffers.capacity
     latent = getattr(language.config, "kv_lora_rank", None)  # some versions keep less of these
-    assert latent or 2 * session.store.bytes >= language.kv_bytes * session.store.capacity
+    assert latent or 2 * session.buffers.bytes >= language.kv_bytes * session.buffers.capacity
 
 
 def test_buffers_shrink() -> None:
     """After a large batch a small one does not hold on to all its memory."""
     model = tiny("llama", vocab=64)
     session: Any = LanguageModel(model).session()
-    session.store.spare_bytes = 0
+    session.buffers.spare_bytes = 0
     rows = session.add(16)
     session.forward(rows, [Tree.chain([5] * 300)] * 16, [1] * 16)
     session.commit(rows, [list(range(300))] * 16)

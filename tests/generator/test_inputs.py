@@ -83,7 +83,7 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [0, 1, 1, 1, 1, 0, 1, 0]
 
 @pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if name != "whisper"])
 def test_padding_anywhere_in_encoder_ids(name: str) -> None:
-    """An encoder gets the ids and mask as they are. (Padding was moved to the right, where positions count slots.)"""
+    """An encoder gets the ids and mask as they are. (Padding was moved to the right, where positions count columns.)"""
     model = tiny(name)
     mask = {"attention_mask": MASK}
     free = {"encoder_no_repeat_ngram_size": 0}  # Blenderbot's; transformers counts padding, too, as text

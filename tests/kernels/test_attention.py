@@ -78,10 +78,10 @@ def word(bits: int) -> int:
     return bits - (1 << 32) if bits >> 31 else bits
 
 
-def node(row: int, first: int, base: int, bits: list[int], words: int, slot: int = 0) -> list[int]:
+def node(row: int, first: int, base: int, bits: list[int], words: int, column: int = 0) -> list[int]:
     """A line of nodes; `bits` are columns from `base` on."""
     mask = sum(1 << column - base for column in bits)
-    return [row, slot, first, base, *(word(mask >> 32 * w & 0xFFFFFFFF) for w in range(words))]
+    return [row, column, first, base, *(word(mask >> 32 * w & 0xFFFFFFFF) for w in range(words))]
 
 
 def randint(low: int, high: int, random: torch.Generator) -> int:
@@ -275,8 +275,8 @@ def test_stored(dtype: torch.dtype) -> None:
         how(keys, values, *buffers, nodes[None, None])
         for side, buffer in zip((keys, values), buffers, strict=True):
             expected = torch.zeros_like(buffer)
-            for token, (row, slot, *_) in enumerate(nodes.tolist()):
-                expected[row, :, slot] = side[0, :, token]
+            for token, (row, column, *_) in enumerate(nodes.tolist()):
+                expected[row, :, column] = side[0, :, token]
             assert torch.equal(buffer, expected)
 
 

@@ -19,29 +19,29 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_every_listed_architecture_is_tested() -> None:
     """A model type in the table has a tiny model, so that the exactness tests cover it."""
     tested = {model_type for model_type, _ in (DECODERS | ENCODER_DECODERS).values()}
-    assert {*capability.KV, *capability.REPLAY, *capability.SLOT_BOUND} <= tested
+    assert {*capability.KV, *capability.REPLAY, *capability.COUNTS_COLUMNS} <= tested
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "llama4_text", "whisper", "bart", "t5", "bloom"])
 def test_probe_finds_what_the_table_says(name: str) -> None:
-    """Trying leads to the same store and positions as knowing."""
+    """Trying leads to the same cache and positions as knowing."""
     language = LanguageModel(tiny(name))
     found = probe(language)
-    assert found.store == "kv"
+    assert found.cache_kind == "kv"
     assert found.positions == language.capability.positions
     assert found.masks == language.capability.masks
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "mpt", "falcon_alibi", "mamba2"])
 def test_probe_refuses_the_store_where_it_is_wrong(name: str) -> None:
-    """Models that count cache slots or keep a recurrent state get the library's own cache."""
-    assert probe(LanguageModel(tiny(name))).store == "replay"
+    """Models that count cache columns or keep a recurrent state get the library's own cache."""
+    assert probe(LanguageModel(tiny(name))).cache_kind == "replay"
 
 
 def test_offloaded_models_are_not_probed() -> None:
     """A probe would read every weight from disk, several times."""
     model = tiny("xglm").to("meta")
-    assert LanguageModel(model).capability.store == "replay"
+    assert LanguageModel(model).capability.cache_kind == "replay"
 
 
 def test_rope_boundary() -> None:

@@ -19,12 +19,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperTokenizer, utils
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.buffers import KvStore
+from specdec.models.cache.buffers import KvBuffers
 from specdec.models.hf import device_hooks, private_api
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.rotary import Scaling
@@ -154,7 +154,7 @@ def test_merging_of_transcripts() -> None:
         assert {"model_outputs", "return_timestamps", "return_language", "time_precision"} <= names
 
 
-# native_cache.py, store.py
+# recurrent_state.py, buffers.py
 
 
 def test_layers_of_a_cache() -> None:
@@ -174,9 +174,9 @@ def test_layers_of_a_cache() -> None:
 
 def test_pair_of_caches() -> None:
     """An encoder-decoder notes which layers have projected the encoder's output."""
-    with contract("transformers", "`EncoderDecoderCache`", "models/cache/recurrent_state"):
+    with contract("transformers", "`EncoderDecoderCache`", "models/backends/cross_attention"):
         model = tiny("bart")
-        pair = recurrent_state.pair(DynamicCache())
+        pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
         with torch.no_grad():
             model(encoder_outputs=hidden, decoder_input_ids=ids(3).expand(2, -1), past_key_values=pair, use_cache=True)
@@ -210,15 +210,15 @@ def test_state_in_modules() -> None:
 def test_protocol_of_caches() -> None:
     """Our layers have all that the library's layers must have, and answer as it asks."""
     with contract("transformers", "`CacheLayerMixin`", "models/cache/buffers"):
-        store = KvStore(2)
+        buffers = KvBuffers(2)
         missing = CacheLayerMixin.__abstractmethods__ - {
-            name for kind in type(store.layers[0]).__mro__ if kind is not CacheLayerMixin for name in vars(kind)
+            name for kind in type(buffers.layers[0]).__mro__ if kind is not CacheLayerMixin for name in vars(kind)
         }
         assert not missing
-        assert store.get_seq_length() == 0
-        assert tuple(store.get_mask_sizes(3, 0)) == (3, 0)
-        assert store.is_sliding == [False, False]
-        assert not store.is_compileable
+        assert buffers.get_seq_length() == 0
+        assert tuple(buffers.get_mask_sizes(3, 0)) == (3, 0)
+        assert buffers.is_sliding == [False, False]
+        assert not buffers.is_compileable
 
 
 # positions.py, rotary.py

@@ -71,8 +71,7 @@ def compiled(model: nn.Module) -> CompiledForward:
 
 def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
     """The chain of one row."""
-    made = session.chain([row], [text], [rule])
-    assert made.states is None
+    made = session.draft_chain([row], [text], [rule])
     return made.guesses[0]
 
 
@@ -196,7 +195,7 @@ def test_code_of_no_use(
         kernels.put(tmp_path / name, place / name)
     (place / broken).write_bytes(b"a whole")
     made = compiled(tiny("llama"))
-    assert any(re.search(f"are of no use: {broken} is broken", message) for message in caplog.messages)
+    assert any(re.search(f"are deleted: {broken} is broken", message) for message in caplog.messages)
     assert "exit 1" in caplog.messages[-1]
     assert not made.is_kept
 
@@ -229,7 +228,7 @@ def test_not_on_other_devices(cache: Path) -> None:
     own = ragged()
     own.model.device = torch.device("cuda")
     with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `backend`='compiled'"):
-        CompiledForward(own).start()
+        own.compilation().start()
     assert not cache.exists()
 
 
@@ -353,7 +352,7 @@ def test_exit_ends_the_compiler(tmp_path: Path) -> None:
         os.kill(int(pid.read_text()), 0)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mamba", "store"), ("bloom", "added to attention"), ("gptj", "attend")])
+@pytest.mark.parametrize(("name", "reason"), [("mamba", "buffers"), ("bloom", "added to"), ("gptj", "attend")])
 def test_models_without_it(name: str, reason: str) -> None:
     """Others say why, and what to do."""
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `backend`='compiled'"):
@@ -462,7 +461,7 @@ class TestCode:
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
         session.truncate(rows, [len(text) for text in twin.texts])
         passes = session.passes
-        found = session.chain(rows, texts, rules).guesses
+        found = session.draft_chain(rows, texts, rules).guesses
         assert len({*map(len, alone)}) > 2
         for mine, own, held, text, row in zip(found, alone, twin.texts, texts, rows, strict=True):
             assert [token for token, _ in mine] == [token for token, _ in own]
@@ -470,7 +469,7 @@ class TestCode:
             assert session.length(row) == len(held) + len(text) + len(mine) - 1
         assert session.passes == passes + max(map(len, found))
         session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
-        anew = session.chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
+        anew = session.draft_chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
         assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
@@ -485,7 +484,7 @@ class TestCode:
         for confident in (True, False):
             whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
             given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
-            [found], [told], _ = session.chain([row], [text], [given])
+            [found], [told], _ = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
             tokens, sure, q = zip(*whole, strict=True)
             assert [token for token, _ in found] == [*tokens]
@@ -601,5 +600,5 @@ def test_warnings_name_the_model(
     first = caplog.records[0]
     assert (first.levelno, first.getMessage()) == (
         logging.WARNING,
-        "compiling the passes of GPT2LMHeadModel beside the work, once: about a minute",
+        "compiling the passes of GPT2LMHeadModel in the background, once: about a minute",
     )

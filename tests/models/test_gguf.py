@@ -243,7 +243,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     """Or broken ones."""
     (tmp_path / "model.gguf").write_text("no such thing")
-    with pytest.raises(OptionError, match=r"`gguf_file` must be a GGUF file, got .*it begins otherwise"):
+    with pytest.raises(OptionError, match=r"`gguf_file` must be a GGUF file, got .*its first bytes"):
         load(str(tmp_path), Loading(gguf_file="model.gguf"))
     with pytest.raises(OptionError, match=r"must be .*a GGUF file, got .*it is a file of another kind"):
         load(str(tmp_path / "model.gguf"))

@@ -20,9 +20,9 @@ from specdec.core.tree import Tree
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.backends.ragged_inputs import Line, RowNodes, seen_columns
-from specdec.models.cache.layout import Kind, SlotMap
-from specdec.models.hf.shallow_copy import twin as twin_of
+from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, seen_columns
+from specdec.models.cache.layout import AttentionKind, ColumnMap
+from specdec.models.hf.shallow_copy import shallow_copy
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
 
@@ -154,14 +154,14 @@ def test_encoders_outlive_others() -> None:
     """When most rows have left, buffers shrink, but never below what an encoder said. (They shrank to 128 frames.)"""
     language = _language("m2m_100")
     cross, source = CrossAttention(language), torch.Generator().manual_seed(0)
-    cross.store.spare_bytes, cross.store._lazy = 0, False  # as on a GPU
+    cross.buffers.spare_bytes, cross.buffers._lazy = 0, False  # as on a GPU
     cross.add(language.encode({"input_ids": torch.randint(3, 64, (12, 400), generator=source)}))
     cross.project()
-    kept = [side[0].clone() for pair in cross.store.pairs() for side in pair]
+    kept = [side[0].clone() for pair in cross.buffers.pairs() for side in pair]
     for index in range(11, 0, -1):
         cross.remove(index)
-    assert cross.store.row_capacity < 12
-    for side, before in zip((side for pair in cross.store.pairs() for side in pair), kept, strict=True):
+    assert cross.buffers.row_capacity < 12
+    for side, before in zip((side for pair in cross.buffers.pairs() for side in pair), kept, strict=True):
         assert torch.equal(side[0, :, :400], before[:, :400])
 
 
@@ -170,12 +170,12 @@ def test_a_small_vocabulary() -> None:
     assert LanguageModel(tiny("llama", vocab=10), backend="packed").ragged is not None
 
 
-def test_a_twin_of_a_running_model() -> None:
+def test_a_shallow_copy_of_a_running_model() -> None:
     """A twin that is made while passes run looks its own positions up. (It kept what stood in for those passes.)"""
     language = LanguageModel(tiny("bart"), backend="eager")
     embed = language.decoder.embed_positions
     with language.looked_up(torch.tensor([[3]]), torch.tensor([[3]])):
-        other = twin_of(language.model).get_decoder().embed_positions
+        other = shallow_copy(language.model).get_decoder().embed_positions
         assert "forward" in vars(embed)
         assert "forward" not in vars(other)
     assert torch.equal(other.weight, embed.weight)
@@ -214,15 +214,15 @@ def test_threads_share_a_model() -> None:
 # --- tables
 
 
-KINDS = [Kind("all"), Kind("window", window=3), Kind("chunk", chunk=4)]
+KINDS = [AttentionKind("all"), AttentionKind("window", window=3), AttentionKind("chunk", chunk=4)]
 
 
 class Played:
     """A row whose every column knows the path of ids that led to its node: a node sees the beginnings of its own."""
 
-    def __init__(self, place: int, base: int, source: random.Random) -> None:
-        self.place, self.random, self.ids = place, source, base
-        self.slots, self.pending, self.text = SlotMap(base=base, top=base), Tree([], []), tuple(range(base))
+    def __init__(self, row_index: int, base: int, source: random.Random) -> None:
+        self.row_index, self.random, self.ids = row_index, source, base
+        self.map, self.pending, self.text = ColumnMap(base=base, top=base), Tree([], []), tuple(range(base))
         self.columns = {column: self.text[: column + 1] for column in range(base)}
         self.held: list[tuple[int, ...]] = []  # paths of pending branches
 
@@ -232,12 +232,12 @@ class Played:
         for i in range(self.random.randrange(1, 40 if self.random.random() < 0.2 else 6)):
             parents.append(len(parents) - 1 if chain else self.random.randrange(-1, len(parents)))
             self.paths.append((self.text if parents[-1] < 0 else self.paths[parents[-1]]) + (self.ids,))
-            self.columns[self.slots.top + i] = self.paths[-1]
+            self.columns[self.map.top + i] = self.paths[-1]
             self.ids += 1
         self.tree = Tree([path[-1] for path in self.paths], parents)
-        return RowNodes(self.place, self.slots, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
+        return RowNodes(self.row_index, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
 
-    def seen(self, kind: Kind) -> list[set[int]]:
+    def seen(self, kind: AttentionKind) -> list[set[int]]:
         return [
             {c for c, own in self.columns.items() if self._sees(kind, path, own)}
             for path in self.paths[len(self.held) :]
@@ -253,13 +253,13 @@ class Played:
         nodes = chain + sorted({node for path in paths for node in path} - set(chain))
         self.text = self.paths[chain[-1]] if chain else self.text
         self.held, self.pending = [self.paths[node] for node in nodes[shared:]], self.tree.part(nodes, shared)
-        self.slots.keep(self.tree, nodes, shared)
-        moves = self.slots.compact(self.random.choice([-1, 0, 3, 64]))
+        self.map.keep(self.tree, nodes, shared)
+        moves = self.map.compact(self.random.choice([-1, 0, 3, 64]))
         moved = {target: self.columns[source] for source, target in moves}
-        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.slots.top}
+        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.map.top}
 
     @staticmethod
-    def _sees(kind: Kind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    def _sees(kind: AttentionKind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
         query, key = len(path) - 1, len(own) - 1
         if kind.window is not None and key <= query - kind.window:
             return False
@@ -280,22 +280,22 @@ def decoded(line: list[int]) -> set[int]:
 def test_tables(seed: int, bases: list[int]) -> None:
     """Random rows over several rounds: places, columns, positions, what is seen, and which logits are kept."""
     source = random.Random(seed)
-    rows = [Played(place, base, source) for place, base in enumerate(bases)]
+    rows = [Played(row_index, base, source) for row_index, base in enumerate(bases)]
     for _ in range(4):
         here = source.sample(rows, source.randrange(1, len(rows) + 1))
         nodes = [row.grow() for row in here]
-        line = Line.of(nodes, KINDS, torch.device("cpu"))
+        inputs = RaggedInputs.of(nodes, KINDS, torch.device("cpu"))
         paths = [path for row in here for path in row.paths[len(row.held) :]]
-        assert line.ids.tolist() == [[path[-1] for path in paths]]
-        assert line.positions.tolist() == [[len(path) - 1 for path in paths]]
-        tops = [(row.place, row.slots.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
-        for kind, table in zip(KINDS, line.tables, strict=True):
+        assert inputs.ids.tolist() == [[path[-1] for path in paths]]
+        assert inputs.positions.tolist() == [[len(path) - 1 for path in paths]]
+        tops = [(row.row_index, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
+        for kind, table in zip(KINDS, inputs.tables, strict=True):
             assert table.dtype == torch.int32
             assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops
             assert [decoded(own[2:]) for own in table[0, 0].tolist()] == [s for row in here for s in row.seen(kind)]
         ends = np.cumsum([row.size for row in nodes])
         kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.keep, end)]
-        assert line.kept.tolist() == (kept or [ends[-1] - 1])
+        assert inputs.kept.tolist() == (kept or [ends[-1] - 1])
         for row in here:
             row.settle()
 

@@ -101,9 +101,9 @@ def test_texts_are_those_of_one_process(draft: str, line: Beside, shared: Sharde
         assert torch.equal(plain.generate([text]).sequences, gen.generate([text]).sequences)
     assert own.forward([], [], []) == []  # tells what the others were not told yet
     held = next(
-        one for one in sessions(line) if one.store._written == own.own.store._written and one.passes == own.passes
+        one for one in sessions(line) if one.buffers._written == own.own.buffers._written and one.passes == own.passes
     )
-    for mine, theirs in zip(own.own.store.pairs(), held.store.pairs(), strict=True):
+    for mine, theirs in zip(own.own.buffers.pairs(), held.buffers.pairs(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 

@@ -115,12 +115,12 @@ def test_beams(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["rereads", "longrope", "dynamic"])
-@pytest.mark.parametrize("store", [Capability("replay"), Capability("replay", chunks=False)], ids=["chunks", "one"])
-def test_the_library_s_own_cache(name: str, store: Capability) -> None:
+@pytest.mark.parametrize("capability", [Capability("replay"), Capability("replay", chunks=False)], ids=["all", "one"])
+def test_the_library_s_own_cache(name: str, capability: Capability) -> None:
     """Sessions that feed text again after a rollback scale it as they did before."""
     ids = prompt(25)
     expected = theirs(name, ids)
-    model = LanguageModel(scaled(name), capability=store)
+    model = LanguageModel(scaled(name), capability=capability)
     for draft in (None, *(oracle(kind, expected, 64) for kind in KINDS)):
         assert SpecGenerator(model, draft).generate(ids, **OPTIONS).sequences.tolist() == expected
 

@@ -18,8 +18,7 @@ from specdec.core.tree import Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.cache import buffers as store
-from specdec.models.cache import recurrent_state
+from specdec.models.cache import buffers, recurrent_state
 from tests.models.exact import TOLERANCE, Twin
 from tests.tiny import tiny, tiny_inputs
 
@@ -208,16 +207,16 @@ def test_store_grows() -> None:
 
 
 def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead branches leave void slots behind, which are closed up once there are many; results stay exact."""
+    """Dead branches leave void columns behind, which are closed up once there are many; results stay exact."""
     twin = Twin(LanguageModel(tiny("llama")), 1)
     twin.prefill(40)
-    store = twin.session.store  # type: ignore[attr-defined]
+    kept = twin.session.buffers  # type: ignore[attr-defined]
     moved: list[int] = []
-    original = store.move_columns
-    monkeypatch.setattr(store, "move_columns", lambda *a: (moved.append(len(a[0])), original(*a)))
+    original = kept.move_columns
+    monkeypatch.setattr(kept, "move_columns", lambda *a: (moved.append(len(a[0])), original(*a)))
     twin.branch(60)
     assert 0 < len(moved) < 12
-    assert store.end < 40 + 60 * 4
+    assert kept.end < 40 + 60 * 4
 
 
 KINDS = ["llama", "gemma2", "bloom", "t5", "bart", "whisper", "qwen3_next", "mamba2"]
@@ -424,7 +423,7 @@ def test_padding_stays_within_bounds() -> None:
 
 def test_store_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of rows that left are given back, all of them in the end; those that stay are exact."""
-    monkeypatch.setattr(store, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(buffers, "_SPARE_BYTES", 0)
     twin = twin_of("llama", 9)
     twin.prefill(*[40] * 9)
     twin.some([3], trees=False)
@@ -466,7 +465,7 @@ def test_a_long_row_lets_the_others_stay_where_they_are(monkeypatch: pytest.Monk
     twin = twin_of("llama", 1)
     twin.prefill(20)
     session: Any = twin.session
-    monkeypatch.setattr(type(session.store), "_resize", lambda *_: pytest.fail("the buffers were copied"))
+    monkeypatch.setattr(type(session.buffers), "_resize", lambda *_: pytest.fail("the buffers were copied"))
     twin.join(3, None)
     twin.some(range(4))
     twin.step([twin.chain(200), *[twin.chain(1)] * 3], [1] * 4, [list(range(200)), [0], [0], [0]])
@@ -490,7 +489,7 @@ def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = twin_of("llama", 2)
     twin.session.bound(2, 60)
     twin.prefill(50, 9)
-    original, made = store._zeros, []
+    original, made = buffers._zeros, []
 
     def failing(*args: Any) -> torch.Tensor:
         made.append(args)
@@ -498,7 +497,7 @@ def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError("no room")
         return original(*args)
 
-    monkeypatch.setattr(store, "_zeros", failing)
+    monkeypatch.setattr(buffers, "_zeros", failing)
     with pytest.raises(MemoryError):
         twin.session.forward(twin.rows, [twin.chain(40), twin.chain(1)], [1, 1])
     monkeypatch.undo()
@@ -522,7 +521,7 @@ def test_bounds() -> None:
     twin.join(2, None)
     twin.some([0, 1, 2])
     twin.step([twin.chain(40)] + [twin.chain(1)] * 2, [1] * 3, [list(range(40)), [0], [0]])
-    kept = twin.session.store  # type: ignore[attr-defined]
+    kept = twin.session.buffers  # type: ignore[attr-defined]
     assert (kept.row_capacity, kept.capacity) == (3, 150)
     twin.step([twin.chain(60)] + [twin.chain(1)] * 2, [1] * 3, [list(range(60)), [0], [0]])
     assert kept.capacity > 200

@@ -268,7 +268,7 @@ def test_contradictions() -> None:
     session = language.session()
     rows = session.add(1)
     for more in ({"embeds": [torch.zeros(3, 32)]}, {"output_attentions": True}):
-        with pytest.raises(UnsupportedError, match="no embeddings and no attentions"):
+        with pytest.raises(UnsupportedError, match="no embeddings and returns no attentions"):
             session.forward(rows, [Tree.chain([5, 6, 7])], [1], **more)
 
 

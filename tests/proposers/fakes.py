@@ -158,7 +158,7 @@ class FakeSession:
 
     cache_reset_length = None
 
-    advance, chain, chains = Session.advance, Session.chain, Session.chains
+    advance, draft_chain, draft_chains = Session.advance, Session.draft_chain, Session.draft_chains
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0
@@ -191,7 +191,7 @@ class FakeSession:
         keep: Sequence[int],
         *,
         embeds: None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool = False,
     ) -> list[Scores]:
         assert len(trees) == len(keep) == len(set(rows))

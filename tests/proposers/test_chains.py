@@ -42,9 +42,9 @@ PLANS = [
 class Chaining(FakeSession):
     """A session whose chains are one call."""
 
-    chains, calls = True, 0
+    draft_chains, calls = True, 0
 
-    def chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
+    def draft_chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
         self.calls += 1
         found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
         return Chained([guesses for guesses, _ in found], [q for _, q in found])

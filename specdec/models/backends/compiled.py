@@ -1,9 +1,9 @@
-"""The second backend: one compiled function for all of a model's passes, whatever their size.
+"""The backend "compiled": one compiled function for all passes of a model.
 
-Passes over nodes in a line have one size that changes, their number; rows and columns of the buffers concern only our
-attention. So one graph serves one node and a prompt, chains, trees and batches. It is exported and compiled ahead of
-time (AOTInductor), in a process of its own: passes run in the backend below until it is there. What comes of it is kept
-in `specdec/compiled` in `$XDG_CACHE_HOME` for models of the same structure, whatever their weights.
+Ragged passes have one size that changes, the number of nodes; rows and columns of the buffers concern only our
+attention. So one graph serves prompts, chains, trees and batches. It is exported and compiled ahead of time
+(AOTInductor) in a process of its own, while passes run packed. The result is kept in `specdec/compiled` in
+`$XDG_CACHE_HOME`, for all models of the same structure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -33,38 +33,37 @@ from torch import Tensor, nn
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
-from specdec.core.drafts import Chained
+from specdec.core.drafts import Chained, ChainRule
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged import Given, RaggedModel, alike
+from specdec.models.backends.packed_layers import alike
+from specdec.models.backends.ragged_inputs import StepInputs
+from specdec.models.backends.ragged_model import PassInputs, RaggedModel
 from specdec.models.hf.private_api import forget_outputs, note_outputs
-from specdec.models.hf.shallow_copy import twin
-
-if TYPE_CHECKING:
-    from specdec.core.drafts import ChainRule
-    from specdec.models.backends.ragged import RaggedForward
-    from specdec.models.backends.ragged_inputs import Steps
+from specdec.models.hf.shallow_copy import shallow_copy
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
-_WRITTEN = 8  # numbers: of tensors up to this size the compiler writes them into the code
+_WRITTEN = 8  # numbers: the compiler writes tensors up to this size into the code
 _PLAIN = (bool, int, float, str, torch.dtype)
 _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
-_RELEASED = ("builtins", "torch", "transformers")  # packages that are known by their versions
-_NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
-_TOLD = 100  # nodes of the first hidden state in it, one more of each other one
+_RELEASED = ("builtins", "torch", "transformers")  # packages whose versions are part of the key
+_NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
+_RETURNED = 100  # returned nodes of its first hidden state, one more for each other one
 
 
 class CompiledForward:
-    """The compiled passes of one model; `ready` once they are there.
+    """The compiled passes of one model, `ready` once they exist.
 
-    What cannot be compiled runs as before, and a warning says why. Raises UnsupportedError where nothing can: on other
-    devices than the CPU, and other systems than Linux and macOS.
+    If compiling fails, passes run as before and a warning gives the reason. `fuse` joins packed layers before that.
+    `start` raises UnsupportedError on other devices than the CPU, and on Windows.
     """
 
-    def __init__(self, ragged: RaggedForward) -> None:
-        self._model, self._widths, self._states = ragged.model, ragged.widths, ragged.states
-        self._ragged: RaggedForward | None = ragged  # until `start`
+    def __init__(
+        self, model: RaggedModel, widths: Sequence[tuple[int, int, int]], states: int, fuse: Callable[[], None]
+    ) -> None:
+        self._model, self._widths, self._states = model, widths, states
+        self._fuse: Callable[[], None] | None = fuse  # until `start`
         self._passes: Any = None
         self._done = threading.Event()
         self._compiler: subprocess.Popen[str] | None = None
@@ -80,16 +79,16 @@ class CompiledForward:
         return _root() / self._key
 
     def start(self) -> CompiledForward:
-        """Takes the code that is there, or has it made beside the work."""
+        """Loads kept code, or compiles it in a thread."""
         device = self._model.device.type
         if device != "cpu" or os.name != "posix":
             where = f"on {device}, with {os.name}"
             raise UnsupportedError(
                 f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
             )
-        if self._key and self._ragged is not None:  # named by the structure of the model as it was loaded
-            self._ragged.join()
-            self._ragged = None
+        if self._key and self._fuse is not None:  # computes the key first, from the structure as loaded
+            self._fuse()
+            self._fuse = None
         if self._taken():
             self._done.set()
         else:
@@ -98,15 +97,15 @@ class CompiledForward:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the code is there from an earlier time."""
+        """Whether kept code exists."""
         try:
             return _root().exists() and (self._folder / _CODE).exists()
-        except kernels.Lack:  # of a home
+        except kernels.Lack:  # no home folder
             return False
 
     @property
     def ready(self) -> bool:
-        """Whether passes run on it."""
+        """Whether passes can run."""
         return self._passes is not None
 
     def stop(self) -> None:
@@ -119,24 +118,26 @@ class CompiledForward:
             self._done.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is known whether passes run on it, for so many seconds; whether they do."""
+        """Waits up to `timeout` seconds until compiling has ended; returns `ready`."""
         self._done.wait(timeout)
         return self.ready
 
     def __call__(self, *given: Any) -> list[Tensor]:
-        """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel`."""
-        return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
+        """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel.forward`."""
+        return self._passes.run(PassInputs(*given).tensors)  # type: ignore[no-any-return]
 
-    def chain(self, first: Given, steps: Steps, rules: Sequence[ChainRule], embeddings: Tensor | None) -> Chained:
-        """Chains of passes, the first one over what is given; `embeddings` are those of a head (`AnyLinear.table`)."""
+    def draft_chain(
+        self, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
+    ) -> Chained:
+        """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`AnyLinear.table`)."""
         encoders = [table[:, :, first.kept] for table in first.encoders]
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
-        tokens, probabilities, scores = self._passes.chain(*given)
+        tokens, probabilities, scores = self._passes.draft_chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
-        told = iter(scores)
-        q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]
+        found = iter(scores)
+        q = [next(found).softmax(-1) if rule.needs_q else None for rule in rules]
         return Chained(guesses, q)
 
     @property
@@ -144,24 +145,29 @@ class CompiledForward:
         return type(self._model.model).__name__
 
     def _taken(self) -> bool:
-        """Takes code from an earlier time, if there is any; what is of no use goes."""
+        """Loads kept code, if any; deletes it where that fails."""
         if self.is_kept:
             try:
                 self._passes = self._loaded()
             except Exception as error:
-                _log.warning("the compiled passes of %s in %s are of no use: %s", self._name, self._folder, error)
+                _log.warning(
+                    "the compiled passes of %s in %s cannot be used and are deleted: %s",
+                    self._name,
+                    self._folder,
+                    error,
+                )
                 (self._folder / _CODE).unlink(missing_ok=True)
         return self.ready
 
     def _work(self) -> None:
-        """Has a process compile the model, unless another one does so just now, and takes what comes of it."""
+        """Compiles the model, unless another process does so now, and loads the result."""
         try:
             if not kernels.available():
-                raise UnsupportedError("they need kernels, and there are none")  # the log says why
+                raise UnsupportedError("they need kernels, which are missing")  # the log gives the reason
             compiler = kernels.compiler()
             with kernels.alone(self._folder / "lock", "SPECDEC_COMPILED"):
                 if not self._taken():
-                    _log.warning("compiling the passes of %s beside the work, once: about a minute", self._name)
+                    _log.warning("compiling the passes of %s in the background, once: about a minute", self._name)
                     began = time.perf_counter()
                     self._compile(compiler)
                     _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)
@@ -176,9 +182,9 @@ class CompiledForward:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             made = (_without_weights(self._model), self._widths, self._states)
             torch.save(made, Path(folder) / "model.pt")
-            # What can be imported here can be there, and no file that happens to lie in the current folder.
+            # The same imports as here, but none from the current folder.
             known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
-            # Files of the compiler's own that another process left half-written break nothing.
+            # A cache of its own, as other processes may leave half-written files.
             known |= {"CXX": _program(compiler, Path(folder)), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
             with self._starting:
                 if self._stopped:
@@ -192,15 +198,17 @@ class CompiledForward:
                     start_new_session=True,
                 )
             kill = atexit.register(partial(_kill, process))
-            _, said = process.communicate()
+            _, errors = process.communicate()
             atexit.unregister(kill)
             if process.returncode:
-                raise UnsupportedError(_reason(said, shlex.join(compiler)) or f"exit {process.returncode}")
+                raise UnsupportedError(_reason(errors, shlex.join(compiler)) or f"exit {process.returncode}")
             for file in (_CONSTANTS, _CODE):
                 kernels.put(Path(folder) / file, self._folder / file)
 
     def _loaded(self) -> Any:
-        """The compiled code over this model's weights; raises UnsupportedError if it is broken or says otherwise."""
+        """The compiled code over this model's weights; raises UnsupportedError if it is broken or gives other
+        logits.
+        """
         if reason := kernels.why_not():
             raise UnsupportedError(f"there are no kernels: {reason}")
         for file in (_CONSTANTS, _CODE):
@@ -208,14 +216,15 @@ class CompiledForward:
                 raise UnsupportedError(f"{file} is broken")
         passes = kernels.passes(str(self._folder / _CODE))
         held = _tensors(self._model) | torch.load(self._folder / _CONSTANTS)
-        # They stay the model's, and must not go before the code does.
+        # Kept alive as long as the code, which does not own them.
         self._constants = {name: held[name] for name in passes.names()}
         passes.load(self._constants)
-        example = partial(_example, self._model, self._widths, self._states)  # every time with buffers of its own
+        # a new one for each run, as passes write to buffers
+        example = partial(_example, self._model, self._widths, self._states)
         with torch.no_grad():
             logits, *states = self._model(*example()[0])
-        said, *hidden = passes.run(example()[0].tensors)
-        if not alike(said, logits) or not all(map(alike, hidden, states)):
+        found, *hidden = passes.run(example()[0].tensors)
+        if not alike(found, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return passes
 
@@ -238,13 +247,13 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
 
 
 def _root() -> Path:
-    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels; raises Lack."""
+    """The folder of compiled code: `$SPECDEC_COMPILED`, or beside the kernels; raises Lack."""
     named = os.environ.get("SPECDEC_COMPILED")
     return Path(named) if named else kernels.folder() / "compiled"
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, by every name that they have."""
+    """All parameters and buffers, by all of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -252,7 +261,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _program(compiler: Sequence[str], folder: Path) -> str:
-    """A compiler as torch takes it, which is one without arguments."""
+    """A compiler without arguments, as torch takes it: a script adds them."""
     if len(compiler) == 1:
         return compiler[0]
     script = folder / "c++"
@@ -261,15 +270,15 @@ def _program(compiler: Sequence[str], folder: Path) -> str:
     return str(script)
 
 
-def _reason(said: str, compiler: str) -> str:
-    """Why a process could not compile, from what it said; torch's own words for a broken compiler name no way out."""
-    if any(name in said for name in ("InvalidCxxCompiler", "CppCompileError")):
+def _reason(errors: str, compiler: str) -> str:
+    """Why a process could not compile, from its `errors`; torch's words for a broken compiler name no way out."""
+    if any(name in errors for name in ("InvalidCxxCompiler", "CppCompileError")):
         return f"{compiler} does not compile: mend it, or name another compiler in CXX"
-    return said.strip().splitlines()[-1] if said.strip() else ""
+    return errors.strip().splitlines()[-1] if errors.strip() else ""
 
 
 def _key(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
-    """What compiled code depends on, as a short name."""
+    """A digest of all that compiled code depends on."""
     config = model.model.config.to_json_string(use_diff=False)
     parts = [
         torch.__version__,
@@ -293,13 +302,13 @@ def _digest(files: Iterable[Path]) -> str:
 
 @cache
 def _own_code() -> str:
-    """A digest of the Python that makes and runs passes."""
+    """A digest of the Python code that defines passes."""
     root = Path(__file__).parents[2]
     return _digest(sorted(file for room in ("kernels", "models") for file in (root / room).rglob("*.py")))
 
 
 def _files(model: RaggedModel) -> set[Path]:
-    """The files from which modules of a model, and functions put into these, are; of remote code the folder's too."""
+    """The files that define a model's modules and the functions put into them; of remote code the whole folder."""
     classes = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     functions = {function.__module__ for module in model.modules() for function in _callables(module)}
     files = set[Path]()
@@ -314,13 +323,13 @@ def _files(model: RaggedModel) -> set[Path]:
 
 
 def _plain(module: nn.Module) -> list[tuple[str, object]]:
-    """Attributes of a module that are numbers or words, as in forwards they become part of the code."""
+    """Attributes of a module that tracing turns into constants."""
     held = sorted((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
     return [(name, value) for name, value in held if name[0] != "_" and name != "name_or_path"]
 
 
 def _callables(module: nn.Module) -> list[Any]:
-    """What was put into a module and may run in its forward: functions, and hooks that are not transformers' own."""
+    """Functions put into a module that its forward may call, and hooks that are not transformers' own."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions = [value for _, value in sorted(vars(module).items()) if isinstance(value, _FUNCTIONS)]
     return functions + [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
@@ -331,15 +340,15 @@ def _functions(module: nn.Module) -> list[str]:
 
 
 def _without_weights(model: RaggedModel) -> RaggedModel:
-    """A twin whose tensors have shapes and nothing else, but for the smallest."""
-    other: RaggedModel = twin(model)
+    """A shallow copy without values in its tensors, but for the smallest."""
+    other: RaggedModel = shallow_copy(model)
     forget_outputs(other)
     _move(other, "meta")
     return other
 
 
 def _move(model: nn.Module, device: str) -> None:
-    """Gives a model tensors of the same sizes there, with nothing in them; the smallest and those there stay."""
+    """Replaces the tensors of a model by empty ones on `device`, but for the smallest and those already there."""
     made: dict[int, Tensor] = {}
 
     def moved(tensor: Tensor | None) -> Any:
@@ -355,13 +364,13 @@ def _move(model: nn.Module, device: str) -> None:
             held.update({name: moved(tensor) for name, tensor in held.items()})
 
 
-def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[Given, Given]:
-    """What a pass is given, and in its place which sizes of it change."""
+def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[PassInputs, PassInputs]:
+    """Inputs of a pass to trace, and in the same places which sizes change."""
     from torch.export import Dim  # loads the compiler
 
     count = len(model.kinds) or 1
     place = torch.arange(_NODES)
-    positions = place[None] + _NODES  # of neither column nor token
+    positions = place[None] + _NODES  # unequal to columns and tokens
     table = torch.zeros(1, 1, _NODES, 4 + _WORDS, dtype=torch.int32)
     table[..., 1], table[..., 3] = place, place + 1  # a chain in the first row
     frames = torch.zeros_like(table)
@@ -369,15 +378,17 @@ def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int)
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    told = [torch.arange(_TOLD + state) % _NODES for state in range(states)]
-    given = Given(model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, told)
+    returned = [torch.arange(_RETURNED + state) % _NODES for state in range(states)]
+    given = PassInputs(
+        model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, returned
+    )
     free, of = Dim.DYNAMIC, dict[str, Any]()
     of["ids"] = of["positions"] = {1: free}
     of["kept"] = {0: free}
     of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
-    of["told"] = [{0: free}] * states
+    of["returned"] = [{0: free}] * states
     of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
-    return given, Given(**of)
+    return given, PassInputs(**of)
 
 
 def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -387,7 +398,7 @@ def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -
 
 
 def _main(folder: Path) -> None:
-    """Compiles the model that lies in a folder."""
+    """Compiles the model in `folder`, in a process of its own."""
     from torch.fx.experimental import _config as shape_config
 
     os.nice(10)

@@ -1,8 +1,8 @@
-"""Cross-attention of the rows of a session: what their encoders said, projected once and shared by forked rows."""
+"""Cross-attention of a session's rows: encoder outputs, projected once and shared by forked rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +10,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
-from specdec.models.cache.buffers import KvStore, Prefix
+from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.encoding import Encoding
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+from specdec.models.hf.spec import ModelSpec
 
 
 class Frames(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's projections `[rows, heads, frames, head width]`, which passes read and never change."""
+    """One layer's projections `[rows, heads, frames, head width]`, which passes only read."""
 
     is_sliding = is_compileable = is_croppable = False
 
@@ -26,131 +24,124 @@ class Frames(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """They are there."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """They stay as they are."""
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """More than none, which would mean that projections are still to be made."""
+        """Not 0, which would make layers project anew."""
         return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All frames."""
         return self.keys.shape[2], 0
 
     def get_max_length(self) -> int:
-        """No limit."""
         return -1
 
 
 class CrossAttention:
-    """What every row's encoder said, in a store of its own whose rows are encodings: forks of a row share one.
+    """Encoder outputs and their projections, in buffers with one row per encoding; forked rows share one.
 
-    New encodings are projected by a pass over one token that nobody keeps.
+    New encodings are projected by a pass over one token, whose output is dropped.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec) -> None:
         self._language = language
-        self._encodings: list[Encoding] = []  # by place in the store
-        self.store = KvStore(
+        self._encodings: list[Encoding] = []  # by their row of the buffers
+        self.buffers = KvBuffers(
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
             held=lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
         )
-        self.places: list[int] = []  # of every row
+        self.encoder_rows: list[int] = []  # of every row of the session
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
-        self._unread: list[int] = []  # places without projections
+        self._unread: list[int] = []  # rows without projections
         self._selected: tuple[int, ...] = ()
         self._joined: dict[str, Any] = {}
         self._frames: list[Frames] = []
         self._tables: dict[int, list[int]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        """Rows at the end."""
+        """Appends one row per encoding."""
         first, count = len(self._encodings), len(encoding)
-        self.store.reserve(first + count)
+        self.buffers.reserve(first + count)
         self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]
-        self.places += range(first, first + count)
+        self.encoder_rows += range(first, first + count)
         self._unread += range(first, first + count)
         self._forget()
 
     def project(self) -> None:
-        """Makes the projections of new encodings, before a pass looks at them; those of one length together."""
+        """Projects new encodings, those of equal length in one pass."""
         alike: dict[int, list[int]] = {}
-        for place in self._unread:
-            alike.setdefault(self._encodings[place].hidden.shape[1], []).append(place)
-        for frames, places in alike.items():
-            found = self._projected(torch.cat([self._encodings[place].hidden for place in places]))
-            for i, place in enumerate(places):
-                self.store.write_prefix(place, [(keys[i], values[i]) for keys, values in found], frames)
+        for encoder_row in self._unread:
+            alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
+        for frames, encoder_rows in alike.items():
+            found = self._projected(torch.cat([self._encodings[encoder_row].hidden for encoder_row in encoder_rows]))
+            for i, encoder_row in enumerate(encoder_rows):
+                self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in found], frames)
         self._unread = []
 
     def fork(self, index: int) -> None:
-        """A row at the end that reads what row `index` reads."""
-        self.places.append(self.places[index])
+        """Appends a row that shares the encoding of row `index`."""
+        self.encoder_rows.append(self.encoder_rows[index])
 
     def remove(self, index: int) -> None:
-        """Forgets a row, whose place the last row takes, and its encoding if no other row reads it."""
+        """Removes a row, whose index the last row takes, and its encoding if no other row reads it."""
         self.project()
-        place, last = self.places[index], self.places.pop()
-        if index < len(self.places):
-            self.places[index] = last
-        if place in self.places:
+        encoder_row, last = self.encoder_rows[index], self.encoder_rows.pop()
+        if index < len(self.encoder_rows):
+            self.encoder_rows[index] = last
+        if encoder_row in self.encoder_rows:
             return
         final = len(self._encodings) - 1
         moved = self._encodings.pop()
-        if place != final:
-            self.store.copy_row(final, place, moved.hidden.shape[1])
-            self._encodings[place] = moved
-            self.places = [place if one == final else one for one in self.places]
-        self.store.clear_row(final)
-        self.store.shrink(final)
+        if encoder_row != final:
+            self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
+            self._encodings[encoder_row] = moved
+            self.encoder_rows = [encoder_row if one == final else one for one in self.encoder_rows]
+        self.buffers.clear_row(final)
+        self.buffers.shrink(final)
         self._forget()
 
     def kind(self, index: int) -> tuple[Any, ...]:
-        """Rows of different kinds cannot share a padded pass: those whose frames no mask could pad."""
-        encoding = self._encodings[self.places[index]]
+        """Rows can share a padded pass if their kinds are equal: frames of different lengths need a mask."""
+        encoding = self._encodings[self.encoder_rows[index]]
         return () if self._pads else (encoding.hidden.shape[1], encoding.mask is None)
 
-    def inputs(self, first: int, last: int, text: KvStore) -> dict[str, Any]:
-        """Keyword arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
-        places = tuple(self.places[first:last])
-        if places != self._selected:
-            encodings = [self._encodings[place] for place in places]
-            joined = encodings[0] if len(places) == 1 else Encoding.joined(encodings)
-            self._selected, frames = places, joined.hidden.shape[1]
+    def inputs(self, first: int, last: int, text: KvBuffers) -> dict[str, Any]:
+        """Arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
+        encoder_rows = tuple(self.encoder_rows[first:last])
+        if encoder_rows != self._selected:
+            encodings = [self._encodings[encoder_row] for encoder_row in encoder_rows]
+            joined = encodings[0] if len(encoder_rows) == 1 else Encoding.joined(encodings)
+            self._selected, frames = encoder_rows, joined.hidden.shape[1]
             self._joined = {"encoder_outputs": BaseModelOutput(last_hidden_state=joined.hidden)}
             if joined.mask is not None and self._takes_mask:
                 self._joined["attention_mask"] = joined.mask
-            self._frames = [Frames(*(_rows(side, places, frames) for side in pair)) for pair in self.store.pairs()]
+            self._frames = [
+                Frames(*(_rows(side, encoder_rows, frames) for side in pair)) for pair in self.buffers.pairs()
+            ]
         return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
-        """What a node of this row sees, as in the tables of `specdec.models.backends.ragged_inputs`."""
-        place = self.places[index]
-        encoding = self._encodings[place]
+        """What nodes of this row see, as in the tables of `specdec.models.backends.ragged_inputs`."""
+        encoder_row = self.encoder_rows[index]
+        encoding = self._encodings[encoder_row]
         if encoding.mask is None or not self._takes_mask:
-            return [place, 0, 0, encoding.hidden.shape[1]]
-        if place not in self._tables:
-            self._tables[place] = seen_columns(encoding.mask[0].bool().cpu().numpy())
-        return [place, 0, *self._tables[place]]
-
-    @property
-    def bytes(self) -> int:
-        """What all projections take."""
-        return self.store.bytes
+            return [encoder_row, 0, 0, encoding.hidden.shape[1]]
+        if encoder_row not in self._tables:
+            self._tables[encoder_row] = seen_columns(encoding.mask[0].bool().cpu().numpy())
+        return [encoder_row, 0, *self._tables[encoder_row]]
 
     def _forget(self) -> None:
         self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
 
     @torch.no_grad()
     def _projected(self, hidden: Tensor) -> Prefix:
-        """Keys and values `[rows, heads, frames, head width]` of each layer, of encoder outputs."""
+        """Keys and values `[rows, heads, frames, head width]` of each layer, projected from encoder outputs."""
         language, rows = self._language, len(hidden)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         language.model(
@@ -162,9 +153,9 @@ class CrossAttention:
         return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 
 
-def _rows(buffer: Tensor, places: tuple[int, ...], frames: int) -> Tensor:
-    """The rows at these places, without a copy where they follow one another."""
-    first, count = places[0], len(places)
-    if places == tuple(range(first, first + count)):
+def _rows(buffer: Tensor, encoder_rows: tuple[int, ...], frames: int) -> Tensor:
+    """These rows, without a copy where they are consecutive."""
+    first, count = encoder_rows[0], len(encoder_rows)
+    if encoder_rows == tuple(range(first, first + count)):
         return buffer[first : first + count, :, :frames]
-    return buffer[list(places), :, :frames]
+    return buffer[list(encoder_rows), :, :frames]

@@ -1,9 +1,8 @@
 """Packed layers that read the same input share one call: query, key and value, or gate and up.
 
-A call costs some microseconds before any weight is read, which adds up in a compiled pass over one token. (In the
-backends below Python takes as long for the parts.) Which layers belong together shows in a pass: they are handed the
-same tensor. The weight of all of them lies in one piece afterwards, of which the model's own layers hold their parts,
-so nothing is there twice.
+A call costs microseconds before any weight is read, which adds up in a compiled pass over one token; in other backends
+Python dominates. A trial pass shows which layers read the same tensor. Their weights then lie in one piece, of which
+the model's own layers hold views.
 """
 
 from __future__ import annotations
@@ -18,38 +17,36 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from specdec.kernels import PackedLinear
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 
-_WHOLE: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
-"""What was joined by now, by where its parts lie: other models over the same layers join them no second time."""
+_JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
+"""Joined layers by the addresses of their parts: other models over the same layers reuse them."""
 
 
-class _Said(threading.local):
-    """What a joint layer was asked last in this thread, and its answer."""
+class _Last(threading.local):
+    """The last input of a joint layer in this thread, and its output."""
 
     last: tuple[Tensor, Tensor] | None = None
 
-    def __reduce__(self) -> tuple[type[_Said], tuple[()]]:
-        return _Said, ()
+    def __reduce__(self) -> tuple[type[_Last], tuple[()]]:
+        return _Last, ()
 
 
 class Joint(nn.Module):
-    """Several layers in one."""
-
     def __init__(self, layer: PackedLinear) -> None:
         super().__init__()
-        self.layer, self.said = layer, _Said()
+        self.layer, self.memo = layer, _Last()
 
     def of(self, x: Tensor, last: bool) -> Tensor:
-        """All outputs `[..., outputs]`; kept for those who ask next, unless this is the `last` of them."""
-        held = self.said.last
+        """All outputs `[..., outputs]`; kept for the next reader of `x`, unless this is the `last`."""
+        held = self.memo.last
         outputs: Tensor = held[1] if held is not None and held[0] is x else self.layer(x)
-        self.said.last = None if last else (x, outputs)
+        self.memo.last = None if last else (x, outputs)
         return outputs
 
 
 class Part(nn.Module):
-    """One of the layers of a joint one: its outputs from number `begin` to before `end`; `last` of those in a pass."""
+    """One layer of a joint one: its outputs from `begin` to before `end`; `last`: no other reads the input after it."""
 
     def __init__(self, joint: Joint, begin: int, end: int, *, last: bool) -> None:
         super().__init__()
@@ -62,7 +59,7 @@ class Part(nn.Module):
 
 @contextmanager
 def readers(model: Any) -> Iterator[list[list[str]]]:
-    """Gathers the names of packed layers of a module that read the same input in the pass that is run meanwhile."""
+    """Context of one pass: gathers the names of packed layers, in lists of those that read the same input."""
     calls: list[tuple[object, list[str]]] = []
     found: list[list[str]] = []
 
@@ -87,27 +84,24 @@ def readers(model: Any) -> Iterator[list[list[str]]]:
 
 
 def join(model: Any, own: Any, names: Sequence[str]) -> None:
-    """Lets these layers of `model` share a call, if their weights can lie in one piece.
-
-    It is a twin of the model `own`, whose layers hold parts of that piece from then on.
-    """
+    """Fuses these layers of `model`, a shallow copy of `own`, if their weights can lie in one piece."""
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
         return
-    whole = _WHOLE.get(_place(layers))
-    if whole is None:
-        whole = PackedLinear.join(layers)
-    elif whole.unpacks != layers[0].unpacks:
-        whole = twin(whole)
-        whole.unpacks = layers[0].unpacks
-    _WHOLE[_place(layers)] = whole
-    joint, begin = Joint(whole), 0
+    joined = _JOINED.get(_addresses(layers))
+    if joined is None:
+        joined = PackedLinear.join(layers)
+    elif joined.unpacks != layers[0].unpacks:
+        joined = shallow_copy(joined)
+        joined.unpacks = layers[0].unpacks
+    _JOINED[_addresses(layers)] = joined
+    joint, begin = Joint(joined), 0
     for name, layer in zip(names, layers, strict=True):
         own.get_submodule(name)._buffers.update(layer._buffers)
         model.set_submodule(name, Part(joint, begin, begin + layer.outputs, last=name == names[-1]))
         begin += layer.outputs
 
 
-def _place(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
-    """Where all that these layers hold lies in memory."""
+def _addresses(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
+    """The addresses of all tensors of these layers."""
     return tuple(tensor.data_ptr() for layer in layers for tensor in layer.buffers())

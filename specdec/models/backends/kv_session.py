@@ -1,12 +1,13 @@
-"""Sessions of models that keep plain keys and values: rows share a pass, in a line or padded, and rollback is free."""
+"""Sessions over plain keys and values: rows share passes, ragged or padded, and rollback is free."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,131 +16,125 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
-from specdec.models.backends.outputs import LogitNodes, line_scores, row_scores
-from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
-from specdec.models.cache.buffers import KvStore, Prefix
-from specdec.models.cache.layout import AttentionView, Layout, SlotMap
+from specdec.models.backends.outputs import LogitNodes, ragged_scores, row_scores
+from specdec.models.backends.ragged import RaggedForward
+from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
+from specdec.models.backends.ragged_model import Buffers
+from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
+from specdec.models.hf.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from specdec.models.backends.ragged import Buffers, RaggedForward
-    from specdec.models.language_model import LanguageModel
-
-_SLACK = 64  # slots that branches may leave void before what is left of them is moved together
-_NODES = 64  # nodes that take a pass as long as its weights
+_SLACK = 64  # void columns that branches may leave before a row is compacted
+_OPTIONS = {"use_cache": True, "return_dict": True}
+_NODES = 64  # nodes whose computation takes as long as reading the weights
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """One row: where its nodes sit, and the tree of its last pass."""
+    """A row: its number, the columns of its nodes, and the tree of its last pass."""
 
     number: int
-    slots: SlotMap = field(default_factory=SlotMap)
+    columns: ColumnMap = field(default_factory=ColumnMap)
     tree: Tree = EMPTY
 
 
 class KvSession(Session):
-    """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
+    """Rows of one model over `KvBuffers`; branches of a row share the columns of its text.
 
-    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. Where the model
-    allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the store
-    from the first to the last that take part: the narrow view of a buffer costs nothing.
+    Dead branches leave void columns behind, which are compacted now and then. With a `backend` the new nodes of all
+    rows share a ragged pass. A padded pass covers the rows of the buffers from the first to the last that take part, as
+    a narrow view of a buffer costs nothing.
     """
 
     keeps_prefixes = True
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec, backend: RaggedForward | None) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
-        self.store = KvStore(
+        self.buffers = KvBuffers(
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
-            held=lambda: max((row.slots.top for row in self._rows), default=0),
+            held=lambda: max((row.columns.top for row in self._rows), default=0),
         )
-        self._rows: list[_Row] = []  # in the order of the store
-        self._index: dict[int, int] = {}  # row -> its place in that order
+        self._rows: list[_Row] = []  # by their index in the buffers
+        self._index: dict[int, int] = {}  # number of a row -> its index
         self._numbers = 0
-        self._language = language
+        self._language, self._backend = language, backend
         self._device, self._dtype = language.device, language.dtype
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         self._cross = CrossAttention(language) if language.is_encoder_decoder else None
         self._can_keep = "logits_to_keep" in language.input_names
-        # Where the library's own positions and mask are right for a row whose nodes follow one by one.
+        # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
             self._cross is None
-            and language.ragged is None
+            and backend is None
             and language.capability.boundary is None
             and not language.forgets_order
         )
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """New empty rows; an encoder-decoder needs their encoding."""
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
             need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
             raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-        self.store.reserve(len(self._rows) + rows)
+        self.buffers.reserve(len(self._rows) + rows)
         if self._cross is not None and encoding is not None:
             self._cross.add(encoding)
-        return [self._new(SlotMap()) for _ in range(rows)]
+        return [self._new(ColumnMap()) for _ in range(rows)]
 
     @torch.no_grad()
     def fork(self, row: int, length: int | None = None) -> int:
-        """Copies the columns that hold the text."""
         source = self._row(row)
-        if length is not None and source.slots.base < length <= source.slots.length:
-            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
-        slots = source.slots.copy() if length is None else SlotMap(base=length, top=length)
-        if length is not None and length > source.slots.base:
-            raise OptionError.of("length", f"at most the {source.slots.base} tokens that the row holds", length)
+        if length is not None and source.columns.base < length <= source.columns.length:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+        columns = source.columns.copy() if length is None else ColumnMap(base=length, top=length)
+        if length is not None and length > source.columns.base:
+            raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
         index = len(self._rows)
-        self.store.reserve(index + 1)
-        self.store.copy_row(self._index[row], index, slots.top)
+        self.buffers.reserve(index + 1)
+        self.buffers.copy_row(self._index[row], index, columns.top)
         if self._cross is not None:
             self._cross.fork(self._index[row])
-        slots.whole = source.slots.whole
-        number = self._new(slots)
+        columns.initial_length = source.columns.initial_length
+        number = self._new(columns)
         self._rows[-1].tree = source.tree if length is None else EMPTY
         return number
 
     @torch.no_grad()
     def read_from(self, prefix: Prefix, length: int) -> int:
-        """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
         index = len(self._rows)
-        self.store.reserve(index + 1)
-        self.store.write_prefix(index, prefix, length)
-        return self._new(SlotMap(base=length, top=length))
+        self.buffers.reserve(index + 1)
+        self.buffers.write_prefix(index, prefix, length)
+        return self._new(ColumnMap(base=length, top=length))
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        """A copy of the keys and values of the row's first `length` tokens, which must be its settled text."""
         source = self._row(row)
-        if length > source.slots.base:
-            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
-        return self.store.read_prefix(self._index[row], length)
+        if length > source.columns.base:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+        return self.buffers.read_prefix(self._index[row], length)
 
     @torch.no_grad()
     def remove(self, rows: Sequence[int]) -> None:
-        """The last row of the store moves into each gap."""
+        """Moves the last row of the buffers into each gap."""
         for row in rows:
             index, last = self._index.pop(self._row(row).number), self._rows.pop()
             if last.number != row:
-                self.store.copy_row(len(self._rows), index, last.slots.top)
+                self.buffers.copy_row(len(self._rows), index, last.columns.top)
                 self._rows[index], self._index[last.number] = last, index
             if self._cross is not None:
                 self._cross.remove(index)
-            self.store.clear_row(len(self._rows))
-        self.store.shrink(len(self._rows))
+            self.buffers.clear_row(len(self._rows))
+        self.buffers.shrink(len(self._rows))
 
     def length(self, row: int) -> int:
-        """Tokens of text that the row holds."""
-        return self._row(row).slots.length
+        return self._row(row).columns.length
 
     def pending(self, row: int) -> int:
-        """How many nodes of pending branches the row holds."""
-        return self._row(row).slots.pending
+        return self._row(row).columns.pending
 
     def forward(
         self,
@@ -148,42 +143,34 @@ class KvSession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """One pass; several where passes are padded, rows lie far apart and many nodes would be padding."""
+        """One pass; several if passes are padded and rows lie far apart."""
         if (
             self._is_simple
             and len(rows) == len(trees) == len(keep) == 1
             and embeds is None
             and not (output_hidden_states or output_attentions)
         ):
-            row, whole = self._row(rows[0]), wholes[0] if wholes is not None else 0
-            if not row.slots.slots and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
-                return [self._chain(row, trees[0], keep[0], whole)]
+            row, text_length = self._row(rows[0]), text_lengths[0] if text_lengths is not None else 0
+            if not row.columns.scattered and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
+                return [self._chain_pass(row, trees[0], keep[0], text_length)]
         with torch.no_grad():
-            return self._general(rows, trees, keep, embeds, wholes, output_hidden_states, output_attentions)
+            return self._general(rows, trees, keep, embeds, text_lengths, output_hidden_states, output_attentions)
 
-    def _chain(self, row: _Row, tree: Tree, keep: int, whole: int) -> Scores:
-        """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
+    def _chain_pass(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
+        """The pass of one row over a chain after its text, which needs no layout."""
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
-        row.slots.begin(tree, first, whole)
-        self.store.point(self._index[row.number], row.slots.base, nodes)
+        row.columns.begin(tree, first, text_length)
+        self.buffers.point(self._index[row.number], row.columns.base, nodes)
         ids = torch.tensor([tree.tokens], device=self._device)
-        inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "past_key_values": self.store,
-            "use_cache": True,
-            "return_dict": True,
-        }
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.buffers} | _OPTIONS
         if self._can_keep:
             inputs["logits_to_keep"] = keep or 1
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                logits = self._language.model(**inputs).logits[0]
-        else:
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self.passes += 1
         kept = logits if len(logits) == keep else logits[len(logits) - keep :]
@@ -195,149 +182,149 @@ class KvSession(Session):
         trees: Sequence[Tree],
         keep: Sequence[int],
         embeds: Sequence[Tensor | None] | None,
-        wholes: Sequence[int] | None,
+        text_lengths: Sequence[int] | None,
         output_hidden_states: bool | Sequence[int],
         output_attentions: bool,
     ) -> list[Scores]:
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
-        check_trees(rows, trees, keep, [row.slots.pending for row in named])
-        hidden = output_hidden_states
-        wanted = {"output_hidden_states": hidden_states_of(hidden), "output_attentions": output_attentions}
-        extras = {name: want for name, want in wanted.items() if want}
+        check_trees(rows, trees, keep, [row.columns.pending for row in named])
+        hidden = hidden_states_of(output_hidden_states)
+        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
         if output_attentions:
+            extras["output_attentions"] = True
             self._language.check_attentions()
         parts: dict[int, _Part] = {}
         scores: dict[int, Scores] = {}
         for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
             row.tree = tree
-            if len(tree) == row.slots.pending:
-                scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
+            if len(tree) == row.columns.pending:
+                scores[row.number] = Scores(
+                    tree, len(tree), self._like.new_empty(0, self._language.vocab_size), num_cached=len(tree)
+                )
                 continue
-            row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
-            place = self._index[row.number]
-            parts[place] = _Part.of(place, row, keep[i], None if embeds is None else embeds[i])
+            row.columns.begin(tree, len(tree) - keep[i], text_lengths[i] if text_lengths is not None else 0)
+            row_index = self._index[row.number]
+            parts[row_index] = _Part.of(row_index, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
             self._cross.project()
-        ragged = self._language.ragged
+        ragged = self._backend
         fits = ragged is not None and all((part.embeds is None) != ragged.model.reads_embeds for part in parts.values())
         if ragged is not None and fits and parts and not output_attentions:
-            scores.update(self._ragged(ragged, parts, hidden))
+            scores.update(self._ragged(ragged, parts, output_hidden_states))
         else:
             if self._language.is_strict and parts:
-                raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
+                raise UnsupportedError(
+                    "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
+                )
             for first, last in self._spans(parts):
                 scores.update(self._pass(parts, first, last, extras))
         return [scores[row] for row in rows]
 
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
-        """O(1) where the kept nodes are the first ones of a chain; otherwise columns are moved, at once or later."""
+        """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
         check_paths(rows, paths, texts)
         moves = []
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
             row = self._row(number)
             text = len(path) if texts is None else texts[i]
-            row.slots.keep(row.tree, path, text)
+            row.columns.keep(row.tree, path, text)
             row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
-            if row.slots.slots:
-                moves += [(self._index[number], *move) for move in row.slots.compact(_SLACK)]
+            if row.columns.scattered:
+                moves += [(self._index[number], *move) for move in row.columns.compact(_SLACK)]
         self._move(moves)
 
     @torch.no_grad()
     def advance(
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass in a line, with nothing to lay out, where rows hold text alone."""
-        ragged, named = self._language.ragged, [self._row(row) for row in rows]
-        if ragged is None or not all(row.slots.top and not row.slots.slots for row in named):
+        """A ragged pass without a layout where all rows hold text alone."""
+        ragged, named = self._backend, [self._row(row) for row in rows]
+        if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
             return super().advance(rows, tokens, embeds)
-        places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
-        for place, column in zip(places, columns, strict=True):
-            self.store.extend(place, column + 1)
-        line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
+        row_indices, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
+        for row_index, column in zip(row_indices, columns, strict=True):
+            self.buffers.extend(row_index, column + 1)
+        inputs = RaggedInputs.next(
+            row_indices, columns, tokens, self._language.capability.kinds, self._device, self._encoders(row_indices)
+        )
         if embeds is not None:
-            line = replace(line, ids=embeds[None])
-        logits, states = ragged(line, *self._buffers(ragged), embeds is not None)
+            inputs = replace(inputs, ids=embeds[None])
+        logits, states = ragged(inputs, *self._pairs(ragged), embeds is not None)
         self.passes += 1
         for row in named:
-            row.slots.base = row.slots.top = row.slots.top + 1
+            row.columns.base = row.columns.top = row.columns.top + 1
             row.tree = EMPTY
         return logits, states[-1] if states else None
 
     @property
-    def chains(self) -> bool:  # type: ignore[override]
-        return self._language.ragged is not None and self._language.ragged.chains
+    def draft_chains(self) -> bool:  # type: ignore[override]
+        return self._backend is not None and self._backend.draft_chains
 
     @torch.no_grad()
-    def chain(
+    def draft_chain(
         self,
         rows: Sequence[int],
         texts: Sequence[list[int]],
         rules: Sequence[ChainRule],
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
-        """Where passes are compiled, and rows hold text alone."""
-        ragged, named, trees = self._language.ragged, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
-        if ragged is None or not self.chains or any(row.slots.slots for row in named):
+        """Needs compiled passes, and rows that hold text alone."""
+        ragged, named, trees = self._backend, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
+        if ragged is None or not self.draft_chains or any(row.columns.scattered for row in named):
             return None
         for row, tree in zip(named, trees, strict=True):
-            row.slots.begin(tree, len(tree) - 1, 0)
+            row.columns.begin(tree, len(tree) - 1, 0)
         if self._cross is not None:
             self._cross.project()
-        places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
-        begins = [row.slots.top + len(text) for row, text in zip(named, texts, strict=True)]
-        for place, begin, rule in zip(places, begins, rules, strict=True):
-            self.store.extend(place, begin + rule.most - 1)
-        nodes = [RowNodes(place, row.slots, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
-        line = Line.of(nodes, kinds, self._device, self._encoders(places))
+        row_indices, kinds = [self._index[row] for row in rows], self._language.capability.kinds
+        begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
+        for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
+            self.buffers.extend(row_index, begin + rule.most - 1)
+        nodes = [
+            RowNodes(row_index, row.columns, tree, 1)
+            for row_index, row, tree in zip(row_indices, named, trees, strict=True)
+        ]
+        inputs = RaggedInputs.of(nodes, kinds, self._device, self._encoders(row_indices))
         if embeds is not None:
-            line = replace(line, ids=torch.cat(list(embeds))[None])
-        steps = Steps.of(places, begins, max(rule.most for rule in rules) - 1, kinds)
-        chained = ragged.chain(line, steps, rules, *self._buffers(ragged))
+            inputs = replace(inputs, ids=torch.cat(list(embeds))[None])
+        steps = StepInputs.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
+        chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
-            row.slots.base = row.slots.top = begin + len(guesses) - 1
+            row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY
         return chained
 
     def refresh(self, rows: Sequence[int]) -> None:
-        """Forgets in O(1)."""
         if self.cache_reset_length is None:
             return
         for row in map(self._row, rows):
-            if row.slots.whole <= self.cache_reset_length <= row.slots.extent:
-                row.slots, row.tree = SlotMap(), EMPTY
+            if row.columns.initial_length <= self.cache_reset_length <= row.columns.extent:
+                row.columns, row.tree = ColumnMap(), EMPTY
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets in O(1)."""
         moves = []
         for number, length in zip(rows, lengths, strict=True):
             row = self._row(number)
-            if length < row.slots.length:
+            if length < row.columns.length:
                 row.tree = EMPTY
-                moves += [(self._index[number], *move) for move in row.slots.cut(length)]
+                moves += [(self._index[number], *move) for move in row.columns.cut(length)]
         self._move(moves)
 
     @property
     def bytes(self) -> int:
-        """What all buffers take."""
-        return self.store.bytes + (0 if self._cross is None else self._cross.bytes)
+        return self.buffers.bytes + (0 if self._cross is None else self._cross.buffers.bytes)
 
     def bound(self, rows: int, columns: int) -> None:
-        """Buffers grow no further than this."""
-        self.store.bound(rows, columns)
+        self.buffers.bound(rows, columns)
 
-    def _new(self, slots: SlotMap) -> int:
+    def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1
         self._index[self._numbers] = len(self._rows)
-        self._rows.append(_Row(self._numbers, slots))
+        self._rows.append(_Row(self._numbers, columns))
         return self._numbers
 
     def _row(self, number: int) -> _Row:
@@ -346,27 +333,27 @@ class KvSession(Session):
         return self._rows[self._index[number]]
 
     def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
-        """The stretches of the store that are run one after the other, `(first, last)` rows of each."""
+        """Spans `(first, last)` of rows in the buffers; each is one padded pass."""
         order = sorted(parts)
         if len(order) == 1:
             return [(order[0], order[0])]
         if self._cross is None:
             return self._cheapest(order, parts)
-        kinds = [(self._cross.kind(index), index - place) for place, index in enumerate(order)]  # without gaps
+        kinds = [(self._cross.kind(index), index - i) for i, index in enumerate(order)]  # equal for neighbours
         groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
         return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
 
     def _cheapest(self, order: list[int], parts: dict[int, _Part]) -> list[tuple[int, int]]:
-        """The stretches that cover these rows at the least cost, in bytes that are read.
+        """The spans that cover these rows at the least cost, in bytes read (dynamic programming over their ends).
 
-        A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
-        longest of these has, and computes as many nodes as the widest. None writes padding beyond the store's bounds.
+        A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
+        nodes of the widest. No span writes padding beyond the bounds of the buffers.
         """
-        room = math.inf if self.store.bounds is None else self.store.bounds[1]
+        room = math.inf if self.buffers.bounds is None else self.buffers.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        tops, nodes = [parts[index].slots.top for index in order], [parts[index].size for index in order]
+        tops, nodes = [parts[index].columns.top for index in order], [parts[index].size for index in order]
         reach = [top + size for top, size in zip(tops, nodes, strict=True)]
-        idle = [max((row.slots.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
+        idle = [max((row.columns.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
         def padded(rows: int, longest: int, widest: int) -> float:
             return rows * (longest * column + widest * weights / _NODES)
@@ -374,10 +361,10 @@ class KvSession(Session):
         needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
         if not order:
             return []
-        together = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
-        if together - needed <= weights and max(tops + idle) + max(nodes) <= room:
+        in_one = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
+        if in_one - needed <= weights and max(tops + idle) + max(nodes) <= room:
             return [(order[0], order[-1])]
-        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
+        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last span begins
         for end in range(1, len(order) + 1):
             top = longest = widest = 0
             options: list[tuple[float, int]] = []
@@ -401,79 +388,74 @@ class KvSession(Session):
     def _ragged(
         self, ragged: RaggedForward, parts: dict[int, _Part], hidden: bool | Sequence[int]
     ) -> dict[int, Scores]:
-        """One forward over the new nodes of all rows, in a line."""
+        """One ragged forward over the new nodes of all rows."""
         rows = list(parts.values())
         for row in rows:
-            self.store.extend(row.place, row.slots.top + row.size)
-        line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
+            self.buffers.extend(row.row_index, row.columns.top + row.size)
+        inputs = RaggedInputs.of(
+            rows, self._language.capability.kinds, self._device, self._encoders(row.row_index for row in rows)
+        )
         if ragged.model.reads_embeds:
-            line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
-        logits, states = ragged(line, *self._buffers(ragged), hidden)
+            inputs = replace(inputs, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
+        logits, states = ragged(inputs, *self._pairs(ragged), hidden)
         self.passes += 1
-        scores = line_scores(logits, states or None, rows, self.passes)
+        scores = ragged_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
-    def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:
-        """What the rows at these places see of encoders."""
-        return None if self._cross is None else [self._cross.seen(place) for place in places]
+    def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
+        """What these rows of the buffers see of their encoders."""
+        return None if self._cross is None else [self._cross.seen(row_index) for row_index in row_indices]
 
-    def _buffers(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
-        """Those of the text, and of encoders."""
-        return self.store.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.store.pairs()
+    def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
+        """Buffers of the text, and of the encoders' projections."""
+        return self.buffers.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.buffers.pairs()
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
-        """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
+        """One padded forward over the rows `first` to `last` of the buffers; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
-        trees, slots = [part.tree for part in here], [part.slots for part in here]
-        layout = Layout.of(trees, slots, self._device)
+        trees, maps = [part.tree for part in here], [part.columns for part in here]
+        layout = Layout.of(trees, maps, self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         kept = LogitNodes.of(layout, [part.keep for part in here])
-        self.store.prepare(layout, first)
+        self.buffers.prepare(layout, first)
         output = self._forward(here, layout, kept, first, extras)
         self.passes += 1
         found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
         return {part.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]) -> Any:
-        """The model's output for a padded pass."""
         embedded = any(part.embeds is not None for part in parts)
         inputs = self._inputs(parts, layout, embedded) | extras
         if self._cross is not None:
-            inputs |= self._cross.inputs(first, first + len(parts), self.store)
+            inputs |= self._cross.inputs(first, first + len(parts), self.buffers)
         if self._can_keep:
             inputs["logits_to_keep"] = kept.argument(self._device)
         return self._run(inputs, layout)
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:
-            self.store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
-
-    def _no_logits(self) -> Tensor:
-        return self._like.new_empty(0, self._language.vocab_size)
-
-    def _ids(self, parts: list[_Part], layout: Layout) -> Tensor:
-        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
-        return torch.tensor(padded, device=self._device)
+            self.buffers.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
     def _inputs(self, parts: list[_Part], layout: Layout, embedded: bool) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self.store, "use_cache": True, "return_dict": True}
-        ids = self._ids(parts, layout)
+        inputs: dict[str, Any] = {"past_key_values": self.buffers} | _OPTIONS
+        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
+        ids = torch.tensor(padded, device=self._device)
         prefix = "" if self._cross is None else "decoder_"
         if embedded:
             inputs["inputs_embeds"] = self._embed(ids, parts)
         else:
             inputs[prefix + "input_ids"] = ids
         if layout.view is not None:
-            self._place(inputs, layout.view, prefix)
+            self._add_view(inputs, layout.view, prefix)
         return inputs
 
-    def _place(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
+    def _add_view(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
         language, capability = self._language, self._language.capability
         if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
-                f"attention {attention!r} takes no mask of ours, which trees and rows"
-                ' of different lengths need: load the model with attn_implementation="sdpa"'
+                f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
+                'load the model with attn_implementation="sdpa"'
             )
         masks = {kind.name: view.mask(kind, self._dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
@@ -483,7 +465,9 @@ class KvSession(Session):
 
     def _embed(self, ids: Tensor, parts: list[_Part]) -> Tensor:
         if self._cross is not None:
-            raise UnsupportedError("an encoder-decoder takes embeddings in its encoder, not as decoder text")
+            raise UnsupportedError(
+                "an encoder-decoder takes embeddings in its encoder, not in its decoder: leave `embeds` out"
+            )
         hidden = self._language.model.get_input_embeddings()(ids).clone()
         for row, part in enumerate(parts):
             if part.embeds is not None:
@@ -492,29 +476,29 @@ class KvSession(Session):
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
         language, view = self._language, layout.view
+        context: AbstractContextManager[None] = nullcontext()
         if language.capability.boundary is not None:
-            with language.scaled(layout.spans()):
-                return language.model(**inputs)
-        if view is None:
-            return language.model(**inputs)
-        with language.looked_up(view.positions, view.key_positions):
+            context = language.scaled(layout.spans())
+        elif view is not None:
+            context = language.looked_up(view.positions, view.key_positions)
+        with context:
             return language.model(**inputs)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Part(RowNodes):
-    """A row's part of one pass; `embeds` are the embeddings of its first new nodes, where they are given."""
+    """A row's share of a pass; `embeds` `[nodes, width]` replace the embeddings of its first new nodes."""
 
     number: int = 0
     embeds: Tensor | None = None
 
     @classmethod
-    def of(cls, place: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
-        """What is new in the row's tree."""
-        return cls(place, row.slots, row.tree, keep, row.number, embeds)
+    def of(cls, row_index: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
+        """The new nodes of the row's tree."""
+        return cls(row_index, row.columns, row.tree, keep, row.number, embeds)
 
     @classmethod
-    def idle(cls, place: int, row: _Row) -> _Part:
-        """The part of a row that lies between others and has nothing to do."""
-        tree = row.tree.part(range(row.slots.pending)) if row.slots.pending else EMPTY
-        return cls(place, row.slots, tree, 0, row.number)
+    def idle(cls, row_index: int, row: _Row) -> _Part:
+        """A row within a span that has nothing to do."""
+        tree = row.tree.part(range(row.columns.pending)) if row.columns.pending else EMPTY
+        return cls(row_index, row.columns, tree, 0, row.number)

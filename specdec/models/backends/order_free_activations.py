@@ -1,7 +1,7 @@
-"""Activations whose numbers do not depend on where in a pass a value stands.
+"""Activations whose results do not depend on a value's place in a tensor.
 
-torch computes most of a tensor with vectors, and what is left over at its end, or at the end of a thread's share, one
-by one. Of some functions the two differ in the last bit. Those here are made of operators whose results agree.
+torch computes most of a tensor with vectors and the rest one by one, which for some functions differs in the last bit.
+These are made of operators for which both agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Sigmoid(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
         wide = x.float()
         return (wide / (1 + torch.exp(-self.scale * wide))).to(x.dtype)
 
@@ -32,13 +31,12 @@ class Tanh(nn.Module):
     """GELU by way of tanh (arXiv:1606.08415, section 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
         wide = x.float()
         inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
 
 
-_STEADY = {
+_ORDER_FREE = {
     type(ACT2FN["silu"]): Sigmoid(),
     type(ACT2FN["swish"]): Sigmoid(),
     type(ACT2FN["quick_gelu"]): Sigmoid(1.702),
@@ -46,10 +44,10 @@ _STEADY = {
 }
 
 
-def steady(model: nn.Module) -> None:
-    """Puts them in the place of torch's, and has packed layers compute passes of all widths alike."""
+def make_order_free(model: nn.Module) -> None:
+    """Replaces torch's activations, and lets packed layers compute passes of all widths alike."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in _STEADY:
-            model.set_submodule(name, _STEADY[type(module)])
+        if type(module) in _ORDER_FREE:
+            model.set_submodule(name, _ORDER_FREE[type(module)])
         elif isinstance(module, PackedLinear):
             module.unpacks = ()

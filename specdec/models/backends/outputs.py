@@ -1,4 +1,4 @@
-"""From one pass to each row's scores."""
+"""From the output of one pass to the scores of each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.models.cache.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class LogitNodes:
-    """Which padded nodes need logits: `nodes` is the sorted union over rows, row r's start at `first[r]`."""
+    """The padded nodes whose logits are needed: the sorted union over rows; those of row r start at `first[r]`."""
 
     nodes: list[int]
     first: list[int]
@@ -24,7 +24,7 @@ class LogitNodes:
 
     @classmethod
     def of(cls, layout: Layout, keep: Sequence[int]) -> LogitNodes:
-        """The union of every row's last `keep` nodes; at least one, as asking for none means all."""
+        """The union of the last `keep` nodes of every row, never empty, as transformers takes 0 for all."""
         first = [size - kept for size, kept in zip(layout.sizes, keep, strict=True)]
         if len(first) == 1 and keep[0]:
             return cls(list(range(first[0], layout.nodes)), first, True)
@@ -35,7 +35,7 @@ class LogitNodes:
         return cls(nodes, first, nodes[0] == layout.nodes - len(nodes))
 
     def argument(self, device: torch.device) -> int | Tensor:
-        """`logits_to_keep`: a count where the nodes are the last ones, otherwise their indices."""
+        """`logits_to_keep`: a count if the nodes are the last ones, otherwise their indices."""
         return len(self.nodes) if self.last else torch.tensor(self.nodes, device=device)
 
 
@@ -49,16 +49,16 @@ def row_scores(
     sliced: bool,
     extras: bool = False,
 ) -> list[Scores]:
-    """Every row's share of the output of pass `number`; `sliced`: logits were computed for the kept nodes only.
+    """The scores of every row of padded pass `number`; `sliced`: logits are those of the kept nodes only.
 
-    `extras` are hidden states and attentions.
+    `extras`: the output has hidden states or attentions.
     """
     logits: Tensor = output.logits
-    place = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
+    index = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
     found = []
     for row, tree in enumerate(trees):
         first, size = kept.first[row], layout.sizes[row]
-        begin = first if place is None or first == size else place[first]
+        begin = first if index is None or first == size else index[first]
         more = _extras(output, layout, row) if extras else {}
         num_cached = len(tree) - size
         own = logits[row, begin : begin + size - first]
@@ -68,23 +68,27 @@ def row_scores(
     return found
 
 
-def line_scores(
+def ragged_scores(
     logits: Tensor, hidden: tuple[Tensor | None, ...] | None, rows: Sequence[RowNodes], number: int
 ) -> list[Scores]:
-    """Every row's share of the logits `[kept, vocab]` and hidden states `[nodes, width]` of pass `number`."""
+    """The scores of every row of ragged pass `number`, from logits `[kept, vocab]` and hidden states `[nodes,
+    width]`.
+    """
     found, begin, kept = [], 0, 0
     for row in rows:
         end = begin + row.size
         own = logits[kept : kept + row.keep]
         states = hidden and tuple(None if layer is None else layer[begin:end] for layer in hidden)
         first = len(row.tree) - row.keep
-        found.append(Scores(row.tree, first, own, num_cached=row.slots.pending, passes=(number,), hidden_states=states))
+        found.append(
+            Scores(row.tree, first, own, num_cached=row.columns.pending, passes=(number,), hidden_states=states)
+        )
         begin, kept = end, kept + row.keep
     return found
 
 
 def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
-    size, columns = layout.sizes[row], layout.columns(row)
+    size, columns = layout.sizes[row], layout.row_columns(row)
     extras: dict[str, Any] = {}
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
     attentions = output.get("attentions") or output.get("decoder_attentions")

@@ -1,14 +1,14 @@
-"""What a model's passes run on: its layers as they were loaded ("eager"), packed weights ("packed"), compiled code.
+"""The backend of a model's layers: as loaded ("eager"), packed ("packed"), or packed and compiled ("compiled").
 
-A packed layer (`specdec.kernels`) reads its weight at the speed of the memory and sums each row in one order. Models
-that were loaded here give their weights up for it, layer by layer. Of a model that was handed over nothing is changed:
-a copy of its structure gets packed layers and shares all else.
+A packed layer (`specdec.kernels`) reads its weight at the speed of the memory and sums each row in one order. Owned
+models, which were loaded here, are packed in place, layer by layer. Of others a shallow copy is packed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,20 +24,21 @@ from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.options.load import BACKENDS
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
-_WIDTHS = (1, 6)  # nodes of the passes that are timed
+_WIDTHS = (1, 6)  # nodes of the timed passes
 _TRIES = 5
-_SAMPLE = 1024  # outputs and inputs of a layer on which types are compared
-_WINS = 0.97  # of the time as loaded, to be worth it
-_ALIKE = 0.9  # cosine of logits
+_SAMPLE = 1024  # outputs and inputs of the layer on which dtypes are compared
+_WINS = 0.97  # packed passes must take less than this share of the time as loaded
+_ALIKE = 0.9  # cosine of logits of a model before and after a change
+_EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundings
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding that looks its rows up in the packed weight of the head that it shares with; some scale them."""
+    """An embedding over the packed weight of the head that it is tied to; some models scale its rows."""
 
     def __init__(self, head: kernels.AnyLinear, dtype: torch.dtype, scale: Any = None) -> None:
         super().__init__()
@@ -53,46 +54,45 @@ class PackedEmbedding(nn.Module):
 
 
 def check_backend(backend: str) -> None:
-    """Raises OptionError for a backend that there is not."""
+    """Raises OptionError for an unknown backend."""
     if backend not in BACKENDS:
         raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether some of its layers are packed."""
+    """Whether some layers are packed."""
     return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
 
 
 def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
-    """The model whose passes run in this backend: itself, changed only where it is `owned`, or a copy that shares with
-    it.
+    """The model in this backend: itself, changed only if `owned`, or a shallow copy.
 
-    "auto" packs an owned model, and "compiled" any, where that makes its passes faster here, which is measured once per
-    machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
+    "auto" packs owned models, "compiled" any, where that makes passes faster here, which is measured once per machine
+    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible.
     """
     if backend == "eager" or (backend == "auto" and not owned):
         if backend == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
             _log.info(
-                "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
-                "its weights, backend='packed'",
+                "%s runs as it was passed: short passes on this CPU may be faster with backend='packed', over a "
+                "second copy of its weights",
                 type(model).__name__,
             )
         return model
     reason = why_not_packed(model)
     if backend == "packed":
-        model = model if owned or reason else twin(model)
+        model = model if owned or reason else shallow_copy(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
     elif reason is None and _bytes(model) >= _LEAST and kernels.available():
-        model = model if owned else twin(model)
+        model = model if owned else shallow_copy(model)
         _pack_if_faster(model)
     return model
 
 
 def why_not_packed(model: Any) -> str | None:
-    """Why no layer of a model can be packed, if that is so."""
+    """Why no layer of a model can be packed; None if some can."""
     if is_offloaded(model):
         return "has weights that are read for each pass"
     if execution_device(model.get_input_embeddings()).type != "cpu":
@@ -103,13 +103,13 @@ def why_not_packed(model: Any) -> str | None:
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """The layers that can be packed, by name: those of decoder and head, as encoders read all their input at once."""
+    """Layers that can be packed, by name: of decoder and head, as encoders read all their input at once."""
     encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     return {name: module for name, module in model.named_modules() if module not in encoder and is_plain(module)}
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing more, with a weight that can be packed."""
+    """Whether a module is a linear layer without hooks, whose weight can be packed."""
     if type(module) not in (nn.Linear, Conv1D) or module._forward_hooks or module._forward_pre_hooks:
         return False
     weight: Any = module.weight
@@ -125,26 +125,26 @@ def _bytes(model: Any) -> int:
 
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
-    """Packs every layer in its place, and embeddings that share a weight with one; returns what undoes it."""
+    """Packs all layers, and embeddings tied to them; returns the undoing."""
     undo: list[Callable[[], None]] = []
     for name in list(_linears(model)):
         layer = model.get_submodule(name)
         packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=bool(_tied(model, layer)))
-        del layer  # so that its weight can go
+        del layer  # frees its weight
         undo.append(replaced(model, name, packed))
     return partial(undone, undo)
 
 
 def weight_of(layer: Any) -> Tensor:
-    """The weight `[outputs, inputs]` of a linear layer, which some have the other way round."""
+    """The weight `[outputs, inputs]` of a linear layer; Conv1D has it transposed."""
     weight: Tensor = layer.weight
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
 
 def replaced(model: Any, name: str, packed: kernels.AnyLinear) -> Callable[[], None]:
-    """Puts `packed` in the place of a layer and of embeddings that share its weight, which goes; returns the undoing.
+    """Replaces a layer, and embeddings tied to its weight, by `packed`; returns the undoing.
 
-    Undone, the layer's weight is what `packed` holds.
+    Undone, the layer has the weight that `packed` holds.
     """
     layer = model.get_submodule(name)
     tied, dtype, flipped = _tied(model, layer), layer.weight.dtype, isinstance(layer, Conv1D)
@@ -165,13 +165,13 @@ def replaced(model: Any, name: str, packed: kernels.AnyLinear) -> Callable[[], N
 
 
 def undone(undo: list[Callable[[], None]]) -> None:
-    """Does what undoes each of several changes."""
+    """Undoes several changes."""
     for step in undo:
         step()
 
 
 def _tied(model: Any, layer: Any) -> list[str]:
-    """The names of embeddings that share the weight of a layer; none where anything else does too, or it is flipped."""
+    """Names of embeddings that share a layer's weight; none if other modules share it or it is transposed."""
     if isinstance(layer, Conv1D):
         return []
     every = model.named_modules(remove_duplicate=False)
@@ -181,27 +181,34 @@ def _tied(model: Any, layer: Any) -> list[str]:
 
 
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
-    """Changes layers of a model by `change`, which returns how to undo that; so does this.
+    """Applies `change`, which returns its undoing, to a model; returns that undoing.
 
-    None where the model then fails, or says something else: it is as it was.
+    Returns None, with the change undone, if the model then fails or gives other logits.
     """
-    expected = _said(model)
+    expected = _logits(model)
     undo = change()
-    with suppress(AttributeError, TypeError):  # of those that look for a weight in the place of another
-        # Half precision may blow a rounding up; a layer that is used otherwise than as a layer gives something else.
-        if likeness(_said(model), expected) > _ALIKE:
+    with suppress(AttributeError, TypeError):  # models that read weights of replaced layers
+        # Roundings may grow in half precision, but a layer used in another way gives quite other logits.
+        if likeness(_logits(model), expected) > _ALIKE:
             return undo
     undo()
     return None
 
 
 def likeness(logits: Tensor, expected: Tensor) -> float:
-    """The cosine of all logits of a pass and those that were expected."""
+    """The cosine of all logits of a pass and the expected ones."""
     return float(torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0))
 
 
+def alike(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits are equal but for roundings."""
+    least = _EQUAL if expected.dtype in (torch.float32, torch.float64) else _EQUAL_IN_HALF
+    ruled_out = expected == -math.inf  # outside a draft's vocabulary
+    return likeness(logits.masked_fill(ruled_out, 0), expected.masked_fill(ruled_out, 0)) >= least
+
+
 def _pack_if_faster(model: Any) -> None:
-    """Packs a model, and undoes it if its passes then take longer."""
+    """Packs a model, and undoes that if its passes become slower."""
     layers = _linears(model).values()
     shapes = sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
     machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
@@ -219,13 +226,13 @@ def _pack_if_faster(model: Any) -> None:
             undo()
         return after < _WINS * before
 
-    # Packed by the trial, or now that its outcome is known.
+    # The trial left it packed; with a known outcome it still has to be.
     if holds(f"packed passes are faster: {kind}", faster) and _linears(model):
         _pack(model)
 
 
 def slower_than_floats(dtype: torch.dtype) -> bool:
-    """Whether short passes over ordinary linear layers take longer in this type than in float32; measured once."""
+    """Whether linear layers are slower in this dtype than in float32 in short passes; measured once per machine."""
     machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
 
     def seconds(kind: torch.dtype) -> float:
@@ -237,21 +244,21 @@ def slower_than_floats(dtype: torch.dtype) -> bool:
 
 
 def _seconds(model: Any) -> float:
-    """How long short passes take."""
+    """Seconds of short passes, the median for each width."""
     total = 0.0
     for width in _WIDTHS:
         seconds = []
         for _ in range(1 + _TRIES):
             began = time.perf_counter()
-            _said(model, width)
+            _logits(model, width)
             seconds.append(time.perf_counter() - began)
         total += sorted(seconds[1:])[_TRIES // 2]
     return total
 
 
 @torch.no_grad()
-def _said(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
-    """The logits of a pass over so many tokens."""
+def _logits(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
+    """The logits of a pass over `width` tokens."""
     given: dict[str, Any] = {"use_cache": False}
     known = model.get_input_embeddings().num_embeddings
     ids = "input_ids"

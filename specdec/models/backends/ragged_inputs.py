@@ -1,8 +1,8 @@
-"""The nodes of one pass in a line, whatever rows they belong to: their ids and positions, and what each of them sees.
+"""The new nodes of one ragged pass: their ids, positions, and the columns that each of them sees.
 
-What a node sees is a range of its row's columns, and a few bits for what lies behind it. A table `[1, 1, nodes, 4 +
-words]` of int32 says so, in the form that `specdec.kernels.attend` takes: the row of the buffers, the node's own
-column, the first column of the range and the one after its last, then 32 columns in a word.
+A node sees a range of its row's columns, and single columns after it. An int32 table `[1, 1, nodes, 4 + words]` lists,
+as `specdec.kernels.attend` takes it: the row of the buffers, the node's own column, the first column of the range and
+the one after its last, then a bit for each later column.
 """
 
 from __future__ import annotations
@@ -16,38 +16,36 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
-from specdec.models.cache.layout import Kind, SlotMap, ancestry
+from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
 
-_WORD = 32  # columns
+_WORD = 32  # columns per word of bits
 
 
 @dataclass(frozen=True, slots=True)
 class RowNodes:
-    """The new nodes of one row: its place in the buffers, slot map, tree, and how many of the last need logits."""
+    """The new nodes of one row: its row of the buffers, column map and tree; the last `keep` nodes need logits."""
 
-    place: int
-    slots: SlotMap
+    row_index: int
+    columns: ColumnMap
     tree: Tree
     keep: int
 
     @property
     def size(self) -> int:
-        """How many there are."""
-        return len(self.tree) - self.slots.pending
+        """The number of new nodes."""
+        return len(self.tree) - self.columns.pending
 
     @property
     def tokens(self) -> list[int]:
-        """Their ids."""
-        return self.tree.tokens[self.slots.pending :]
+        return self.tree.tokens[self.columns.pending :]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
+class RaggedInputs:
+    """`ids` and `positions` `[1, nodes]`, a table for each kind of layer, and the numbers `kept` of nodes with logits.
 
-    Of models that read no ids, embeddings `[1, nodes, width]` stand in their place.
-    `kept` are the numbers of these nodes; there is at least one. `encoders` has a table of what they see of
-    encoders, or none.
+    For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept` is never empty. `encoders` holds one
+    table of visible encoder positions, or nothing.
     """
 
     ids: Tensor
@@ -60,11 +58,11 @@ class Line:
     def of(
         cls,
         rows: Sequence[RowNodes],
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
-    ) -> Line:
-        """All nodes of these rows, one row after the other; `encoders` are what each row sees of its own."""
+    ) -> RaggedInputs:
+        """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
         tokens = [token for row in rows for token in row.tokens]
         placed = [_placed(row) for row in rows]
         positions = np.concatenate([own.positions for own in placed])
@@ -86,16 +84,19 @@ class Line:
     @classmethod
     def next(
         cls,
-        places: Sequence[int],
+        row_indices: Sequence[int],
         columns: Sequence[int],
         tokens: Sequence[int],
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
-    ) -> Line:
-        """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
+    ) -> RaggedInputs:
+        """One more token for each row, whose text fills the columns before `columns[i]`."""
         tables = [
-            [[place, at, min(int(_first(at, kind)), at + 1), at + 1] for place, at in zip(places, columns, strict=True)]
+            [
+                [row_index, at, min(int(_first(at, kind)), at + 1), at + 1]
+                for row_index, at in zip(row_indices, columns, strict=True)
+            ]
             for kind in kinds
         ]
         return cls(
@@ -108,17 +109,19 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Passes over one more token of every row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
+class StepInputs:
+    """Passes over one more token per row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
 
     positions: Tensor
     tables: list[Tensor]
 
     @classmethod
-    def of(cls, places: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[Kind]) -> Steps:
-        """For rows at these places, whose tokens go to the columns from these on."""
+    def of(
+        cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
+    ) -> StepInputs:
+        """For these rows of the buffers; the first tokens go to these columns."""
         at = np.arange(passes)[:, None] + np.array(columns)
-        own = np.broadcast_to(np.array(places), at.shape)
+        own = np.broadcast_to(np.array(row_indices), at.shape)
         tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
         return cls(torch.from_numpy(at[:, None]), stacked)
@@ -126,25 +129,25 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns from `base` on that each may see.
+    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each sees.
 
-    `base` is one past the settled text, or, of chains, past the node itself. `kin` `[nodes, few]` are the ancestors
-    among the columns from `base` on, the nodes themselves included, and `depth` `[few]` their positions.
+    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `kin`
+    `[nodes, few]`: the ancestors (and itself) among the columns from `base` on, whose positions are `depth` `[few]`.
     """
 
-    place: int
+    row_index: int
     columns: np.ndarray
     positions: np.ndarray
     base: np.ndarray
     kin: np.ndarray
     depth: np.ndarray
 
-    def table(self, kind: Kind, wide: int) -> np.ndarray:
-        """`[nodes, 4 + words]`, with bits for `wide` columns."""
+    def table(self, kind: AttentionKind, wide: int) -> np.ndarray:
+        """The table `[nodes, 4 + words]` with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
         first = _first(self.positions, kind)
-        table[:, 0], table[:, 1] = self.place, self.columns
+        table[:, 0], table[:, 1] = self.row_index, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
             bits = np.zeros((len(table), words * _WORD), dtype=bool)
@@ -153,7 +156,7 @@ class _Placed:
         return table
 
 
-def _first(position: Any, kind: Kind) -> Any:
+def _first(position: Any, kind: AttentionKind) -> Any:
     """The first position that nodes at `position` see."""
     if kind.window is not None:
         return np.maximum(position - kind.window + 1, kind.first)
@@ -161,14 +164,14 @@ def _first(position: Any, kind: Kind) -> Any:
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
-    """What every node sees of its row's encoder, `[1, 1, nodes, 4 + words]`."""
+    """What every node sees of its row's encoder: `[1, 1, nodes, 4 + words]`."""
     wide = max(map(len, encoders))
     lines = torch.tensor([seen + [0] * (wide - len(seen)) for seen in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
 
 
 def seen_columns(seen: np.ndarray) -> list[int]:
-    """The end of a table's line, for columns that are `seen` or not: a range, and words for what lies behind it."""
+    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
     columns = np.flatnonzero(seen)
     first = int(columns[0]) if len(columns) else 0
     gaps = np.flatnonzero(~seen[first:])
@@ -181,17 +184,16 @@ def seen_columns(seen: np.ndarray) -> list[int]:
 
 
 def _placed(row: RowNodes) -> _Placed:
-    own, size = row.slots, row.size
-    if not own.slots and row.tree.is_chain:
+    own, size = row.columns, row.size
+    if not own.scattered and row.tree.is_chain:
         columns = np.arange(own.top, own.top + size)
         none = np.zeros((size, 0), dtype=bool)
-        return _Placed(row.place, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
-    slots, parents = own.with_new(row.tree)
-    count, few = len(own.slots), own.top + size - own.base
-    at = np.array(slots) - own.base
+        return _Placed(row.row_index, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
+    used, parents = own.with_new(row.tree)
+    count, few = len(own.scattered), own.top + size - own.base
+    at = np.array(used) - own.base
     kin = np.zeros((size, few), dtype=bool)
     kin[:, at] = ancestry(parents)[count:]
     depth = np.zeros(few, dtype=np.int64)
     depth[at] = np.array(depths_of(parents)) + own.base
-    columns = np.array(slots[count:])
-    return _Placed(row.place, columns, depth[at[count:]], np.full(size, own.base), kin, depth)
+    return _Placed(row.row_index, np.array(used[count:]), depth[at[count:]], np.full(size, own.base), kin, depth)

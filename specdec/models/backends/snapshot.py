@@ -1,15 +1,16 @@
-"""Sessions of models whose state cannot be cut back: each row has the library's own cache, restored and fed again.
+"""Sessions over transformers' own caches, for state that cannot be cut back: snapshots are restored, text is replayed.
 
-A row's text is what was committed; its cache has consumed the first `num_cached` tokens of it. After a rollback the
-cache is behind, and the missing tokens go in front of the next pass. Exact for everything the model can do itself.
+A row's cache has consumed the first `num_cached` tokens of its text; after a rollback it is behind, and the missing
+tokens precede the next pass. Exact for everything that the model can do itself.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,19 +23,17 @@ from specdec.models.cache import recurrent_state
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of
+from specdec.models.hf.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
-
-_LONG_REPLAY = 16  # tokens: from here on the missing ones get a pass of their own, so that the snapshot can move up
+_LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
 class _Row:
-    """One row: its text, how much of it is final, and the cache that has consumed `num_cached` tokens of it.
+    """A row: its text, of which `final` tokens are settled, and the cache that has consumed `num_cached` of them.
 
-    `whole` is how long the text was that the row began with.
+    `initial_length` is the length of the text that the row began with.
     """
 
     encoding: Encoding | None
@@ -48,27 +47,29 @@ class _Row:
     tree: Tree = EMPTY
     pending: int = 0
     ran: list[int] = field(default_factory=list)
-    whole: int = 0
+    initial_length: int = 0
 
-    def begin(self, tree: Tree, first: int, whole: int, reset_length: int | None) -> None:
-        """Notes what the row begins with, up to node `first` or `whole` tokens; again where its cache is reset."""
+    def begin(self, tree: Tree, first: int, text_length: int, reset_length: int | None) -> None:
+        """Sets `initial_length` of a row without text, or whose cache is reset: `text_length`, or up to node
+        `first`.
+        """
         if not tree.tokens:
             return
         depths = tree.depths()
         if not self.tokens:
-            self.whole = whole or depths[min(first, len(tree) - 1)] + 1
+            self.initial_length = text_length or depths[min(first, len(tree) - 1)] + 1
         length = len(self.tokens) + max(depths) + 1
-        if reset_length is not None and self.whole <= reset_length < length:
+        if reset_length is not None and self.initial_length <= reset_length < length:
             self.forget_cache()
-            self.whole = length
+            self.initial_length = length
 
     def forget_cache(self) -> None:
-        """Starts over: the whole text will be fed again."""
+        """Drops the cache: the whole text is replayed in the next pass."""
         self.cache = self.modules = self.snapshot = None
         self.num_cached = 0
 
     def rewind(self, length: int) -> None:
-        """Brings the cache back to `length` tokens, or further back where it cannot stop there."""
+        """Brings the cache back to `length` tokens, or fewer where it cannot stop there."""
         if self.snapshot is not None and self.snapshot[0] > length:
             self.snapshot = None
         if self.num_cached <= length:
@@ -83,25 +84,25 @@ class _Row:
             self.forget_cache()
 
     def remember(self) -> None:
-        """Takes a snapshot here, unless there is nothing to copy or the last one is of this very point."""
+        """Takes a snapshot, unless the last one is of this length or cutting needs none."""
         taken = self.snapshot is not None and self.snapshot[0] == self.num_cached
         if self.num_cached and not taken and not recurrent_state.is_plain(self.cache):
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
     def copy(self) -> _Row:
-        """A row that can be continued independently."""
-        # The snapshot is shared: restoring copies its tensors and never writes into them.
-        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=recurrent_state.clone(self.cache))
+        """An independent copy."""
+        # The snapshot is shared: restoring copies its tensors.
+        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=copy.deepcopy(self.cache))
 
 
 class ReplaySession(Session):
-    """Rows run one after another, trees as root-to-leaf paths; branches are computed anew with every path through them.
+    """Rows run one after another, trees as paths from root to leaf, branches anew with every path through them.
 
-    A snapshot costs a copy of the recurrent state, so it is taken only once something has been taken back or guessed;
-    a rollback without one starts the row from its beginning, which is slow but just as exact.
+    A snapshot copies the recurrent state, so none is taken before something was taken back or guessed; a rollback
+    without one replays the row from its beginning, which is slow but as exact.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
@@ -114,13 +115,11 @@ class ReplaySession(Session):
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """New empty rows; an encoder-decoder needs their encoding."""
         if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):
             raise OptionError.of("encoding", "the encoder output of the new rows, for encoder-decoders only", encoding)
         return [self._new(_Row(encoding.select([i]) if encoding is not None else None)) for i in range(rows)]
 
     def fork(self, row: int, length: int | None = None) -> int:
-        """Copies the row's cache, and takes it back to `length`."""
         source = self._row(row)
         if length is not None and length > len(source.tokens):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
@@ -131,17 +130,14 @@ class ReplaySession(Session):
         return number
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Forgets their caches."""
         for row in rows:
             self._row(row)
             del self._rows[row]
 
     def length(self, row: int) -> int:
-        """Tokens of text that the row holds."""
         return len(self._row(row).tokens)
 
     def pending(self, row: int) -> int:
-        """How many nodes of pending branches the row holds."""
         return self._row(row).pending
 
     @torch.no_grad()
@@ -152,43 +148,38 @@ class ReplaySession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """Runs every row's paths, after whatever its cache still has to be fed again."""
+        """Runs every row's paths, after the missing tokens of its cache."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.pending for row in named])
-        extras = {
-            "output_hidden_states": hidden_states_of(output_hidden_states),
-            "output_attentions": output_attentions,
-        }
-        asked = {name: wanted for name, wanted in extras.items() if wanted}
+        hidden = hidden_states_of(output_hidden_states)
+        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
         if output_attentions:
+            extras["output_attentions"] = True
             self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
         for i, (row, tree, kept) in enumerate(zip(named, trees, keep, strict=True)):
             given = embeds[i] if embeds is not None else None
-            if given is not None:  # of these nodes; what came before stays, in case the row starts over
+            if given is not None:  # those of earlier tokens stay, in case the row is replayed
                 before = given[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
-            row.begin(tree, len(tree) - kept, wholes[i] if wholes is not None else 0, self.cache_reset_length)
+            row.begin(
+                tree, len(tree) - kept, text_lengths[i] if text_lengths is not None else 0, self.cache_reset_length
+            )
             row.tree, row.ran = tree, []
             passes = self.passes
-            found = self._run_tree(row, tree, kept, asked)
+            found = self._run_tree(row, tree, kept, extras)
             scores.append(replace(found, passes=range(passes, self.passes)))
         return scores
 
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
-        """Adds to the texts; a cache that ran further than its path is brought back."""
+        """Extends texts; a cache beyond the kept path is brought back."""
         check_paths(rows, paths, texts)
         for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
             path = kept if texts is None else kept[: texts[i]]
@@ -205,11 +196,7 @@ class ReplaySession(Session):
             row.final = len(row.tokens) if final else row.final
             row.tree, row.ran, row.pending = row.tree.part(kept, len(path)), [], len(kept) - len(path)
 
-    def refresh(self, rows: Sequence[int]) -> None:
-        """Nothing is lost here: a row knows its text, and reads it again by itself."""
-
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
         for row, length in zip(map(self._row, rows), lengths, strict=True):
             if length >= len(row.tokens):
                 continue
@@ -221,7 +208,7 @@ class ReplaySession(Session):
 
     @property
     def bytes(self) -> int:
-        """What the library's caches take, which is not known: nothing is counted."""
+        """0: the size of the library's caches is unknown."""
         return 0
 
     def _new(self, row: _Row) -> int:
@@ -234,25 +221,25 @@ class ReplaySession(Session):
             raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
         return self._rows[number]
 
-    def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, Any]) -> Scores:
+    def _run_tree(self, row: _Row, tree: Tree, kept: int, extras: dict[str, Any]) -> Scores:
         first = len(tree) - kept
         if len(tree) == row.pending:
             return Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
         if not tree.is_chain:
-            return self._run_paths(row, tree, first, asked)
+            return self._run_paths(row, tree, first, extras)
         self._get_ready(row, tentative=kept > 1)
-        known = first if kept > 1 and not asked and first > _LONG_REPLAY and not self._is_plain(row) else 0
+        known = first if kept > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
-        if known:  # a prompt with a draft behind it: a snapshot between them saves reading the prompt twice
+        if known:  # a snapshot between prompt and draft saves reading the prompt twice
             self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:known], 1, {})
             row.remember()
         extra = tree.tokens[row.num_cached - length :] if known else row.tokens[row.num_cached :] + tree.tokens
-        output = self._feed(row, extra, len(tree) if asked else max(kept, 1), asked)
+        output = self._feed(row, extra, len(tree) if extras else max(kept, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
         return Scores(tree, first, logits[len(logits) - kept :], **{k: v for k, v in output.items() if v})
 
-    def _run_paths(self, row: _Row, tree: Tree, first: int, asked: dict[str, Any]) -> Scores:
+    def _run_paths(self, row: _Row, tree: Tree, first: int, extras: dict[str, Any]) -> Scores:
         inner = set(tree.parents)
         logits: dict[int, Tensor] = {}
         hidden: dict[int, list[Tensor | None]] = {}
@@ -261,7 +248,7 @@ class ReplaySession(Session):
             row.rewind(len(row.tokens))
             self._get_ready(row, tentative=True)
             tokens = row.tokens[row.num_cached :] + [tree.tokens[node] for node in path]
-            output = self._feed(row, tokens, len(path), asked)
+            output = self._feed(row, tokens, len(path), extras)
             row.ran = path
             for depth, node in enumerate(path):
                 logits[node] = output["logits"][depth]
@@ -274,12 +261,12 @@ class ReplaySession(Session):
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
 
     def _is_plain(self, row: _Row) -> bool:
-        return self._language.capability.store == "none" or (
+        return self._language.capability.cache_kind == "none" or (
             row.cache is not None and recurrent_state.is_plain(row.cache)
         )
 
     def _get_ready(self, row: _Row, *, tentative: bool) -> None:
-        """Takes a snapshot if this pass may be taken back, after feeding what is long overdue."""
+        """Takes a snapshot if this pass may be taken back; long missing text is fed before it."""
         if not (tentative or self._cautious or not self._proven) or self._is_plain(row):
             return
         if len(row.tokens) - row.num_cached > _LONG_REPLAY:
@@ -287,32 +274,32 @@ class ReplaySession(Session):
         if row.num_cached <= row.final:
             row.remember()
 
-    def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
-        """Feeds `tokens` after what the cache holds; logits and extras of the last `kept`."""
+    def _feed(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
+        """Feeds `tokens` to the cache; returns logits and extras of the last `kept`."""
         one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
         if not one_by_one:
-            return self._pass(row, tokens, kept, asked)
-        if "output_attentions" in asked:
+            return self._pass(row, tokens, kept, extras)
+        if "output_attentions" in extras:
             self._language.check_attentions(drafted=True)
-        steps = [self._pass(row, [token], 1, asked) for token in tokens][-kept:]
+        steps = [self._pass(row, [token], 1, extras) for token in tokens][-kept:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
             "logits": torch.cat([step["logits"] for step in steps]),
             "hidden_states": tuple(None if layer[0] is None else torch.cat(layer) for layer in hidden),
         }
 
-    def _pass(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
-        inputs = self._inputs(row, tokens) | asked
+    def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
+        inputs = self._inputs(row, tokens) | extras
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
         try:
             with self._language.scaled(self._spans(row, len(tokens))):
                 output = self._call(row, inputs)
         except BaseException:
-            row.forget_cache()  # some layers may have written, others not
+            row.forget_cache()  # only some layers may have written
             raise
         self.passes += 1
-        row.cache = output.get(self._cache_name) if self._language.capability.store == "replay" else None
+        row.cache = output.get(self._cache_name) if self._language.capability.cache_kind == "replay" else None
         row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
         attentions = output.get("attentions") or output.get("decoder_attentions") or ()
@@ -324,15 +311,15 @@ class ReplaySession(Session):
         }
 
     def _spans(self, row: _Row, count: int) -> Tensor | None:
-        """How long the text was when plain decoding read it, for the next `count` tokens `[1, count]`."""
+        """Length of the text when plain decoding read each of the next `count` tokens, `[1, count]`."""
         if self._language.capability.boundary is None:
             return None
-        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.whole)
+        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.initial_length)
 
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:
             return self._language.model(**inputs)
-        # This model keeps a row's state in its modules: it is lent to one row at a time and put back afterwards.
+        # This model keeps a row's state in its modules: one row at a time gets them, and restores them.
         with self._lock:
             before = recurrent_state.module_state(self._language.model, self._state_names)
             try:
@@ -346,7 +333,7 @@ class ReplaySession(Session):
     def _inputs(self, row: _Row, tokens: list[int]) -> dict[str, Any]:
         language = self._language
         ids = torch.tensor([tokens], device=language.device)
-        inputs: dict[str, Any] = {"use_cache": language.capability.store == "replay", "return_dict": True}
+        inputs: dict[str, Any] = {"use_cache": language.capability.cache_kind == "replay", "return_dict": True}
         if row.cache is not None and self._cache_name is not None:
             inputs[self._cache_name] = row.cache
         if row.encoding is not None:
@@ -362,6 +349,6 @@ class ReplaySession(Session):
 
 
 def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    """One layer's hidden states of all nodes; None of a layer that was not asked for."""
+    """One layer's hidden states of all nodes; None for layers that were not extras for."""
     known = [node for node in nodes if node is not None]
     return torch.stack(known) if known else None

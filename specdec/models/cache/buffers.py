@@ -1,4 +1,4 @@
-"""Preallocated keys and values behind the library's cache protocol, written in place and rolled back by forgetting."""
+"""Preallocated keys and values as a transformers cache: passes write in place, rollback only forgets."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from specdec.models.cache.layout import Layout
 from specdec.models.hf.memory import free_bytes
 
 _FIRST_CAPACITY = 128  # tokens
-_LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # what is reserved where memory is taken page by page, as it is written to
+_LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-_PAGES = 2**20  # bytes from which a buffer gets pages of its own
-_SPARE_BYTES = 2**26  # buffers up to this size stay when no row is left
+_PAGES = 2**20  # bytes from which a buffer is mapped by itself
+_SPARE_BYTES = 2**26  # buffers up to this size are kept when no row is left
 
 Pair = tuple[Tensor, Tensor]
 Prefix = list[Pair]
-"""Keys and values of a text, per layer `[heads, tokens, head width]`; last layers that read others' have none."""
+"""Keys and values of a text, per layer `[heads, tokens, head width]`; shorter where last layers share others' keys."""
 
 
 def prefix_bytes(prefix: Prefix) -> int:
-    """What these keys and values take."""
+    """Bytes of these keys and values."""
     return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
 
 
@@ -37,52 +37,51 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False  # True would make the library build its static-cache masks
     is_croppable = True
 
-    def __init__(self, store: KvStore) -> None:
+    def __init__(self, parent: KvBuffers) -> None:
         super().__init__()
-        self.store = store
+        self.parent = parent
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates zeros: whatever lay in a masked slot before could be NaN, and 0 * NaN is NaN."""
-        rows, capacity = self.store.row_capacity, self.store.capacity
+        """Allocates zeros: a masked column must not hold NaN, as 0 * NaN is NaN."""
+        rows, capacity = self.parent.row_capacity, self.parent.capacity
         self.buffers = tuple(  # type: ignore[assignment]
             _zeros(t, rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
         )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes this pass's columns and returns everything up to them, `[rows, heads, end, head width]`."""
+        """Writes the new columns; returns all columns up to them, `[rows, heads, end, head width]`."""
         if self.buffers is None:
             self.lazy_initialization(key_states, value_states)
-        store, rows = self.store, key_states.shape[0]
+        parent, rows = self.parent, key_states.shape[0]
         # `narrow` costs half of what a slice does, and this runs twice per layer and pass.
         keys, values = (
-            (buffer if buffer.shape[0] == rows else buffer.narrow(0, store.first, rows)).narrow(2, 0, store.end)
+            (buffer if buffer.shape[0] == rows else buffer.narrow(0, parent.first, rows)).narrow(2, 0, parent.end)
             for buffer in self.buffers  # type: ignore[union-attr]
         )
-        if store.slots is None:
-            keys.narrow(2, store.start, store.end - store.start).copy_(key_states)
-            values.narrow(2, store.start, store.end - store.start).copy_(value_states)
+        if parent.columns is None:
+            keys.narrow(2, parent.start, parent.end - parent.start).copy_(key_states)
+            values.narrow(2, parent.start, parent.end - parent.start).copy_(value_states)
         else:
-            row, slots = store.row_index(keys.device)
-            keys[row, :, slots] = key_states.transpose(1, 2)
-            values[row, :, slots] = value_states.transpose(1, 2)
+            row, columns = parent.node_index(keys.device)
+            keys[row, :, columns] = key_states.transpose(1, 2)
+            values[row, :, columns] = value_states.transpose(1, 2)
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Tokens before this pass (the longest row's)."""
-        return self.store.start
+        """Tokens of the longest row before this pass."""
+        return self.parent.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of a mask over the whole past; windows are expressed in the mask, never in the store."""
-        return self.store.start + int(query_length), 0
+        """Width and offset of a mask over the whole past; masks express windows, buffers do not."""
+        return self.parent.start + int(query_length), 0
 
     def get_max_length(self) -> int:
-        """No limit: the store grows."""
         return -1
 
     def resized(self, rows: int, capacity: int, written: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Buffers of another size, with the columns that were `written` of every row, as far as they fit."""
+        """Buffers of another size with the first `written[row]` columns of every row, as far as they fit."""
         if self.buffers is None:
             return None
         moved = []
@@ -95,17 +94,16 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         return moved[0], moved[1]
 
     def forget(self) -> None:
-        """Gives the buffers back."""
+        """Frees the buffers."""
         self.buffers, self.is_initialized = None, False
 
 
-class KvStore(Cache):  # type: ignore[misc]
-    """All layers of one session; `prepare` says where the next pass writes, everything else is O(1) or a copy.
+class KvBuffers(Cache):  # type: ignore[misc]
+    """The buffers of all layers of a session; `prepare` sets where the next pass writes.
 
-    Buffers double when they are full, but never beyond `bounds`, so many rows of so many tokens, unless the passes need
-    more; they shrink when most of what they took is no longer used. `lazy` buffers without bounds reserve far more than
-    they take, so that rows seldom wait until all is copied. A position takes `column_bytes` in all layers; `held` tells
-    how many columns hold anything.
+    Full buffers double, never beyond `bounds` (rows, columns) unless passes need more, and shrink when most of them is
+    unused. `lazy` buffers without bounds reserve far more than they use, so that they are seldom copied. A column takes
+    `column_bytes` in all layers; `held()` is one past the last column in use.
     """
 
     def __init__(
@@ -113,69 +111,67 @@ class KvStore(Cache):  # type: ignore[misc]
     ) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
         self._held, self._column_bytes, self._lazy = held, column_bytes, lazy
-        self._touched: list[int] = []  # per row of the buffers, one past the last column that was ever written
+        self._touched: list[int] = []  # per row, one past the last column ever written
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
-        self.slots: Tensor | None = None
-        self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.columns: Tensor | None = None
+        self._node_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._pairs: list[Pair] = []
-        self._written: list[int] = []  # per row, one past the last column that a pass wrote
+        self._written: list[int] = []  # per row in use, one past the last column written
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
 
     @property
     def bytes(self) -> int:
-        """What the buffers take; of those that are taken page by page, what was ever written to."""
-        whole = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
-        if not whole or not all(_is_lazy(buffer) for buffer in self._buffers()):
-            return whole
+        """Bytes of the buffers; of lazy ones, of the pages that were written."""
+        total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+        if not total or not all(_is_lazy(buffer) for buffer in self._buffers()):
+            return total
         self._note_touched()
-        return whole * sum(self._touched) // (self.row_capacity * self.capacity)
+        return total * sum(self._touched) // (self.row_capacity * self.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hands one layer's new keys and values to its buffers."""
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def row_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row `[rows, 1]` and slot `[rows, nodes]` of every node, on the device of a layer's buffers."""
-        if device not in self._row_index:
-            if self.slots is None:
-                raise ValueError("every row starts at the same slot")
-            rows = torch.arange(self.slots.shape[0], device=device)[:, None]
-            self._row_index[device] = (rows, self.slots.to(device))
-        return self._row_index[device]
+    def node_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row `[rows, 1]` and column `[rows, nodes]` of every node, on this device."""
+        if device not in self._node_index:
+            if self.columns is None:
+                raise ValueError("every row starts at the same column")
+            rows = torch.arange(self.columns.shape[0], device=device)[:, None]
+            self._node_index[device] = (rows, self.columns.to(device))
+        return self._node_index[device]
 
     def prepare(self, layout: Layout, first: int) -> None:
-        """Points the next pass at its slots, of rows from `first` on; buffers grow here, never inside a forward."""
-        self.first, self.start, self.end, self.slots = first, layout.start, layout.end, layout.slots
-        self._row_index = {}
-        # Strictly larger: `end == capacity` is a special case that compiled code would specialise on.
+        """Sets where the next pass writes, from row `first` on; buffers grow here, never inside a forward."""
+        self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
+        self._node_index = {}
+        # Not equal: compiled code would specialise on `end == capacity`.
         if self.end >= self.capacity:
             self._widen(self.end + 1)
         for row, own in enumerate(layout.maps, first):
             self._written[row] = max(self._written[row], own.top + layout.nodes)
 
     def point(self, row: int, start: int, nodes: int) -> None:
-        """`prepare` for one row, whose nodes follow its text one by one."""
-        self.first, self.start, self.end, self.slots = row, start, start + nodes, None
+        """`prepare` for one row whose new nodes follow its text."""
+        self.first, self.start, self.end, self.columns = row, start, start + nodes, None
         if self.end >= self.capacity:
             self._widen(self.end + 1)
         if self.end > self._written[row]:
             self._written[row] = self.end
 
     def extend(self, row: int, end: int) -> None:
-        """Makes room for a row's columns up to `end`, which a pass will write."""
+        """Makes room for the columns of a row up to `end`, which a pass will write."""
         if end >= self.capacity:
             self._widen(end + 1)
         self._written[row] = max(self._written[row], end)
 
     def pairs(self, widths: Sequence[tuple[int, int, int]] = (), like: Tensor | None = None) -> list[Pair]:
-        """The buffers of all layers, keys and values of each; those that are missing are made.
+        """Keys and values of each layer; missing buffers are made.
 
-        `widths` are the heads of each layer, and the head widths of its keys and values; `like` has the dtype and
-        device.
+        `widths`: heads of each layer and head widths of its keys and values; `like`: their dtype and device.
         """
         if not self._pairs:
             for layer, (heads, *sides) in zip(self.layers, widths, strict=False):
@@ -196,31 +192,31 @@ class KvStore(Cache):  # type: ignore[misc]
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
 
     def bound(self, rows: int, columns: int) -> None:
-        """Sets the bounds, and gives back what lies beyond them."""
+        """Sets the bounds and frees what lies beyond them."""
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
             kept = min(self.capacity, max(columns, self._held() + 1))
             self._resize(min(self.row_capacity, max(rows, len(self._written))), kept)
 
     def shrink(self, rows: int) -> None:
-        """Gives back what is left over once no more than a quarter of it holds anything."""
+        """Shrinks buffers of which at most a quarter is in use."""
         if not rows:
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
                     layer.forget()
                 self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
-        elif self.bytes > self.spare_bytes and 4 * self._used() <= self.bytes:
+        elif self.bytes > self.spare_bytes and 4 * sum(self._written) * self._column_bytes <= self.bytes:
             self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))
 
     def clear_row(self, row: int) -> None:
-        """Zeros what passes wrote of a row, as the next one may see it masked; the row is the last."""
+        """Zeros the last row, which a new row will reuse."""
         self._note_touched()
         written = self._written.pop()
         for buffer in self._buffers():
             buffer[row, :, :written].zero_()
 
     def move_columns(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
-        """Copies column `sources[i]` of `rows[i]` to column `targets[i]`, all reads before all writes."""
+        """Copies column `sources[i]` of `rows[i]` to column `targets[i]`; reads all before it writes."""
         placed: dict[torch.device, list[Tensor]] = {}
         for buffer in self._buffers():
             if buffer.device not in placed:
@@ -229,7 +225,7 @@ class KvStore(Cache):  # type: ignore[misc]
             buffer[row, :, target] = buffer[row, :, source]
 
     def copy_row(self, source: int, target: int, columns: int) -> None:
-        """Copies the first `columns` of a row to another one, which holds nothing else afterwards."""
+        """Copies the first `columns` of a row over another one."""
         self._note_touched()
         stale, self._written[target] = self._written[target], columns
         for buffer in self._buffers():
@@ -258,10 +254,6 @@ class KvStore(Cache):  # type: ignore[misc]
     def _buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in layer.buffers or ()]
 
-    def _used(self) -> int:
-        """What the columns take that hold anything."""
-        return sum(self._written) * self._column_bytes
-
     def _widen(self, columns: int) -> None:
         rows, wanted = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
         if self.bounds is not None:
@@ -269,14 +261,14 @@ class KvStore(Cache):  # type: ignore[misc]
         self._resize(*self._ample(rows, wanted))
 
     def _ample(self, rows: int, columns: int) -> tuple[int, int]:
-        """So many rows and columns, and without bounds more of them where that costs nothing yet."""
+        """This many rows and columns, or `_LAZY_ROWS` and `_LAZY_COLUMNS` where reserving them costs nothing."""
         more, wider = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
         size = more * wider * self._column_bytes
         if self.bounds is not None or not (self._lazy and size) or 2 * size > free_bytes(torch.device("cpu")):
             return rows, columns
         try:
             mmap.mmap(-1, size, **_PRIVATE).close()
-        except OSError:  # of a system that promises no more than it has
+        except OSError:  # the system does not overcommit memory
             return rows, columns
         return more, wider
 
@@ -287,7 +279,7 @@ class KvStore(Cache):  # type: ignore[misc]
 
     def _resize(self, rows: int, capacity: int) -> None:
         written = [min(columns, capacity) for columns in self._written]
-        moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # if that fails nothing has changed
+        moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # changes nothing if it raises
         for layer, buffers in zip(self.layers, moved, strict=True):
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
@@ -298,10 +290,9 @@ def _is_lazy(like: Tensor) -> bool:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros of this shape, with the type and device of `like`.
+    """Zeros of this shape, with the dtype and device of `like`.
 
-    On the CPU they are pages that the system hands out when they are touched: a long row beside short ones must not
-    stop everybody until memory for all of them is written.
+    On the CPU the system maps pages on first write, so that one long row does not make all wait for zeros.
     """
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < _PAGES:

@@ -1,4 +1,4 @@
-"""Where the nodes of one pass sit: slots in the store, positions in the text, and which slots a node may attend to."""
+"""Where the nodes of one pass are: columns of the buffers, positions in the text, and the columns each attends to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.core.tree import Tree, depths_of
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of attention layer: its name in the mask dict, and what it sees of the past (None: everything).
+class AttentionKind:
+    """A kind of attention layer: its name in the mask dict, and what of the past it sees (None: everything).
 
-    `first` is the first position that is seen.
+    `first` is the first visible position.
     """
 
     name: str
@@ -27,17 +27,17 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
-    """What the nodes of a pass attend to.
+    """What the nodes of a pass attend to, windows left out.
 
-    `positions` `[rows, nodes]` are those of the nodes, `key_positions` `[rows, end]` those of the slots, and `visible`
-    `[rows, nodes, end]` says which slots a node sees, but for windows.
+    `positions` `[rows, nodes]` of the nodes, `key_positions` `[rows, end]` of the columns; `visible` `[rows, nodes,
+    end]`: whether the node sees the column.
     """
 
     positions: Tensor
     key_positions: Tensor
     visible: Tensor
 
-    def mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
+    def mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, nodes, end]`, added to attention scores: 0 where a node may look, the lowest number elsewhere."""
         visible = self.visible
         query, key = self.positions[:, :, None], self.key_positions[:, None]
@@ -47,7 +47,7 @@ class AttentionView:
             visible = visible & (key // kind.chunk == query // kind.chunk)
         if kind.first:
             visible = visible & (key >= kind.first)
-        # Additive, because eager attention adds whatever it is given; finite, because rows of -inf are NaN.
+        # Added to scores, as eager attention adds any mask; finite, because a softmax over -inf alone is NaN.
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, torch.finfo(dtype).min
         )
@@ -55,20 +55,20 @@ class AttentionView:
 
 
 @dataclass(slots=True)
-class SlotMap:
-    """Where one row's nodes sit: the first `base` positions in slots 0 to `base - 1`, nodes after them scattered.
+class ColumnMap:
+    """The columns of one row: positions below `base` lie in the columns of the same number, later nodes are scattered.
 
-    `slots` are those of the scattered nodes and `parents` their parents, numbered among themselves (-1: position
-    `base - 1`). The first `text` of them are a chain that everything continues, the others are pending branches. Slots
-    from `top` on are free. `whole` is how long the text was that the row began with.
+    `scattered[i]` is the column of scattered node i, `parents[i]` its parent among them (-1: position `base - 1`). The
+    first `text` scattered nodes are a chain of text, the others pending branches. Columns from `top` on are free.
+    `initial_length` is the length of the text that the row began with.
     """
 
     base: int = 0
     text: int = 0
-    slots: list[int] = field(default_factory=list)
+    scattered: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     top: int = 0
-    whole: int = 0
+    initial_length: int = 0
 
     @property
     def length(self) -> int:
@@ -77,63 +77,63 @@ class SlotMap:
 
     @property
     def extent(self) -> int:
-        """Tokens of the longest path, text included."""
+        """Tokens of the longest path, including the text."""
         return self.base + max(depths_of(self.parents), default=-1) + 1
 
     @property
     def pending(self) -> int:
-        """How many nodes of pending branches are held."""
-        return len(self.slots) - self.text
+        """The number of nodes in pending branches."""
+        return len(self.scattered) - self.text
 
-    def copy(self) -> SlotMap:
-        """An equal slot map that can be changed independently."""
-        return replace(self, slots=list(self.slots), parents=list(self.parents))
+    def copy(self) -> ColumnMap:
+        """An independent copy."""
+        return replace(self, scattered=list(self.scattered), parents=list(self.parents))
 
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
-        """Slots and parents of the scattered nodes, then of the nodes of `tree` after its pending branches."""
+        """Columns and parents of all scattered nodes once `tree`, which begins with the pending branches, is added."""
         fresh = range(self.pending, len(tree))
-        parents = [self.text + tree.parents[node] for node in fresh]  # a -1 falls on the last of the text
-        return self.slots + [self.top + i for i in range(len(fresh))], self.parents + parents
+        parents = [self.text + tree.parents[node] for node in fresh]  # -1 becomes the last node of text
+        return self.scattered + [self.top + i for i in range(len(fresh))], self.parents + parents
 
     def keep(self, tree: Tree, path: list[int], text: int) -> None:
-        """Holds the nodes `path` of the last pass only, the first `text` of them as text."""
-        if not self.slots and text == len(path) and (not text or path[-1] == text - 1):
+        """Keeps only the nodes `path` of the last pass; the first `text` of them become text."""
+        if not self.scattered and text == len(path) and (not text or path[-1] == text - 1):
             self.base = self.top = self.base + text
             return
-        slots, parents = self.with_new(tree)
+        columns, parents = self.with_new(tree)
         kept = [*range(self.text), *(self.text + node for node in path)]
         number = {node: i for i, node in enumerate(kept)} | {-1: -1}
         self.parents = [number[parents[node]] for node in kept]
-        self.slots = [slots[node] for node in kept]
+        self.scattered = [columns[node] for node in kept]
         self.text += text
-        self.top = max([self.base, *(slot + 1 for slot in self.slots)])
+        self.top = max([self.base, *(column + 1 for column in self.scattered)])
 
     def compact(self, slack: int) -> list[tuple[int, int]]:
-        """Moves `(source, target)` of slots that close the gaps between scattered nodes; none while that can wait.
+        """Closes the gaps between scattered nodes; returns the moves `(source column, target column)`.
 
-        It can wait while there are branches, whose passes have a mask anyway, and at most `slack` slots are void; with
-        -1 it cannot.
+        Does nothing while branches are pending, whose passes need a mask anyway, and at most `slack` columns are void
+        (-1: always closes).
         """
-        if not self.slots or (self.pending and self.top - self.base - len(self.slots) <= slack):
+        if not self.scattered or (self.pending and self.top - self.base - len(self.scattered) <= slack):
             return []
-        moves = [(slot, self.base + i) for i, slot in enumerate(self.slots) if slot != self.base + i]
+        moves = [(column, self.base + i) for i, column in enumerate(self.scattered) if column != self.base + i]
         text = self.text
         self.base, self.text = self.base + text, 0
-        self.slots = [self.base + i for i in range(len(self.slots) - text)]
+        self.scattered = [self.base + i for i in range(len(self.scattered) - text)]
         self.parents = [max(parent - text, -1) for parent in self.parents[text:]]
-        self.top = self.base + len(self.slots)
+        self.top = self.base + len(self.scattered)
         return moves
 
-    def begin(self, tree: Tree, first: int, whole: int) -> None:
-        """Notes what the row begins with, if it is empty: the text up to node `first`, or `whole` tokens."""
+    def begin(self, tree: Tree, first: int, text_length: int) -> None:
+        """Sets the initial length of an empty row: `text_length`, or the text up to node `first` where that is 0."""
         if not self.top and tree.tokens:
-            self.whole = whole or tree.depths()[min(first, len(tree) - 1)] + 1
+            self.initial_length = text_length or tree.depths()[min(first, len(tree) - 1)] + 1
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Forgets what lies beyond `length` tokens of text, if the row has more of it; moves as in `compact`."""
+        """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
         if length >= self.length:
             return []
-        self.slots, self.parents = self.slots[: self.text], self.parents[: self.text]
+        self.scattered, self.parents = self.scattered[: self.text], self.parents[: self.text]
         moves = self.compact(0)
         self.base = self.top = length
         return moves
@@ -141,83 +141,85 @@ class SlotMap:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The new nodes of one pass, `[rows, nodes]` padded: row r's node i is written to slot `maps[r].top + i`.
+    """The new nodes of one padded pass, `[rows, nodes]`: node i of row r is written to column `maps[r].top + i`.
 
-    `slots` is None when every row starts at `start`; `view` is None when, besides, no row has scattered nodes and every
-    tree is a chain of the same length, so that the library's own causal mask and positions are right.
+    `columns` is None if all rows start at `start`. `view` is None if, besides, no row has scattered nodes and all trees
+    are chains of one length, so that the library's own causal mask and positions are right.
     """
 
-    maps: list[SlotMap]
+    maps: list[ColumnMap]
     sizes: list[int]
     nodes: int
     start: int
-    slots: Tensor | None
+    columns: Tensor | None
     view: AttentionView | None
     device: torch.device
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], maps: list[SlotMap], device: torch.device) -> Layout:
-        """The layout of `trees`, which begin with the pending branches of `maps`, for a pass on `device`."""
+    def of(cls, trees: Sequence[Tree], maps: list[ColumnMap], device: torch.device) -> Layout:
+        """The layout of `trees`, which begin with the pending branches of `maps`."""
         sizes = [len(tree) - own.pending for tree, own in zip(trees, maps, strict=True)]
         tops = [own.top for own in maps]
         nodes, start = max(sizes), max(tops)
         level = min(tops) == start
-        scattered = any(own.slots for own in maps)
-        if level and not scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
+        any_scattered = any(own.scattered for own in maps)
+        if level and not any_scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
             return cls(maps, sizes, nodes, start, None, None, device)
-        slots = None if level else torch.tensor(tops, device=device)[:, None] + torch.arange(nodes, device=device)
-        return cls(maps, sizes, nodes, start, slots, _view(trees, maps, nodes, start + nodes, device), device)
+        columns = None if level else torch.tensor(tops, device=device)[:, None] + torch.arange(nodes, device=device)
+        return cls(maps, sizes, nodes, start, columns, _view(trees, maps, nodes, start + nodes, device), device)
 
     @property
     def end(self) -> int:
-        """One past the last slot that the pass may write."""
+        """One past the last column that the pass may write."""
         return self.start + self.nodes
 
     def causal(self) -> AttentionView:
-        """What a layout without `view` means, for a forward that derives nothing itself."""
+        """The view that a layout without `view` stands for, for models that derive none themselves."""
         key_positions = torch.arange(self.end, device=self.device).expand(len(self.maps), -1)
         positions = key_positions[:, self.start :]
         return AttentionView(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
 
     def spans(self) -> Tensor:
-        """How long the text was when plain decoding read it, for every node `[rows, nodes]`."""
-        wholes = torch.tensor([own.whole for own in self.maps], device=self.device)[:, None]
-        return torch.maximum((self.view or self.causal()).positions + 1, wholes)
+        """Length of the text when plain decoding read each node, `[rows, nodes]`."""
+        initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
+        return torch.maximum((self.view or self.causal()).positions + 1, initial)
 
-    def columns(self, row: int) -> list[int]:
-        """The slots of a row's whole text, its branches and its new nodes, in this order."""
+    def row_columns(self, row: int) -> list[int]:
+        """The columns of a row's text, its branches and its new nodes, in this order."""
         own = self.maps[row]
-        return [*range(own.base), *own.slots, *range(own.top, own.top + self.sizes[row])]
+        return [*range(own.base), *own.scattered, *range(own.top, own.top + self.sizes[row])]
 
 
-def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, device: torch.device) -> AttentionView:
-    """Every node sees the settled text, which is all that is long, and of `slots` `[rows, few]` those it is told of."""
+def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
+    """The attention view of `trees`: each node sees the columns below `base`, and its ancestors among the `few`
+    others.
+    """
     placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
-    few = max(len(own.slots) for own in maps) + nodes
-    slots = np.full((len(maps), few), end, dtype=np.int64)  # a column that is cut off takes what is left over
-    deep, seen = np.zeros_like(slots), np.zeros((len(maps), nodes, few), dtype=bool)
+    few = max(len(own.scattered) for own in maps) + nodes
+    columns = np.full((len(maps), few), end, dtype=np.int64)  # `end`: a column for padding, cut off below
+    deep, seen = np.zeros_like(columns), np.zeros((len(maps), nodes, few), dtype=bool)
     positions = np.zeros((len(maps), nodes), dtype=np.int64)
     for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
-        scattered, count = len(own.slots), len(used)
-        size = count - scattered
-        slots[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
-        positions[row, :size] = deep[row, scattered:count]
-        seen[row, :size, :count] = ancestry(parents)[scattered:]
-        # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
+        begin, count = len(own.scattered), len(used)
+        size = count - begin
+        columns[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
+        positions[row, :size] = deep[row, begin:count]
+        seen[row, :size, :count] = ancestry(parents)[begin:]
+        # Padding sees at least itself: a softmax over nothing would be NaN.
         padding = np.arange(nodes - size)
-        slots[row, count + padding] = deep[row, count + padding] = own.top + size + padding
+        columns[row, count + padding] = deep[row, count + padding] = own.top + size + padding
         seen[row, size + padding, count + padding] = True
     base = torch.tensor([own.base for own in maps], device=device)[:, None, None]
-    at, depth, kin = (torch.from_numpy(part).to(device) for part in (slots, deep, seen))
-    columns = torch.arange(end + 1, device=device)
-    visible = (columns < base).repeat(1, nodes, 1)  # padding sees the text as well
+    at, depth, kin = (torch.from_numpy(part).to(device) for part in (columns, deep, seen))
+    every = torch.arange(end + 1, device=device)
+    visible = (every < base).repeat(1, nodes, 1)  # padding sees the text as well
     visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
-    key_positions = columns.repeat(len(maps), 1).scatter_(1, at, depth)
+    key_positions = every.repeat(len(maps), 1).scatter_(1, at, depth)
     return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
 
 
 def ancestry(parents: list[int]) -> np.ndarray:
-    """`[nodes, nodes]`: whether the column is the row's node itself or one of its ancestors."""
+    """`[nodes, nodes]`: whether the column's node is the row's node or one of its ancestors."""
     n = len(parents)
     if parents == list(range(-1, n - 1)):
         return np.tri(n, dtype=bool)

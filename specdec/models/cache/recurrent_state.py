@@ -1,4 +1,4 @@
-"""Snapshots of the library's own caches: attention is remembered by its length, recurrent state by a copy."""
+"""Snapshots of transformers' caches: of attention its length, of recurrent state a copy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 # model_type -> attributes of modules that hold a row's state outside any cache.
 MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
@@ -14,12 +14,12 @@ _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 def cache_name(input_names: frozenset[str]) -> str | None:
-    """The keyword under which a model takes its cache; its output uses the same name."""
+    """The keyword by which a model takes and returns its cache."""
     return next((name for name in _CACHE_NAMES if name in input_names), None)
 
 
 def is_plain(cache: Any) -> bool:
-    """Whether every layer is ordinary attention over the whole past, so that cutting its keys back is exact."""
+    """Whether all layers attend to the whole past, so that cutting keys and values is exact."""
     layers = _layers(cache)
     return layers is not None and len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers)
 
@@ -31,7 +31,7 @@ def cut(cache: Any, length: int) -> None:
 
 
 def snapshot(cache: Any) -> Any:
-    """What `restore` needs to bring `cache` back; keys and values are not copied, as they are never overwritten."""
+    """A state for `restore`; keys and values are not copied, as they are never overwritten."""
     layers = _layers(cache)
     if layers is None:
         return _frozen(cache)
@@ -39,7 +39,7 @@ def snapshot(cache: Any) -> Any:
 
 
 def restore(cache: Any, state: Any) -> Any:
-    """The cache as it was when `state` was taken; a state can be restored any number of times."""
+    """The cache as it was at `snapshot`; a state can be restored repeatedly."""
     layers = _layers(cache)
     if layers is None:
         return _frozen(state)
@@ -51,23 +51,13 @@ def restore(cache: Any, state: Any) -> Any:
     return cache
 
 
-def clone(cache: Any) -> Any:
-    """An independent copy, for a row that is continued in two ways."""
-    return copy.deepcopy(cache)
-
-
-def pair(own: Cache) -> EncoderDecoderCache:
-    """The cache of an encoder-decoder: `own` for the text, the library's for the encoder's output."""
-    return EncoderDecoderCache(own, DynamicCache())
-
-
 def module_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[nn.Module, str, Any]]:
-    """The current values of state kept in modules; the library replaces these tensors, it does not write into them."""
+    """The current state in modules; the library replaces these tensors, it never writes into them."""
     return [(m, name, vars(m)[name]) for m in model.modules() for name in names if name in vars(m)]
 
 
 def set_module_state(state: list[tuple[nn.Module, str, Any]]) -> None:
-    """Puts values collected by `module_state` back."""
+    """Restores the values from `module_state`."""
     for module, name, value in state:
         setattr(module, name, value)
 
@@ -88,7 +78,7 @@ def _freeze(layer: Any) -> dict[str, Any]:
 
 
 def _thaw(name: str, value: Any, layer: Any) -> Any:
-    # Dynamic layers replace keys and values by longer ones: a reference keeps the old. Other tensors are overwritten.
+    # Dynamic layers replace keys and values, so a reference keeps the old ones; other tensors are overwritten.
     if name in {"keys", "values"} and isinstance(layer, DynamicLayer):
         return value
     return _frozen(value)

@@ -1,4 +1,4 @@
-"""What a set of rows of one model can do, whatever its layers are made of."""
+"""The interface of a session: rows of one model, their caches and their passes."""
 
 from __future__ import annotations
 
@@ -16,60 +16,61 @@ from specdec.models.encoding import Encoding
 
 
 class Session(ABC):
-    """The keys and values of some rows of one model; the buffers belong to the session, the weights to everyone.
+    """Rows of one model with their keys and values, which belong to the session.
 
-    A row is a number that `add` or `fork` gave out; it never changes. It holds a text and, beyond the text's end,
-    *pending branches*: a tree of nodes that may still become text (beams). `passes` counts the forward passes so far.
-    Where `cache_reset_length` is set, a text that grows longer must be read again from its beginning: no node of a pass
-    may lie beyond that length while the text does not. `keeps_prefixes`: texts can be kept and continued by new rows.
+    `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
+    branches*: a tree of nodes that may become text (beams). `passes` counts forward passes. With a `cache_reset_length`
+    a text that grows beyond it must be read again from its beginning: no node of a pass may lie beyond that length
+    while the text does not. `keeps_prefixes`: whether `keep_prefix` and `read_from` work.
     """
 
     cache_reset_length: int | None
-    chains: bool = False  # whether `chain` is worth asking
+    draft_chains: bool = False  # whether `draft_chain` may return chains
     passes: int
     keeps_prefixes = False
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """What all buffers take, as far as they are the session's own."""
+        """Bytes of the session's own buffers."""
 
     def bound(self, rows: int, columns: int) -> None:
-        """Says how many rows of how many positions there will be at the most, for now."""
+        """Bounds the session to this many rows and positions, for now."""
 
     @abstractmethod
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """New empty rows, also while others run; `encoding` is their encoder output, one entry each."""
+        """Adds empty rows and returns their numbers; `encoding` is their encoder output, one entry each."""
 
     @abstractmethod
     def fork(self, row: int, length: int | None = None) -> int:
-        """A new row that holds the first `length` tokens of `row`'s text (all, if None) and reads the same encoding.
+        """Adds a row with the first `length` tokens of `row`'s text (None: all, and its branches) and the same
+        encoding.
 
-        None keeps the pending branches as well. Raises OptionError for more tokens than the row holds.
+        Raises OptionError if the row has fewer tokens.
         """
 
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        """A copy of the keys and values of the row's first `length` tokens, which must be its settled text.
+        """Copies the keys and values of the first `length` tokens, which must be settled text.
 
         Raises UnsupportedError, as `read_from` does, unless the session `keeps_prefixes`.
         """
-        raise UnsupportedError(f"{type(self).__name__} keeps no texts of rows that have left")
+        raise UnsupportedError(f"{type(self).__name__} cannot copy prefixes: check `keeps_prefixes`")
 
     def read_from(self, prefix: Prefix, length: int) -> int:
-        """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
-        raise UnsupportedError(f"{type(self).__name__} continues no texts of rows that have left")
+        """Adds a row with the first `length` tokens of a prefix from `keep_prefix`."""
+        raise UnsupportedError(f"{type(self).__name__} cannot read prefixes: check `keeps_prefixes`")
 
     @abstractmethod
     def remove(self, rows: Sequence[int]) -> None:
-        """Forgets these rows; nobody else's keys and values are touched, but for one row that may fill the gap."""
+        """Removes these rows; no other row changes."""
 
     @abstractmethod
     def length(self, row: int) -> int:
-        """Tokens of text that the row holds."""
+        """Tokens of the row's text."""
 
     @abstractmethod
     def pending(self, row: int) -> int:
-        """How many nodes of pending branches the row holds."""
+        """Nodes of the row's pending branches."""
 
     @abstractmethod
     def forward(
@@ -79,75 +80,68 @@ class Session(ABC):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """One pass over a tree for each of `rows`; scores hold logits of its last `keep` nodes; nothing is committed.
+        """One pass over a tree per row; returns the logits of its last `keep` nodes, and commits nothing.
 
-        A tree's first nodes are the row's pending branches, as they were committed; they are not computed again. A
-        node's position is the row's length plus its depth. A tree without new nodes sits the pass out, and rows that
-        are not named cost nothing. `embeds[i]` `[nodes, width]` replace the embeddings of the row's first new nodes.
-        `wholes[i]` is the length of the text that these nodes are a chunk of (0, or none given: it ends with the first
-        of the kept nodes). `output_hidden_states`: of all layers, or of those with these numbers (`hidden_states` of
-        transformers). Where the model cannot run all rows in one pass there are several.
+        A tree begins with the row's pending branches, which are not computed again. A node's position is the row's
+        length plus its depth. Trees without new nodes, and rows that are not named, cost nothing. `embeds[i]` `[nodes,
+        width]` replace the embeddings of the first new nodes. `text_lengths[i]` is the length of the text that the new
+        nodes are a chunk of (0 or None: it ends with the first kept node). `output_hidden_states`: of all layers, or of
+        these numbers, as transformers counts. Runs several passes where the model cannot run all rows in one.
         """
 
     @abstractmethod
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
-        """Holds the nodes `paths[i]` of the row's last tree, parents first, and forgets the others.
+        """Keeps the nodes `paths[i]` of the row's last tree, parents first, and drops the others.
 
-        The first `texts[i]` of them (all, if None) are a chain that extends the row's text, the rest are its pending
-        branches. `final=False` says that they are guesses which `truncate` may take back.
+        The first `texts[i]` of them (None: all) are a chain that extends the text, the others pending branches.
+        `final=False`: they are guesses, which `truncate` may take back.
         """
 
     def advance(
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Continues the texts of rows by a guess each, which `truncate` may take back; logits `[rows, vocab]` after it.
+        """Extends each text by one guess, which `truncate` may take back; returns the logits `[rows, vocab]` after it.
 
-        With `embeds` `[rows, width]`, for models that read no tokens, also the last hidden states `[rows, width]`. The
-        same as `forward` and `commit`, which it saves a chain's passes the detail of.
+        A shortcut for `forward` and `commit`. With `embeds` `[rows, width]`, for models that read embeddings, it also
+        returns the last hidden states `[rows, width]`.
         """
         trees, inputs = [Tree.chain([token]) for token in tokens], None if embeds is None else list(embeds[:, None])
-        told = embeds is not None
-        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=told)
+        returned = embeds is not None
+        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=returned)
         self.commit(rows, [[0]] * len(rows), final=False)
         states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
-        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if told else None
+        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if returned else None
 
-    def chain(
+    def draft_chain(
         self,
         rows: Sequence[int],
         texts: Sequence[list[int]],
         rules: Sequence[ChainRule],
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
-        """Continues texts, and guesses tokens after them as the rules say, in one call; None where that cannot be.
+        """Extends texts and drafts a chain after each by its rule, in one call; None where that is not possible.
 
-        Rows hold all their guesses but the last, as `advance` leaves them. `embeds` `[tokens, width]` of the
-        texts are for models that read no tokens.
+        Rows then hold all guesses but the last, as after `advance`. `embeds` `[tokens, width]` of each text are for
+        models that read embeddings.
         """
         return None
 
-    @abstractmethod
     def refresh(self, rows: Sequence[int]) -> None:
-        """Forgets those rows, branches included, whose text has come to `cache_reset_length`: all is fed again."""
+        """Empties the rows whose text has reached `cache_reset_length`, if they must be fed their text again."""
 
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets tokens beyond `lengths[i]`, and pending branches with them, of rows that have more text."""
+        """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
 
 
 def check_trees(rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], pending: Sequence[int]) -> None:
-    """Raises unless every row has a tree that begins with its branches, and a `keep` of at most the new nodes."""
+    """Raises OptionError unless every row has a tree that begins with its branches, and a valid `keep`."""
     if len(trees) != len(rows) or len(keep) != len(rows):
         raise OptionError.of("trees", f"one tree and one `keep` for each of {len(rows)} rows", (len(trees), len(keep)))
     for tree, kept, held in zip(trees, keep, pending, strict=True):
@@ -158,6 +152,6 @@ def check_trees(rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int],
 
 
 def check_paths(rows: Sequence[int], paths: Sequence[list[int]], texts: Sequence[int] | None) -> None:
-    """Raises unless there is one path, and if so one number of text nodes, per row."""
+    """Raises OptionError unless there is one path, and one of `texts` if given, per row."""
     if len(paths) != len(rows) or (texts is not None and len(texts) != len(rows)):
         raise OptionError.of("paths", f"one for each of {len(rows)} rows", len(paths))

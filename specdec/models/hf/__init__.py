@@ -1,1 +1,1 @@
-"""What is done to a transformers module, and what of transformers is private."""
+"""What depends on transformers' internals, and what is done to its modules."""

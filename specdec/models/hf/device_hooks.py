@@ -1,6 +1,6 @@
-"""Weights that accelerate's hooks bring in for each pass: where a module computes, and how to look at them.
+"""accelerate's hooks: where a module computes, and where its offloaded weights come from.
 
-The only module that knows what a hook is made of.
+No other module looks inside a hook.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from torch import nn
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether some weights live on disk or elsewhere, so that every pass reads them all."""
+    """Whether some weights are on disk or elsewhere, so that every pass reads them."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where `module` computes: on its hook's device if it has one, otherwise where its weights are."""
+    """The device where `module` computes: its hook's if it has one, otherwise that of its weights."""
     own = next(chain(module.parameters(), module.buffers()), None)
-    return next(_devices(module), None) or (torch.device("cpu") if own is None else own.device)  # packed: on the CPU
+    # packed layers: the CPU
+    return next(_devices(module), None) or (torch.device("cpu") if own is None else own.device)
 
 
 def execution_devices(model: nn.Module) -> set[torch.device]:
-    """Where the hooks of a model's modules let them compute."""
+    """The devices of the hooks of a model's modules."""
     return {device for module in model.modules() for device in _devices(module)}
 
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """While it lasts, the module's own weights are where it computes."""
+    """Context in which the module's own weights are on its device."""
     if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         yield
         return
@@ -49,26 +50,26 @@ def at_hand(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What accelerate reads one weight from: `loader` maps keys to weights, `key` is this one's."""
+    """Where accelerate reads a weight: `loader` maps keys to weights, `key` is this one's."""
 
     loader: Any
     key: str
 
     @property
     def entry(self) -> Mapping[str, Any] | None:
-        """What the loader's index says of a weight in a file; None where it is in memory or nowhere."""
+        """The loader's index entry of a weight in a file; None if it is in memory or missing."""
         entry: Mapping[str, Any] | None = getattr(self.loader, "index", {}).get(self.key)
         return entry
 
     @property
     def folder(self) -> str:
-        """Where the loader's files are whose entry names none."""
+        """The folder of the loader's files, for entries that name no file."""
         folder: str = self.loader.save_folder
         return folder
 
 
 def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """What hooks of this very module bring weights in from, where that is in memory."""
+    """The weights in memory from which this module's own hooks load."""
     for hook in hooks(module):
         weights = getattr(getattr(hook, "weights_map", None), "dataset", None)
         weights = getattr(weights, "state_dict", weights)
@@ -77,7 +78,7 @@ def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def home(model: nn.Module, name: str) -> Home | None:
-    """What the weight `name` comes from; None where no hook brings it in."""
+    """Where the weight `name` is read from; None if no hook loads it."""
     parts = name.split(".")
     for depth in reversed(range(len(parts))):
         for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
@@ -88,12 +89,12 @@ def home(model: nn.Module, name: str) -> Home | None:
 
 
 def wrapped_later(module: nn.Module) -> bool:
-    """Whether somebody replaced the forward that accelerate had put on a module, which is a partial."""
+    """Whether the forward that accelerate set, a partial, was replaced since."""
     return bool(hooks(module)) and not isinstance(module.forward, partial)
 
 
 def detach(model: nn.Module) -> None:
-    """Takes the hooks off all modules, and the bound methods that they leave behind."""
+    """Removes the hooks from all modules, and the bound methods that they leave behind."""
     for module in model.modules():
         remove_hook_from_module(module)
         forward: Any = vars(module).get("forward")
@@ -102,7 +103,7 @@ def detach(model: nn.Module) -> None:
 
 
 def hooks(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks on this very module; several hang in a chain of `hooks`."""
+    """The hooks of this module itself; several are chained in `hooks`."""
     hook: Any = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
 

@@ -1,7 +1,7 @@
-"""Models of some of another one's layers.
+"""Models with some of another model's layers.
 
-One that stops early shares all weights, and only the modules above the layer list are copied, shallowly; one of chosen
-layers is a model of its own.
+An early exit shares all weights, and only the modules above the layer list are copied, shallowly; a model of chosen
+layers has copies of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_lay
 
 
 def shallow_exit(model: Any, total: int, layers: int) -> Any:
-    """`model` with only the first `layers` of its `total` decoder layers; no weight is copied, nothing is changed."""
+    """`model` cut after the first `layers` of its `total` decoder layers; weights are shared, nothing is changed."""
     names = _path_to_layers(model, total)
     shallow = _shallow(model, total, layers)
     parent = shallow
@@ -30,9 +30,9 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
 
 
 def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
-    """A new model with copies of these of the `total` decoder layers, and of all other weights.
+    """A new model with copies of the `chosen` decoder layers, and of all other weights.
 
-    Raises UnsupportedError for a model whose layers cannot be told apart like this.
+    Raises UnsupportedError if the model's layers cannot be selected like this.
     """
     path = ".".join(_path_to_layers(model, total))
     try:
@@ -78,7 +78,7 @@ def _shallow(module: Any, total: int, layers: int) -> Any:
 def _cut_config(config: Any, total: int, chosen: Sequence[int]) -> Any:
     cut = copy.deepcopy(config)
     text = cut if cut.is_encoder_decoder else cut.get_text_config(decoder=True)
-    # Written past the setters: they check that counts and lists agree, which they do only when both are cut.
+    # Not by the setters, which check counts against lists before both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):
         fields["layer_types"] = [fields["layer_types"][layer] for layer in chosen]

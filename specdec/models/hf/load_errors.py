@@ -1,4 +1,4 @@
-"""What becomes of the errors that a load meets: one sentence about the cause and the way out, and nothing left over."""
+"""Errors of loading, as one sentence with the cause and the way out."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NAME = "check the name, or convert the checkpoint to safetensors if that is wha
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant; None where none is near."""
+    """The known name closest to `name`; None if none is near."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
 
 
 def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:
-    """Raises OptionError where `source` can only be a folder's path, and there is no such folder."""
+    """Raises OptionError if `source` can only be a path, and no such folder exists."""
     name = str(source)
     only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if only_a_path and not Path(name).is_dir():
@@ -42,9 +42,9 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
 
 @contextmanager
 def explained(name: str, argument: str = "model") -> Iterator[None]:
-    """Errors of loading `name` as OptionError where another argument would help, else as LoadError.
+    """Context that raises errors of loading `name` as OptionError if another argument would help, else as LoadError.
 
-    `argument` is what the caller calls it. What the failed frames held, half a model perhaps, is let go.
+    `argument` is the caller's word for it. Frames of the failed load, which may hold half a model, are cleared.
     """
     try:
         yield
@@ -56,18 +56,19 @@ def explained(name: str, argument: str = "model") -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)
         kind = OptionError if cause is _NAME else LoadError
-        raise kind(f"`{argument}` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise kind(f"`{argument}` {name!r} cannot be loaded ({reason}): {cause}") from error
 
 
 def check_reached(error: Exception, name: str, argument: str = "model") -> None:
-    """Raises LoadError where an error of asking for `name` says that the hub is away: asking again takes long."""
+    """Raises LoadError if `error` means that the hub is unreachable, as another request would take long."""
     if _cause(error) is _AWAY:
         with explained(name, argument):
             raise error
 
 
 def check_complete(name: str, info: dict[str, set[str]], argument: str = "model") -> None:
-    """Raises LoadError where weights were not in the checkpoint, and so were made up."""
+    """Raises LoadError if weights were missing in the checkpoint, and so were initialised at random."""
     if missing := sorted(info["missing_keys"]):
         raise LoadError(
             f"`{argument}` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
@@ -86,7 +87,3 @@ def _cause(error: Exception) -> str | None:
     if unreadable or "not a valid json file" in text:
         return _BROKEN
     return _NAME if isinstance(error, OSError | ValueError) else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""How much memory keys and values take, and how much there is."""
+"""Memory: what keys and values take, and what is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of `device` that could be used now."""
+    """Bytes of `device` that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -30,15 +30,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def kv_width(config: Any) -> int:
-    """Numbers that one layer of a text decoder keeps of a position, keys and values together; that of the widest."""
+    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together."""
     if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
         return max(map(kv_width, config.per_layer_config))
     heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "d_model", "n_embd")
-    shared = (
-        1 if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False) else None
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kept = (
+        1 if shared else getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     )
-    kept = shared or getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // max(heads, 1)
     if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:  # keys and values differ in width
         return heads * (rope + config.qk_nope_head_dim + config.v_head_dim)

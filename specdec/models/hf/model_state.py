@@ -1,7 +1,7 @@
-"""Whether a model still computes what it did: what is remembered of a model belongs to one state of it.
+"""Digests of a model's state: what is cached for a model is valid in one state of it.
 
-Adapters that are switched, weights that are written to, hooks and patched methods change what a model computes between
-two calls, and nothing announces it. So a state is read anew for every call.
+Switched adapters, written weights, hooks and patched methods change what a model computes, without notice. So the state
+is read anew for every call.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from specdec.models.hf.device_hooks import offloaded_weights
 from specdec.models.hf.patching import CHANGING, original_attributes
 from specdec.models.hf.private_api import CAPTURING, attention_of
 
-_SAMPLE = 16  # values of each tensor: writes to whole tensors change some of them
-_DEEPEST = 4  # collections within collections that are read
+_SAMPLE = 16  # values of each tensor: a write to the whole tensor changes some of them
+_DEEPEST = 4  # nested collections that are read
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _COLLECTIONS = frozenset({list, tuple, dict, set, frozenset})
-_OF_PASSES = {"max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}  # which set them
+_OF_PASSES = {"max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}  # set by passes
 _NO_SETTINGS = _OF_PASSES.union(vars(nn.Module()))
 _OF_OUTPUTS = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions"})
 _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "specdec", "builtins"})
-_serials: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of functions: addresses are used again
+_serials: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of functions, as addresses are reused
 _next_serial = itertools.count()
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """Digests of what a model's output depends on; equal ones are of models that compute the same.
+    """Digests of all that a model's output depends on; models with equal ones compute the same.
 
-    `values` is a sample of each weight: a write through `.data` to a few values of a large tensor may go unseen. `rest`
-    are addresses and versions of weights, configs, and what is private to modules. `is_readable` is False where
-    something may change unseen: a caller's own hook or method, an object or tensor of unknown kind.
+    `values` samples each weight: a write through `.data` to a few values of a large tensor may go unseen. `rest` covers
+    addresses and versions of weights, configs, and private attributes. `is_readable` is False if something may change
+    unseen: a caller's hook or method, an object or tensor of unknown kind.
     """
 
     modules: bytes
@@ -61,18 +61,18 @@ class ModelState:
         return _Reading(model).state
 
     def changed(self, since: ModelState) -> list[str]:
-        """The names of the parts that differ and that a copy made of the model does not follow."""
+        """The names of the parts that differ and that copies of the model do not follow."""
         parts = ("modules", "hooks", "settings", "values")
         return [name for name in parts if getattr(self, name) != getattr(since, name)]
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all parts."""
+        """A digest of all parts."""
         return _digest([getattr(self, one.name) for one in fields(self)])
 
 
 class StateReader:
-    """Reads the state of one model again and again; what was read last goes with the model, which is not kept."""
+    """Reads the state of one model repeatedly; holds the model weakly, and the last reading as long as it lives."""
 
     def __init__(self, model: nn.Module) -> None:
         self._last = last = list[_Reading]()
@@ -80,11 +80,10 @@ class StateReader:
 
     @property
     def model(self) -> Any:
-        """The model; None where it is gone."""
         return self._model()
 
     def read(self) -> ModelState | None:
-        """The state now; None where the model is gone."""
+        """The current state; None if the model was deleted."""
         model = self._model()
         if model is None:
             return None
@@ -95,13 +94,13 @@ class StateReader:
 
 
 class _Reading:
-    """One walk over a model; `state` is what it found."""
+    """One walk over a model; `state` is its result."""
 
     def __init__(self, model: nn.Module) -> None:
         self.readable = True
         self._modules, self._hooks, self._settings, self._rest = list[Any](), list[Any](), list[Any](), list[Any]()
-        self._live, self._contents = list[Any](), list[Any]()  # collections, and what each of them held
-        self._objects: list[tuple[Any, Any, Any]] = []  # in them, by key: equal ones may become different
+        self._live, self._contents = list[Any](), list[Any]()  # collections, and copies of them
+        self._objects: list[tuple[Any, Any, Any]] = []  # objects in them: equal ones may be replaced
         self._forwards: dict[Any, Any] = {}
         self._configs: dict[int, PretrainedConfig] = {}
         self._offloaded: dict[int, dict[str, Any]] = {}
@@ -121,7 +120,7 @@ class _Reading:
         self.state = ModelState(modules, hooks, settings, of_values, rest, readable)
 
     def holds(self) -> bool:
-        """Whether another walk would find the same, which takes a third of the time to tell."""
+        """Whether another walk would give the same state, in a third of its time."""
         try:
             with CHANGING:
                 same = (
@@ -134,11 +133,11 @@ class _Reading:
                 and self._attention_functions() == self._attentions
                 and [sample.read() for sample in self._samples] == self._found
             )
-        except Exception:  # of tensors that were compared, or are no longer where they were
+        except Exception:  # comparing tensors, or reading freed ones
             return False
 
     def _shared(self) -> None:
-        """What modules have in common: configs, the functions that these name, weights that are read for each pass."""
+        """Reads what modules share: configs, the attention functions that they name, offloaded weights."""
         for config in self._configs.values():
             self._note(vars(config))
             named = sorted(vars(config).keys() - _OF_OUTPUTS)
@@ -151,13 +150,13 @@ class _Reading:
             self._rest.append(self._plain(weights))
 
     def _attention_functions(self) -> list[Any]:
-        """What transformers' layers call for the attentions that the configs name."""
+        """The functions that transformers' layers call for the configs' attentions."""
         kinds = sorted({attention_of(config) for config in self._configs.values()})
         interfaces = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
         return [interface[kind] for interface in interfaces for kind in kinds if kind in interface]
 
     def _note(self, held: Any) -> None:
-        """Notes a collection that was read: what it holds now, and which objects these are."""
+        """Notes a collection with a copy and its objects."""
         self._live.append(held)
         self._contents.append(held.copy())
         if not isinstance(held, set):
@@ -176,7 +175,7 @@ class _Reading:
         self._hook_all(number, module._forward_pre_hooks)
         self._tensors += [t for t in module._parameters.values() if t is not None]
         for name, tensor in module._buffers.items():
-            if tensor is not None:  # passes may make those anew that are not saved, as frequencies of rotations are
+            if tensor is not None:  # passes may replace non-persistent ones, such as rotary frequencies
                 (self._others if name in module._non_persistent_buffers_set else self._tensors).append(tensor)
         self._offloaded.update({id(weights): weights for weights in offloaded_weights(module)})
         own = vars(module)
@@ -204,7 +203,7 @@ class _Reading:
             (self._settings if followed else self._rest).extend((name, self._plain(value)))
 
     def _plain(self, value: Any, depth: int = 0) -> Any:
-        """What `marshal` takes in the place of a value; tensors are noted, and what nobody knows makes unreadable."""
+        """A value that `marshal` accepts for `value`; notes tensors, and unknown objects as unreadable."""
         kind = type(value)
         if kind in _SCALARS:
             return value
@@ -219,15 +218,15 @@ class _Reading:
         if isinstance(value, Tensor):
             self._others.append(value)
             return None
-        if hasattr(value, "tolist"):  # numpy's
+        if hasattr(value, "tolist"):  # NumPy
             return repr(value.tolist())
-        if isinstance(value, int | float | str):  # of classes of their own
+        if isinstance(value, int | float | str):  # subclasses
             return repr(value)
         self._trust(value)
         return repr(value) if isinstance(value, torch.dtype | torch.device) else None
 
     def _trust(self, value: Any) -> None:
-        """Code and objects of the libraries below are known; others may depend on anything."""
+        """Marks the state unreadable unless the value is from a known library."""
         value = value.func if isinstance(value, partial) else value
         while value is not None:
             if not _is_known(value):
@@ -236,7 +235,7 @@ class _Reading:
 
 
 class _Sample:
-    """Some values of tensors, from all over their memory, and which memory that is; `complete` if of all of them."""
+    """Sampled values of tensors with their addresses; `complete` if all tensors could be read."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.complete, self._tensors = True, tensors
@@ -246,14 +245,14 @@ class _Sample:
                 self._groups.setdefault((tensor.device, tensor.dtype), []).append((tensor, *part))
 
     def read(self) -> tuple[list[Any], list[Any]]:
-        """The tensors' addresses, versions and shapes, and the values."""
+        """Addresses, versions and shapes of the tensors, and the sampled values."""
         known, values = list[Any](), list[Any]()
         with torch.no_grad():
             for tensor in self._tensors:
                 try:
                     version = 0 if tensor.is_inference() else tensor._version
                     known.append((tensor.data_ptr(), version, *tensor.shape, *tensor.stride()))
-                except (RuntimeError, NotImplementedError, TypeError):  # of kinds that have no plain memory
+                except (RuntimeError, NotImplementedError, TypeError):  # tensors without plain memory
                     self.complete = False
             for (_, dtype), parts in self._groups.items():
                 try:
@@ -265,17 +264,17 @@ class _Sample:
 
 
 def _part(tensor: Tensor) -> tuple[int, int] | None:
-    """How many values to look at and how far apart; None of what is read for each pass, or has a way of its own."""
+    """How many values to sample, and their distance; None for meta tensors and tensor subclasses."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     count = tensor.numel()
-    if not tensor.is_contiguous():  # its memory in order, where it is one piece
+    if not tensor.is_contiguous():  # sampled in the order of memory
         count = min(count, tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset()))
     return min(_SAMPLE, count), max(count // _SAMPLE, 1)
 
 
 def float32_is_rounded(device: torch.device) -> bool:
-    """Whether matrix products of float32 on this device are computed in fewer bits, as torch's settings allow it."""
+    """Whether torch's settings let float32 matrix products on this device round to fewer bits."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     precision = backend.matmul.fp32_precision
     return precision == "bf16" or (precision == "tf32" and device.type == "cuda")
@@ -283,14 +282,14 @@ def float32_is_rounded(device: torch.device) -> bool:
 
 @cache
 def _device_types() -> tuple[str, ...]:
-    """Those that this machine computes on."""
+    """The device types of this machine."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if here is None else ("cpu", here.type)
 
 
 @contextmanager
 def plain_modes() -> Iterator[None]:
-    """While it lasts, this thread computes as a new one would: no autocast, default device or gradients of a caller."""
+    """Context with the modes of a new thread: no autocast, default device or gradients of a caller."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
@@ -309,10 +308,10 @@ def _is_known(value: Any) -> bool:
 
 
 def _serial(function: Any) -> int:
-    """A number of its own for every function, for as long as it lives."""
+    """A unique number for a function as long as it lives."""
     try:
         return _serials.setdefault(function, next(_next_serial))
-    except Exception:  # it cannot be referred to weakly, or compares in its own way
+    except Exception:  # no weak references, or its own comparison
         return id(function)
 
 

@@ -1,8 +1,8 @@
-"""Methods of a model's modules that are others while one of our passes runs, for the thread that runs it.
+"""Temporarily replaces methods of a model's modules, only for the calling thread.
 
-A module is touched only while some pass needs it: its instance gets a stand-in, which asks what the calling thread
-wants, and loses it with the last pass. So other threads and calls after an exception see the original behaviour, and
-nothing is left on the user's model.
+While some pass needs it, a module's instance holds a stand-in that calls the replacement of the calling thread, if any;
+the last pass removes it. So other threads, and calls after an exception, see the original, and nothing is left on the
+user's model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 Method = tuple[nn.Module, str]
-CHANGING = threading.Lock()  # of modules
+CHANGING = threading.Lock()  # held while attributes of modules are replaced
 
 
 class _Wanted(threading.local):
-    """What the passes of one thread put in the place of methods."""
+    """Replacements of methods in one thread."""
 
     def __init__(self) -> None:
         self.methods: dict[Method, Callable[..., Any]] = {}
@@ -30,7 +30,7 @@ _wanted = _Wanted()
 
 @contextmanager
 def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, this thread's calls of these `(module, name)` methods are calls of the given functions."""
+    """Context in which this thread's calls of these `(module, name)` methods call the given functions."""
     before, _wanted.methods = _wanted.methods, {**_wanted.methods, **methods}
     stand_ins = []
     try:
@@ -46,7 +46,7 @@ def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
 
 
 def settled(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module's instance as they are outside of passes."""
+    """A module's own attributes, without stand-ins."""
     with CHANGING:
         state = dict(vars(module))
     for name in [name for name, value in state.items() if type(value) is _StandIn]:
@@ -57,23 +57,23 @@ def settled(module: nn.Module) -> dict[str, Any]:
 
 
 def original_attributes(value: Any) -> tuple[Any, ...]:
-    """An attribute of a module's instance as it is outside of passes; nothing where it has none then."""
+    """The original of a module's own attribute, as a tuple; empty if only passes set it."""
     if type(value) is not _StandIn:
         return (value,)
     return (value.original,) if value.own else ()
 
 
 class _StandIn:
-    """What a module's instance has in the place of a method, for `users` passes."""
+    """The stand-in for a method of a module's instance, used by `users` passes."""
 
     def __init__(self, method: Method) -> None:
         module, name = self.method = method
         self.original, self.users = getattr(module, name), 0
-        self.own = name in vars(module)  # as with accelerate's hooks
+        self.own = name in vars(module)  # accelerate's hooks set one
 
     @classmethod
     def put(cls, method: Method) -> _StandIn:
-        """The method's stand-in with one more user. Written past `nn.Module.__setattr__`, which takes its time."""
+        """The method's stand-in, with one more user; set directly, as `nn.Module.__setattr__` is slow."""
         module, name = method
         found = vars(module).get(name)
         if not isinstance(found, cls) or found.method[0] is not module:
@@ -82,7 +82,7 @@ class _StandIn:
         return found
 
     def leave(self) -> None:
-        """One user less; after the last one the module is as before, unless somebody has replaced the method since."""
+        """Removes one user; after the last one the module is as before, unless the method was replaced meanwhile."""
         module, name = self.method
         self.users -= 1
         if self.users == 0 and vars(module).get(name) is self:

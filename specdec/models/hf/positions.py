@@ -1,4 +1,4 @@
-"""Positions for models whose forward does not take them: they are looked up while one of our passes runs."""
+"""Positions for models whose forward does not take them: the methods that derive them are overridden in our passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLES = ("embedding", "bias", "alibi")
 class Lookup:
     """The methods by which a decoder derives positions; `style` is one of `STYLES`.
 
-    Raises UnsupportedError where an "embedding" cannot be found.
+    Raises UnsupportedError if an "embedding" is not found.
     """
 
     def __init__(self, decoder: nn.Module, style: str) -> None:
@@ -30,13 +30,13 @@ class Lookup:
 
     @contextmanager
     def running(self, query: Tensor, key: Tensor) -> Iterator[None]:
-        """While it lasts, this thread's passes use `query` `[rows, nodes]` and `key` `[rows, end]` positions."""
+        """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`."""
         with overridden({method: partial(own, method[0], query, key) for method, own in self._methods.items()}):
             yield
 
 
 def _methods(decoder: nn.Module, style: str) -> dict[Method, Callable[..., Any]]:
-    """What a pass overrides, and by what: `own(module, query, key, *what the model passes)`."""
+    """The methods to override, and by what: `own(module, query, key, *arguments of the model)`."""
     if style == "alibi":
         return {(decoder, "build_alibi_tensor"): _alibi}
     if style == "bias":

@@ -1,7 +1,7 @@
-"""What was tried with the installed libraries: once per process, and not again where a file says that it held.
+"""Results of trials with the installed libraries: once per process, and successes once per machine.
 
-The file is `specdec/verdicts.json` in `$XDG_CACHE_HOME` (by default `~/.cache`), or what `$SPECDEC_VERDICTS` names. It
-holds what succeeded, by releases; a failure is tried again in the next process, since an update may have repaired it.
+The file is `specdec/probes.json` in `$XDG_CACHE_HOME` (by default `~/.cache`), or the one in `$SPECDEC_PROBES`. It
+holds successes, by releases; the next process repeats failed trials, as an update may have repaired them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _found: dict[str, bool] = {}
 
 
 def holds(what: str, trial: Callable[[], bool | None]) -> bool:
-    """Whether `what` holds, by `trial` where that is not known; None, that it cannot be tried, passes for this process.
+    """Whether `what` holds, from the cache or by `trial`; None (cannot be tried) counts as True in this process.
 
-    Runs one trial at a time; what it raises is not caught, and nothing is remembered then.
+    Runs one trial at a time; if it raises, nothing is remembered.
     """
     with _TRYING:
         if what not in _found and what in _read().get(_releases(), []):
             _found[what] = True
         if what not in _found:
-            verdict = trial()
-            _found[what] = verdict is not False
-            if verdict:
+            result = trial()
+            _found[what] = result is not False
+            if result:
                 _write(what)
         return _found[what]
 
@@ -46,18 +46,18 @@ def _releases() -> str:
 
 
 def _path() -> Path | None:
-    """The file; None where there is no home to keep it in."""
-    if named := os.environ.get("SPECDEC_VERDICTS"):
+    """The file; None without a home folder."""
+    if named := os.environ.get("SPECDEC_PROBES"):
         return Path(named)
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
         return None
-    return Path(root) / "specdec" / "verdicts.json"
+    return Path(root) / "specdec" / "probes.json"
 
 
 def _read() -> dict[str, list[str]]:
-    """What held, by releases; nothing where the file is missing or broken."""
+    """Successes by releases; empty if the file is missing or broken."""
     path = _path()
     try:
         known = json.loads(path.read_text("utf-8")) if path is not None else {}
@@ -69,7 +69,7 @@ def _read() -> dict[str, list[str]]:
 
 
 def _write(what: str) -> None:
-    """Adds to the file, in one step; of two processes at once one may be lost, and is tried again some day."""
+    """Adds to the file atomically; of two processes at once, one result may be lost."""
     path, known = _path(), _read()
     if path is None:
         return
@@ -83,11 +83,11 @@ def _write(what: str) -> None:
             os.replace(file.name, path)
         finally:
             Path(file.name).unlink(missing_ok=True)
-    except OSError as error:  # the next process tries again
-        _tell(f"{path} cannot be written ({error.strerror or error})")
+    except OSError as error:  # the next process repeats the trial
+        _warn(f"{path} cannot be written ({error.strerror or error})")
 
 
 @cache
-def _tell(reason: str) -> None:
-    way_out = "change that, or name another file in SPECDEC_VERDICTS"
-    _log.warning("what was measured is not kept, so loading takes longer every time: %s: %s", reason, way_out)
+def _warn(reason: str) -> None:
+    way_out = "change that, or name another file in SPECDEC_PROBES"
+    _log.warning("results of trials are not kept, so every load takes longer: %s: %s", reason, way_out)

@@ -1,8 +1,8 @@
-"""Rotary positions whose scaling depends on the length (LongRoPE, dynamic NTK): every node by its own span.
+"""Rotary positions whose scaling depends on the length (LongRoPE, dynamic NTK): each node by its own span.
 
-The library scales a whole pass by its largest position, so that drafted nodes and longer rows would change what others
-get, and dynamic scaling remembers the longest text it ever saw. Here a node's span is how long the text was when plain
-decoding would have read it, and the library's own module is asked once per span, on a copy that remembers nothing.
+The library scales a pass by its largest position, so drafted nodes and longer rows would change other results, and
+dynamic scaling remembers the longest text. Here a node's span is the length of the text when plain decoding would have
+read it; the library's module runs once per span, on a copy in its initial state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from specdec.models.hf.patching import overridden
 
 
 class Scaling:
-    """The rotary modules of a decoder whose angles depend on the length, unscaled up to `boundary` tokens.
+    """The rotary modules of a decoder whose angles depend on the length beyond `boundary` tokens.
 
-    Raises UnsupportedError where there are none.
+    Raises UnsupportedError if none is found.
     """
 
     def __init__(self, decoder: nn.Module, boundary: int) -> None:
@@ -37,14 +37,14 @@ class Scaling:
 
     @contextmanager
     def running(self, spans: Tensor) -> Iterator[None]:
-        """While it lasts, this thread's passes are scaled by `spans` `[rows, nodes]`, in tokens."""
+        """Context in which this thread's passes are scaled by `spans` `[rows, nodes]`, in tokens."""
         with overridden(
             {(module, "forward"): partial(_angles, module, self._alike(module, spans)) for module in self._modules}
         ):
             yield
 
     def _alike(self, module: Any, spans: Tensor) -> Tensor:
-        """One number for spans that scale alike: all up to the boundary, and for LongRoPE's two sets all beyond."""
+        """Spans that scale alike made equal: all up to the boundary, and for LongRoPE all beyond it."""
         return spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
 
 
@@ -55,14 +55,14 @@ def _depends_on_length(module: Any) -> bool:
 
 
 def _angles(module: Any, spans: Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What a rotary module's forward gives for `position_ids` `[rows, nodes]`, every node scaled by its span."""
+    """The angles of a rotary module for `position_ids` `[rows, nodes]`, each node scaled by its span."""
     if position_ids.dim() != 2:
         raise UnsupportedError(f"{type(module).__name__} has several positions per token: no scaling by length")
     found: Any = None
     for span in torch.unique(spans).tolist():
         here = (spans == span).to(position_ids.device)
         asked = torch.where(here, position_ids, 0)
-        last = asked.new_full((len(asked), 1), span - 1)  # the largest position, which decides
+        last = asked.new_full((len(asked), 1), span - 1)  # the largest position decides
         angles = type(module).forward(_as_built(module), x, torch.cat([asked, last], 1), *args, **kwargs)
         found = angles if found is None else _merged(here, angles, found)
     return tuple(part[:, :-1] for part in found) if isinstance(found, tuple) else found[:, :-1]
@@ -76,12 +76,12 @@ def _merged(here: Tensor, new: Any, old: Any) -> Any:
 
 
 def _as_built(module: nn.Module) -> Any:
-    """A copy of a rotary module in the state before its first pass."""
-    twin: Any = copy.copy(module)
-    twin.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    """A copy of a rotary module in its initial state."""
+    other: Any = copy.copy(module)
+    other.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     suffix = "original_inv_freq"
-    for name in [name for name in (*twin._buffers, *vars(twin)) if name.endswith(suffix)]:
-        setattr(twin, name.removesuffix(suffix) + "inv_freq", getattr(twin, name).clone())
-    for name in [name for name in vars(twin) if name.endswith("max_seq_len_cached")]:
-        setattr(twin, name, twin.original_max_seq_len)
-    return twin
+    for name in [name for name in (*other._buffers, *vars(other)) if name.endswith(suffix)]:
+        setattr(other, name.removesuffix(suffix) + "inv_freq", getattr(other, name).clone())
+    for name in [name for name in vars(other) if name.endswith("max_seq_len_cached")]:
+        setattr(other, name, other.original_max_seq_len)
+    return other

@@ -1,4 +1,4 @@
-"""A second model over the weights of a first one, so that nothing of the first has to be changed."""
+"""A second model over the weights of a first one, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from specdec.models.hf.patching import settled
 from specdec.models.hf.private_api import set_attention
 
 
-def twin(model: Any, *, attention: str | None = None) -> Any:
-    """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs.
+def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
+    """A model of copied modules that share all weights with `model`; changes of its modules stay its own.
 
-    Its layers compute with the `attention` that transformers knows by this name, if one is named. Passes of the model
-    may run meanwhile.
+    Its layers use the named `attention`, if any. Passes of `model` may run meanwhile.
     """
     made: dict[nn.Module, nn.Module] = {}
     configs: dict[int, Any] = {}
@@ -23,7 +22,7 @@ def twin(model: Any, *, attention: str | None = None) -> Any:
     def of(module: nn.Module) -> nn.Module:
         if module not in made:
             made[module] = other = type(module).__new__(type(module))
-            # What is hooked to one of them is not to the other.
+            # Dicts are copied, so that hooks of one are not shared.
             other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
             children = {name: None if child is None else of(child) for name, child in module._modules.items()}
             other.__dict__["_modules"] = children

@@ -1,4 +1,4 @@
-"""Tiny models of the known families, random and loud: a wrong mask or position shows in their logits."""
+"""Tiny models of the known families with large random weights: wrong masks or positions change their logits."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ SIZES: dict[str, dict[str, Any]] = {
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
-def miniature(model_type: str, **options: Any) -> Any:
-    """A model of a known family in float32, on the CPU and in eval mode, with further `options` of its config.
+def tiny_model(model_type: str, **options: Any) -> Any:
+    """A tiny model of a known family in float32, on the CPU and in eval mode, with further config `options`.
 
-    Whatever the library raises means that no such model can be built. torch's random numbers go on as if it were not.
+    Raises whatever the library raises if none can be built; torch's random state is unchanged.
     """
-    sizes = deepcopy(SIZES[model_type])  # configs write into what they are given
+    sizes = deepcopy(SIZES[model_type])  # configs change their arguments
     vocabulary = dict.fromkeys(["vocab_size", "decoder_vocab_size"], VOCABULARY)
     config = AutoConfig.for_model(model_type, **{**_IDS, **vocabulary, **sizes, **options})
     kinds = [AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM, AutoModelForCausalLM]
@@ -86,11 +86,11 @@ def miniature(model_type: str, **options: Any) -> Any:
 
 @torch.no_grad()
 def shake(model: nn.Module) -> None:
-    """Random weights of such a size that every key counts; the library's own are so small that attention does not."""
+    """Sets random weights so large that attention to every key matters, unlike with the library's own."""
     fixed = {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        special = last in {"A_log", "D", "dt_bias"} or "conv1d" in name  # of recurrent layers, which must stay stable
+        special = last in {"A_log", "D", "dt_bias"} or "conv1d" in name  # recurrent layers must stay stable
         if id(parameter) in fixed or parameter.dim() < 2 or special:
             continue
         embedding = isinstance(model.get_submodule(owner), nn.Embedding)

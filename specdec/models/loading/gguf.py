@@ -1,8 +1,7 @@
-"""GGUF files: transformers reads them, and layers whose blocks our kernels know are packed as they lie in the file.
+"""GGUF files: transformers reads them, and layers in formats of our kernels keep the file's blocks.
 
-transformers makes floats of everything. A linear layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from
-the file, if they stand for the very weight that transformers gave it: nothing is assumed about how an architecture
-orders its rows, which some files have otherwise than the model.
+transformers makes floats of all weights. A linear layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from
+the file, if they equal the weight that transformers made: so no order of rows has to be assumed.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
-_GROUP = 32  # weights of a block
-_ROUNDINGS = 2  # of the dtype, that a weight may be off
+_GROUP = 32  # weights per block
+_ROUNDINGS = 2  # roundings of the dtype by which equal weights may differ
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names of GGUF
 
 
 class GgufFile(Quantizer):
-    """A GGUF file that a model is loaded from, in a folder or hub repository; `dtype` is the one that it stores.
+    """A GGUF file in a folder or hub repository; `dtype` is the stored one.
 
-    Raises UnsupportedError where the package gguf is missing, OptionError where there is no such file or it is none,
-    and LoadError for a broken one.
+    Raises UnsupportedError without the package gguf, OptionError for a missing file or one of another kind, LoadError
+    for a broken one.
     """
 
     converts = True
@@ -49,7 +48,7 @@ class GgufFile(Quantizer):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What transformers says of files that it does not read becomes an UnsupportedError."""
+        """Context that raises transformers' errors for unsupported files as UnsupportedError."""
         try:
             with gguf_bars():
                 yield
@@ -60,14 +59,13 @@ class GgufFile(Quantizer):
             ) from error
 
     def config(self, dtype: torch.dtype) -> Any:
-        """All weights as floats."""
         return whole_gguf()
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Puts packed layers in the place of linear ones whose blocks the kernels know, one after the other.
+        """Replaces linear layers whose blocks the kernels know by packed ones, one after the other.
 
-        Where passes do not run on packed weights, or the model reads its weights by itself, all stay floats.
+        Changes nothing if passes do not run packed, or the model reads its layers' weights itself.
         """
         on_cpu = not is_offloaded(model) and model.device.type == "cpu"
         if self.packs and on_cpu and kernels.available():
@@ -76,7 +74,7 @@ class GgufFile(Quantizer):
 
 
 def _pack(model: Any, reader: Any) -> Callable[[], None]:
-    """Packs what can be; returns what undoes it."""
+    """Packs layers; returns the undoing."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
     tensor_name, undo = _names(reader), list[Callable[[], None]]()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
@@ -89,13 +87,13 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
         blocks = None if tensor is None else _blocks(weight_of(layer), tensor)
         if blocks is not None:
             packed = kernels.pack(blocks, bias=layer.bias)
-            del layer  # so that its weight can go
+            del layer  # frees its weight
             undo.append(replaced(model, name, packed))
     return partial(undone, undo)
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:
-    """Where the file is, which is downloaded from the hub if it is there."""
+    """The path of the file, downloaded from the hub if need be."""
     path = Path(folder, name)
     if Path(folder).is_dir() and not path.is_file():
         others = ", ".join(sorted(str(other.relative_to(folder)) for other in Path(folder).rglob("*.gguf")))
@@ -104,12 +102,12 @@ def _located(folder: str, name: str, revision: str | None) -> Path:
     if not path.is_file():
         path = Path(cached(folder, name, revision))
     if not is_gguf(path):
-        raise OptionError.of("gguf_file", "a GGUF file", str(path), "it begins otherwise than such files do")
+        raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are not those of a GGUF file")
     return path
 
 
 def _opened(path: Path) -> Any:
-    """The reader of a file, which maps its tensors into memory."""
+    """A reader that maps the file's tensors into memory."""
     from gguf import GGUFReader
 
     try:
@@ -119,13 +117,13 @@ def _opened(path: Path) -> Any:
 
 
 def _stored_dtype(types: set[str]) -> torch.dtype:
-    """That of a file's matrices (vectors are in float32 in any file); float32 where some are quantized."""
+    """The dtype of a file's matrices (vectors are always float32); float32 if some are quantized."""
     halves = types - {"F32"}
     return _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
 
 
 def _names(reader: Any) -> Callable[[str], str | None]:
-    """From the name of a module to that of its tensors in the file, which may be wrong for an unusual architecture."""
+    """Maps a module's name to that of its tensors in the file; may be wrong for unusual architectures."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = reader.get_field("general.architecture").contents()
@@ -138,18 +136,14 @@ def _names(reader: Any) -> Callable[[str], str | None]:
 
 
 def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
-    """The blocks of a file's tensor, in the order of a layer's weight; None where they do not stand for it."""
-    return _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](_raw(tensor)))
-
-
-def _raw(tensor: Any) -> Tensor:
-    """The bytes of its blocks `[outputs, groups, bytes]`."""
-    whole = torch.tensor(tensor.data)
-    return whole.view(len(whole), int(tensor.shape[0]) // _GROUP, -1)
+    """A tensor's blocks in the order of a layer's weight; None if they are not equal to it."""
+    data = torch.tensor(tensor.data)
+    raw = data.view(len(data), int(tensor.shape[0]) // _GROUP, -1)  # [outputs, groups, bytes]
+    return _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](raw))
 
 
 def _four_bits(raw: Tensor) -> Quantized:
-    """Q4_0, a scale and 16 bytes, or Q4_1, with a least value behind the scale; low halves of bytes come first."""
+    """Q4_0: a scale and 16 bytes; Q4_1: a scale, a least value and 16 bytes; the low halves of bytes come first."""
     factors, pairs = raw[:, :, :-16].contiguous().view(torch.float16), raw[:, :, -16:]
     values = torch.cat([pairs & 15, pairs >> 4], 2).flatten(1).to(torch.int8)
     mins = factors[:, :, 1].contiguous() if factors.shape[2] > 1 else None
@@ -166,9 +160,9 @@ _UNPACKED: dict[str, Callable[[Tensor], Quantized]] = {"Q4_0": _four_bits, "Q4_1
 
 
 def _in_order_of(weight: Tensor, blocks: Quantized) -> Quantized | None:
-    """The blocks with their rows in the order of a layer's weight; None where they do not stand for it.
+    """Blocks with their rows in the order of a layer's weight; None if they are not equal to it.
 
-    llama.cpp keeps the rows of some queries and keys in another order: rows are found by what is in them.
+    llama.cpp stores the rows of some queries and keys in another order, so rows are found by their content.
     """
     if blocks.values.shape != weight.shape:
         return None
@@ -181,7 +175,7 @@ def _in_order_of(weight: Tensor, blocks: Quantized) -> Quantized | None:
 
 
 def _alike(mine: Tensor, weight: Tensor) -> bool:
-    """Whether two weights are the same but for rounding."""
+    """Whether two weights are equal but for rounding."""
     most = _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max()
     return bool((mine - weight).abs().max() <= most)
 

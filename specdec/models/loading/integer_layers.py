@@ -1,8 +1,7 @@
-"""Weights in few bits and activations left as they are: eight with one scale per output channel, four in groups of 32.
+"""Weights in few bits, activations as they are: 8 bits with a scale per output, or 4 bits in groups of 32.
 
-Heads are the largest layer of small models, and eight bits do not hurt them, which four would.
-
-No row of a pass looks at another one, so a drafted token never changes what is computed for its neighbours.
+Heads, the largest layers of small models, always get 8 bits, which do not hurt them. No row of a pass looks at another
+one, so drafted tokens change no neighbour's result.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from specdec.models.hf.private_api import int8_linear, quantizes
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import QUANTIZATIONS
 
-_MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster
-_LANES = 16  # the kernel reads this many columns at a time, also beyond the end of a row
+_MOST_ROWS = 32  # torch's kernel runs row by row: for more rows making floats of the weights is faster
+_LANES = 16  # columns that the kernel reads at a time, also beyond the end of a row
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with `weight` int8 `[out, in]` and `scale` `[out]`; the largest weight of a channel becomes ±127.
+    """A linear layer with `weight` int8 `[out, in]` and `scale` `[out]`; an output's largest weight becomes ±127.
 
-    In half precision on a CPU, passes over a few rows read the int8 weights as they are; other passes make floats of
-    them first.
+    In half precision on a CPU, passes over a few rows read int8 weights; other passes make floats of them first.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         exact = weight.detach().float()
-        # Rounded first, so that the levels make up for it.
+        # Rounded first, so that levels correct for it.
         scale = (exact.abs().amax(1) / 127).to(weight.dtype).clamp(min=torch.finfo(weight.dtype).tiny)
         levels = (exact / scale.float()[:, None]).round().clamp(-127, 127)
         self.weight = nn.Parameter(levels.to(torch.int8), requires_grad=False)
@@ -69,16 +67,16 @@ class WeightOnly(Quantizer):
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Puts a layer of few bits in the place of every linear layer, one after the other.
+        """Replaces every linear layer, one after the other, by one of few bits.
 
-        Where they are packed, so is the language head, in eight bits, and tied embeddings read its rows; elsewhere, as
-        bitsandbytes does it, these stay as they are, and so do layers that a model keeps in float32. Raises
-        UnsupportedError for weights that are offloaded already, and where they cannot be held so.
+        If these are packed, so is the language head, in 8 bits, and tied embeddings read its rows; otherwise, as in
+        bitsandbytes, both stay as they are, like layers that a model keeps in float32. Raises UnsupportedError for
+        offloaded weights, and for dtypes and devices without such layers.
         """
         wanted = quantizes(model)
         linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
         for name in filter(wanted, linear):
-            module = model.get_submodule(name)  # not held before its turn, so that its weights can go
+            module = model.get_submodule(name)  # by name, so that replaced weights are freed
             if module.weight.is_meta:
                 raise UnsupportedError(
                     f"`quantization`={self.name!r} reads all weights, and `device_map` left some out of reach: "
@@ -98,7 +96,7 @@ class WeightOnly(Quantizer):
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """What takes the place of a layer with this `weight` `[out, in]`."""
+        """The replacement of a layer with this `weight` `[out, in]`."""
         if self._fits(weight) and kernels.available():
             return kernels.pack(kernels.to_int8(weight), bias)
         return Int8Linear(weight, bias)
@@ -108,7 +106,6 @@ class FourBits(WeightOnly):
     """The quantization "int4-weight"."""
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """Groups of 32 weights share a scale and a least value."""
         if weight.device.type != "cpu" or weight.dtype not in kernels.FLOATS.values():
             raise UnsupportedError(
                 "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "

@@ -45,15 +45,15 @@ def load(
     change: Callable[[LanguageModel], None] | None = None,
     read: Callable[[str, str, Loading, str], LanguageModel] | None = None,
 ) -> LanguageModel:
-    """The model at a hub name, path, GGUF file or `zoo:NAME`, loaded as `how` says, or the given one as it is.
+    """Loads the model at a hub name, path, GGUF file or `zoo:NAME` as `how` says; wraps a given model.
 
-    `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
-    its draft. `change` is done to a model that is loaded here, before its passes are made. `read(source, folder, how,
-    name)` takes the place of `from_checkpoint`.
+    `name` is the caller's word for the argument: "model" and "target" mean the target of a zoo pair, others its draft.
+    `change` is applied to a loaded model before its passes are made. `read(source, folder, how, name)` replaces
+    `from_checkpoint`.
 
-    Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a device is
-    unknown, or nothing is found; UnsupportedError where a quantization, backend or exactness cannot be had here;
-    LoadError for a broken checkpoint, and where memory or disk run out.
+    Raises OptionError for loading options other than `PASSES` with a given model, an unknown `dtype` or device, and
+    sources that do not exist; UnsupportedError if a quantization, backend or exactness is impossible here; LoadError
+    for a broken checkpoint, and if memory or disk run out.
     """
     how, source = how or Loading(), unwrapped(source, name)
     if isinstance(source, LanguageModel):
@@ -92,9 +92,9 @@ def load(
 
 
 def unwrapped(model: Any, name: str) -> Any:
-    """The transformers model that PEFT's adapters were put into, or that was compiled; anything else as it is.
+    """The transformers model inside PEFT's or torch.compile's wrapper; other models as they are.
 
-    Raises UnsupportedError where a PEFT model adds something outside of that model, such as learned prompts.
+    Raises UnsupportedError if PEFT adds something outside of that model, such as learned prompts.
     """
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, str | PathLike | PreTrainedModel) or not hasattr(model, "get_base_model"):
@@ -117,7 +117,7 @@ def from_checkpoint(
     name: str,
     change: Callable[[LanguageModel], None] | None = None,
 ) -> LanguageModel:
-    """The model in a folder or at a hub name, wrapped; `source` is what the caller called that."""
+    """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     with explained(source, name):
         model = _read(folder, how, name)
     return kind(model, backend=how.backend, exactness=how.exactness, owned=True, change=change)
@@ -129,7 +129,7 @@ def _check_unused(how: Loading) -> None:
 
 
 def _check_devices(how: Loading) -> None:
-    """Raises OptionError where `device_map` names a device that is not here."""
+    """Raises OptionError if `device_map` names a device that does not exist here."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind, count = ("", 0) if here is None else (here.type, torch.accelerator.device_count())
     for place in _places(how):
@@ -146,18 +146,18 @@ def _check_devices(how: Loading) -> None:
 
 
 def _places(how: Loading) -> list[Any]:
-    """What `device_map` names."""
+    """The places that `device_map` names."""
     if how.device_map is None:
         return []
     return list(how.device_map.values()) if isinstance(how.device_map, Mapping) else [how.device_map]
 
 
 def _read(name: str, how: Loading, argument: str) -> Any:
-    """The model of a checkpoint, in eval mode, quantized and in its place."""
+    """The model of a checkpoint in eval mode, quantized and on its devices."""
     file = None if how.gguf_file is None else GgufFile(name, str(how.gguf_file), how.revision)
     quantizer = file or make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
-        # accelerate places weights outside of modules well, and warns of them.
+        # Wrong for weights outside of modules, which accelerate places well.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         if file is not None:
@@ -172,12 +172,13 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
         options["offload_folder"] = folder
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
-        options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
+        # a copy, as transformers replaces strings in it
+        options["max_memory"] = how.max_memory and dict(how.max_memory)
         if how.tp_plan is not None:
             options["distributed_config"] = parts(config, how.tp_plan, name)
         with reading():
             model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
-        if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # where the config had not told the type
+        if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
             options["dtype"] = _widened(name)
             model = None
             model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
@@ -195,7 +196,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
 
 
 def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
-    """In which type weights are loaded, and what they are quantized to on the way."""
+    """The dtype and quantization arguments of `from_pretrained`."""
     dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
     if dtype == "auto" and _widens(config.dtype or config.get_text_config().dtype, config, how):
         dtype = _widened(name)
@@ -204,13 +205,13 @@ def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict
 
 
 def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
-    """Whether weights of this type are loaded in float32: those in float16, not quantized, that a CPU computes with."""
+    """Whether weights of this dtype load in float32: float16, not quantized, on a CPU."""
     plain = getattr(config, "quantization_config", None) is None
     return stored == torch.float16 and plain and _computes_on_cpu(how)
 
 
 def _widened(name: str) -> torch.dtype:
-    """The wider type, and a word about it."""
+    """Logs that float16 weights load in float32, and returns that."""
     _log.info(
         "%s is stored in float16 and computes in float32, with the same numbers: CPUs are slow in float16 "
         "(dtype bfloat16 takes half the memory, dtype float16 keeps it as it is)",
@@ -220,7 +221,7 @@ def _widened(name: str) -> torch.dtype:
 
 
 def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
-    """A word about a checkpoint's own type in which layers are slower here than in float32; packed ones never are."""
+    """Logs a hint if a checkpoint's own dtype is slower here than float32; packed layers never are."""
     plain = how.dtype == "auto" and how.quantization is None and _computes_on_cpu(how) and not is_packed(language.model)
     if plain and language.dtype == torch.bfloat16 and slower_than_floats(language.dtype):
         _log.info(
@@ -231,7 +232,7 @@ def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
 
 
 def _computes_on_cpu(how: Loading) -> bool:
-    """Whether no accelerator will run the passes of a model that is loaded so."""
+    """Whether a model that is loaded so runs its passes on the CPU."""
     if how.offload is None and how.device_map is None:
         return torch.get_default_device().type == "cpu"
     if not torch.accelerator.is_available():
@@ -243,6 +244,5 @@ def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     return next(
-        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)),
-        AutoModelForSeq2SeqLM,
+        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)), AutoModelForSeq2SeqLM
     )

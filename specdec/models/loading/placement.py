@@ -1,4 +1,4 @@
-"""Where weights go that do not stay in memory: which modules are offloaded, and the folder for what must be written."""
+"""Offloading: which modules leave memory, and the folder of written weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _UNLIMITED = 1 << 60  # bytes
 
 
 def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
-    """Where the modules of an offloaded model go; None where all stay in memory.
+    """The devices of an offloaded model's modules; None if all stay in memory.
 
-    That is every layer; where an accelerator computes and there is `max_memory`, the last modules, which find no room.
+    All layers are offloaded; with an accelerator and `max_memory`, the last modules that do not fit.
     """
     if how.offload is None:
         return None
     main: str | int = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
     if how.offload == "cpu" and main == "cpu":
-        warnings.warn("`offload`='cpu' changes nothing: without an accelerator, weights are there anyway", stacklevel=2)
+        warnings.warn(
+            "`offload`='cpu' changes nothing: without an accelerator, weights are on the CPU anyway", stacklevel=2
+        )
         return None
     with init_empty_weights():
         model = kind.from_config(config, trust_remote_code=how.trust_remote_code)
@@ -51,9 +53,9 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
 
 
 def read_ahead(model: Any, how: Loading) -> None:
-    """Layers on disk are read ahead, or stay as far as `max_memory` allows; one processor has to compute everything.
+    """Streams layers from disk, or keeps those that fit in `max_memory`; with several devices accelerate's hooks stay.
 
-    Raises OptionError where not even what lies outside the layers fits.
+    Raises OptionError if not even what lies outside the layers fits.
     """
     if how.offload == "disk" and not torch.accelerator.is_available():
         most = (how.max_memory or {}).get("cpu")
@@ -63,13 +65,13 @@ def read_ahead(model: Any, how: Loading) -> None:
 
 
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
-    """Offloads a model that was changed after it was loaded: what goes to disk is written to `folder`, in one file."""
+    """Offloads a model that was changed after loading; what goes to disk is written to one file in `folder`."""
     if folder is None:
         dispatch_model(model, places, skip_keys=skipped_keys(model))
         return
     away = tuple(name and f"{name}." for name, place in places.items() if place == "disk")
     state = {name: tensor for name, tensor in model.state_dict().items() if f"{name}.".startswith(away)}
-    file, first = folder / "weights.safetensors", dict[int, str]()  # tied weights are written once
+    file, first = folder / "weights.safetensors", dict[int, str]()  # by address: tied weights are written once
     for name, tensor in state.items():
         first.setdefault(tensor.data_ptr(), name)
     save_file({name: state[name].contiguous() for name in first.values()}, file)
@@ -86,9 +88,9 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
 
 @contextmanager
 def offload_folder(how: Loading) -> Iterator[Path | None]:
-    """The folder for weights that must be written again; None where none goes to disk. `keep` makes it stay.
+    """Context with the folder for written weights; None if nothing goes to disk. `keep` makes it stay.
 
-    Raises OptionError where it cannot be written to. After an error nothing is left of what was written there.
+    Raises OptionError if it cannot be written to. After an error all written files are deleted.
     """
     if how.offload != "disk" and how.offload_folder is None:
         yield None
@@ -109,13 +111,13 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
 
 
 def keep(model: Any, how: Loading, folder: Path | None) -> None:
-    """Lets a temporary folder live as long as the model that reads from it."""
+    """Deletes a temporary folder when the model that reads from it is deleted."""
     if folder is not None and how.offload_folder is None:
         weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 
 def _writable(folder: Path) -> set[Path]:
-    """What is in the folder, which is made where it is missing."""
+    """The content of the folder, which is made if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -125,7 +127,7 @@ def _writable(folder: Path) -> set[Path]:
 
 
 def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:
-    """Names of modules and weights with their places: layers (the items of module lists) `away`, the rest on `main`."""
+    """Names of modules and weights with their places: layers (items of module lists) `away`, the rest on `main`."""
     if not any(isinstance(part, nn.ModuleList) for part in module.modules()):
         yield name, main
         return

@@ -1,7 +1,7 @@
-"""What quantizations do: a config that models are loaded with, or layers that take the place of loaded ones.
+"""Quantizations: a config for loading, or layers that replace loaded ones.
 
-A new one is a subclass of `Quantizer`, and a line in `specdec.options.load.QUANTIZATIONS`; options, the command line
-and the benchmark take its name from there.
+A new one is a subclass of `Quantizer` and a line in `specdec.options.load.QUANTIZATIONS`, from which options, the
+command line and the benchmark take its name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from specdec.options.load import QUANTIZATIONS
 
 
 class Quantizer:
-    """A way to quantize, for one model that is being loaded; by itself it leaves weights as they are.
+    """A quantization of one model that is being loaded; the base class changes nothing.
 
-    `name` is the one that the caller used. `converts`: it changes the model after it was loaded, for which all weights
-    pass through memory once; where there is `offload` they leave it afterwards. `packs`: its passes may run on packed
-    weights (`specdec.kernels`).
+    `name` is the caller's. `converts`: it changes the loaded model, so that all weights pass through memory once, also
+    with `offload`. `packs`: passes may run on packed weights (`specdec.kernels`).
     """
 
     converts: ClassVar[bool] = False
@@ -34,17 +33,17 @@ class Quantizer:
         self.name = name
 
     def config(self, dtype: torch.dtype) -> Any:
-        """transformers' `quantization_config`, for a model that computes in `dtype`; None for weights as they are."""
+        """transformers' `quantization_config` for a model that computes in `dtype`, or None."""
         return None
 
     def convert(self, model: Any) -> None:
-        """Changes the loaded model in place, if the class `converts`."""
+        """Changes the loaded model in place if the class `converts`."""
 
 
 def make_quantizer(name: str | None) -> Quantizer:
-    """What is done for this name in `QUANTIZATIONS`, nothing for None.
+    """The quantizer of this name in `QUANTIZATIONS`; one that changes nothing for None.
 
-    Raises UnsupportedError where the package that it needs is missing.
+    Raises UnsupportedError if its package is missing.
     """
     if name is None:
         return Quantizer()
@@ -64,10 +63,10 @@ def make_quantizer(name: str | None) -> Quantizer:
 
 
 class BitsAndBytes(Quantizer):
-    """The kinds of bitsandbytes: "int8", "nf4" and "fp4"."""
+    """bitsandbytes' "int8", "nf4" and "fp4"."""
 
     def config(self, dtype: torch.dtype) -> Any:
-        """bitsandbytes' own; warns where its int8 is slow."""
+        """bitsandbytes' config; warns if its int8 is slow here."""
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
         if self.name != "int8":
             return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=self.name, bnb_4bit_compute_dtype=dtype)
@@ -84,8 +83,8 @@ class BitsAndBytes(Quantizer):
 def settle_four_bits(model: Any) -> None:
     """Lets 4-bit layers of a float32 model compute in float32, and tries one of each shape.
 
-    On some CPUs bitsandbytes would round their inputs to bfloat16, whatever type was asked for, and there it repacks
-    the weights when they are first used. Raises UnsupportedError where that fails, as it does for some widths.
+    On some CPUs bitsandbytes rounds inputs to bfloat16 whatever the dtype, and repacks weights at first use. Raises
+    UnsupportedError if that fails, as for some widths.
     """
     layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
@@ -102,5 +101,5 @@ def settle_four_bits(model: Any) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Every int8 layer would say in every pass that it casts its input, which a user cannot do anything about."""
+    """Drops what every int8 layer logs in every pass: that it casts its input."""
     return "inputs will be cast" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""How transformers shares a model's weights among the processes of a job."""
+"""How transformers distributes a model's weights among the processes of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.errors import UnsupportedError
 
 
 def parts(config: Any, plan: str | Mapping[str, str], name: str) -> DistributedConfig:
-    """What `from_pretrained` is told, for a model with this config and as many processes as there are in the job.
+    """The `distributed_config` of `from_pretrained` for this config and the job's number of processes.
 
     Raises UnsupportedError for models that cannot be shared so.
     """

@@ -1,8 +1,7 @@
-"""Offloaded targets that pay: layers pass through a few buffers, the next is read while one computes.
+"""Streams offloaded layers through a few buffers: the next layer is read while one computes.
 
-accelerate's hooks bring in every weight when its module runs, and the disk waits meanwhile. Here a layer is the unit:
-its bytes mostly lie side by side in the checkpoint, one thread reads them in one go into a buffer that is used again
-and again, and the layers that fit into memory stay there.
+With accelerate's hooks the disk waits while a module computes. Here a layer is the unit: its bytes mostly lie side by
+side in the checkpoint, a thread reads them at once into a reused buffer, and layers that fit in memory stay there.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Layers = list[tuple[nn.Module, Layer]]
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Bytes of weights that stay in memory, of the buffers for the others, and of those others."""
+    """Bytes of resident weights, of the buffers, and of streamed weights."""
 
     resident: int
     buffers: int
@@ -33,13 +32,12 @@ class Residency:
 
 @torch.no_grad()
 def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> Residency:
-    """Makes a model that accelerate has offloaded to disk read its layers by itself; changes `model`.
+    """Lets a model that accelerate has offloaded to disk read its layers itself; changes `model`.
 
-    `max_memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, with at
-    most so many `buffers`, then as many layers as fit; None keeps no layer. With one buffer nothing is read ahead.
-    Raises OptionError where `max_memory` is too small, UnsupportedError where weights are not in files, several devices
-    compute or a forward was replaced, LoadError for files that are missing, broken or too short; the model is as before
-    then.
+    `max_memory` bounds the bytes of weights and buffers: what is outside the layers stays in memory, with at most
+    `buffers` buffers, then as many layers as fit (None: no layer). With one buffer nothing is read ahead. Raises
+    OptionError if `max_memory` is too small, UnsupportedError if weights are not in files, several devices compute or a
+    forward was replaced, LoadError for missing or broken files; the model is then unchanged.
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)
@@ -70,7 +68,7 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where all of the model computes."""
+    """The one device of the model."""
     devices = execution_devices(model)
     if len(devices) > 1:
         raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
@@ -78,7 +76,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
-    """The layers that have weights on disk, list by list, and the weights that belong to none or to several."""
+    """The layers with weights on disk, list by list, and the weights that belong to none or to several."""
     lists = list(_module_lists(model))
     owners = {f"{name}.{i}": module for name, found in lists for i, module in enumerate(found)}
     by_owner: dict[str, list[Weight]] = {owner: [] for owner in ("", *owners)}
@@ -99,7 +97,7 @@ def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
 
 
 def _module_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The model's lists of layers: those that are in no other list."""
+    """The model's outermost module lists."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{o}.") for o in outer):
@@ -169,7 +167,7 @@ def _reader(streamed: Sequence[Layers], device: torch.device, buffers: int, file
 
 
 def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list[tuple[Weight, Tensor]]:
-    """The weights with their values in memory; what lies at one place in a file is one tensor."""
+    """The weights with their values; equal places in a file become one tensor."""
     tensors: dict[Stored, Tensor] = {}
     for weight in weights:
         stored = weight.stored

@@ -1,4 +1,4 @@
-"""Where on disk the weights of a model that accelerate has offloaded lie, and reading them from there."""
+"""The places of offloaded weights on disk, and reading them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file: its first byte, and what the bytes are."""
+    """A tensor in a file: its first byte, dtype and shape."""
 
     path: str
     offset: int
@@ -49,19 +49,19 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, data: Tensor) -> Tensor:
-        """The tensor over its bytes `[nbytes]`, without a copy."""
+        """The tensor over its bytes `[nbytes]`, uncopied."""
         return data.view(self.dtype).view(self.shape)
 
 
 class Files:
-    """Open files that are read by position, by one thread at a time; closed when nobody holds them any more."""
+    """Open files, read by position by one thread at a time; closed with the last reference."""
 
     def __init__(self) -> None:
         self._open: dict[str, BinaryIO] = {}
         weakref.finalize(self, _close, self._open)
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
-        """Fills `into` from `offset` on; raises LoadError where that is not possible."""
+        """Fills `into` from `offset` on; raises LoadError if that fails."""
         try:
             file = self._open.get(path) or self._open.setdefault(path, open(path, "rb", buffering=0))  # noqa: SIM115
             file.seek(offset)
@@ -81,22 +81,24 @@ def _close(files: dict[str, BinaryIO]) -> None:
 
 
 def away(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every name under which a parameter or buffer of the model is not in memory."""
+    """Names and tensors of parameters and buffers that are not in memory."""
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return ((name, tensor) for name, tensor in tensors if tensor.is_meta)
 
 
 def find(model: nn.Module) -> dict[str, Stored]:
-    """Where each weight that is `away` lies, by name.
+    """The place of each weight that is `away`, by name.
 
-    Raises UnsupportedError for weights that accelerate keeps in memory, or that are not its own; LoadError where a
-    file is missing, broken or too short, or a weight has another shape in it.
+    Raises UnsupportedError for weights that accelerate keeps in memory or does not manage, LoadError if a file is
+    missing, broken or too short, or holds a weight of another shape.
     """
     header, found = cache(_header), {}
     for name, tensor in away(model):
         place = home(model, name)
         if place is None:
-            raise UnsupportedError(f"weight {name!r} is nowhere: load the model with accelerate's disk offloading")
+            raise UnsupportedError(
+                f"weight {name!r} is not managed by accelerate: load the model with accelerate's disk offloading"
+            )
         if place.entry is None:
             raise UnsupportedError(
                 f"weight {place.key!r} is in no file: only models that are offloaded to disk can be streamed"
@@ -106,13 +108,13 @@ def find(model: nn.Module) -> dict[str, Stored]:
 
 
 def check(model: nn.Module) -> None:
-    """Raises LoadError where a weight that accelerate's hooks will bring in is nowhere, or has another shape there."""
+    """Raises LoadError if a weight that accelerate will load is missing, or has another shape in its file."""
     header = cache(_header)
     keys: dict[int, set[str]] = {}  # of each loader
     for name, tensor in away(model):
         place = home(model, name)
         if place is None:
-            continue  # not accelerate's
+            continue  # not managed by accelerate
         if place.entry is not None:
             _stored(place, place.entry, header, tensor)
         elif place.key not in keys.setdefault(id(place.loader), set(place.loader)):
@@ -123,7 +125,7 @@ def check(model: nn.Module) -> None:
 
 
 def _stored(place: Home, entry: Mapping[str, Any], header: Any, tensor: Tensor) -> Stored:
-    """Where `tensor` lies, whose shape is the model's: in a checkpoint's file, or in one of its own."""
+    """The place of `tensor`, checked against the model's shape: in a checkpoint's file, or in one of its own."""
     if "safetensors_file" in entry:
         path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
         stored: Stored | None = header(path).get(name)

@@ -1,4 +1,4 @@
-"""Layers of weights on their way from files through a few buffers, in a thread of their own."""
+"""Reads layers of weights from files into a few buffers, in a thread."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from specdec.models.loading.weight_files import Files, Stored
 
-_ALIGNED = 64  # bytes; kernels round differently where tensors begin elsewhere
+_ALIGNED = 64  # bytes; kernels round differently at other addresses
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of a layer: the module's dictionary that holds it, what stands there when it is away, its bytes."""
+    """A weight of a layer: the dictionary that holds it, its placeholder when it is away, its place on disk."""
 
     home: dict[str, Any]
     leaf: str
@@ -33,17 +33,17 @@ class Weight:
         return self.placeholder.nbytes
 
     def put(self, tensor: Tensor) -> None:
-        """Gives the module its weight."""
+        """Sets the module's weight."""
         parameter = isinstance(self.placeholder, nn.Parameter)
         self.home[self.leaf] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
     def take(self) -> None:
-        """Takes it away."""
+        """Restores the placeholder."""
         self.home[self.leaf] = self.placeholder
 
 
 class Layer:
-    """The weights of one layer in the order of their bytes, and the runs of bytes that they make up."""
+    """The weights of a layer in the order of their bytes, and the contiguous runs of them."""
 
     def __init__(self, weights: list[Weight]) -> None:
         self.weights = sorted(weights, key=lambda weight: (weight.stored.path, weight.stored.offset))
@@ -66,7 +66,7 @@ class Layer:
 
 
 class Buffer:
-    """Room for one layer: `raw` as its bytes come, and `ready` as it computes with them, where that is not the same."""
+    """Memory for one layer: `raw` as in the file, and `ready` converted, where these differ."""
 
     def __init__(self, layers: Sequence[Layer], device: torch.device) -> None:
         raw, ready = self.sizes(layers, device)
@@ -88,7 +88,7 @@ class Buffer:
         return raw, max(sum(_aligned(weight.nbytes) for weight in layer.weights) for layer in layers)
 
     def fill(self, layer: Layer, files: Files) -> list[Tensor]:
-        """The layer's weights."""
+        """Reads the layer; returns its weights."""
         view = self.raw.numpy().data
         for path, offset, begin, length in layer.runs:
             files.read(path, offset, view[begin : begin + length])
@@ -107,7 +107,7 @@ class Buffer:
 
 
 class Reader:
-    """Reads layers into buffers in a thread of its own, which ends when nobody holds the reader any more."""
+    """Reads layers into buffers in a thread, which ends with the last reference to the reader."""
 
     def __init__(self, layers: list[Layer], after: list[int], device: torch.device, buffers: int, files: Files) -> None:
         self.layers = layers
@@ -120,7 +120,7 @@ class Reader:
 
     @contextmanager
     def at_hand(self, number: int) -> Iterator[None]:
-        """While it lasts, this layer has its weights, and the next ones are on their way; for one thread at a time."""
+        """Context in which this layer has its weights and the next ones are being read; for one thread at a time."""
         with self._lock:
             layer = self.layers[number]
             tensors = self._fetch(number)
@@ -136,7 +136,7 @@ class Reader:
         wanted = [number]
         while len(wanted) < len(self._free) + len(self._reading) and self._after[wanted[-1]] not in wanted:
             wanted.append(self._after[wanted[-1]])
-        # A reading that nobody wants any more still ends before its buffer is written again: there is one thread.
+        # One thread reads, so an unwanted read ends before its buffer is reused.
         for unwanted in self._reading.keys() - set(wanted):
             self._free.append(self._reading.pop(unwanted)[0])
         for layer in wanted:
@@ -152,7 +152,7 @@ class Reader:
 
 
 class StreamedForward:
-    """Stands in for a layer's `forward`, and has its weights at hand while it runs."""
+    """Replaces a layer's `forward`; the layer has its weights while it runs."""
 
     def __init__(self, layer: nn.Module, reader: Reader, number: int) -> None:
         self._layer, self._forward = weakref.ref(layer), type(layer).forward

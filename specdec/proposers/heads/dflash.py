@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from specdec.errors import UnsupportedError
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
@@ -129,10 +129,10 @@ def _attention(
     return out
 
 
-def _kinds(config: Any) -> tuple[Kind, ...]:
+def _kinds(config: Any) -> tuple[AttentionKind, ...]:
     """The kinds of attention, with windows that do not count the node itself."""
     kinds = attention_kinds(config) or ()
-    return tuple(kind if kind.window is None else Kind(kind.name, kind.window + 1) for kind in kinds)
+    return tuple(kind if kind.window is None else AttentionKind(kind.name, kind.window + 1) for kind in kinds)
 
 
 def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from specdec.errors import UnsupportedError
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
@@ -207,7 +207,7 @@ def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | No
     return Block(guesses, checkpoint.mask_token(stage.embedding), guesses - 1, feature)
 
 
-def _kinds(config: Any) -> tuple[Kind, ...]:
+def _kinds(config: Any) -> tuple[AttentionKind, ...]:
     """The layers' kinds of attention; raises UnsupportedError for layers of another sort."""
     kinds = attention_kinds(config)
     if kinds is None:

@@ -19,7 +19,7 @@ from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.gemma4 import modeling_gemma4 as gemma
 
 from specdec.errors import UnsupportedError
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
@@ -57,7 +57,7 @@ class AssistantStage(Stage):
         set_attention(config, "sdpa")
         embedding = Embedding(target.model.get_input_embeddings(), as_stored=False)
         width = self._state + self._kv_width + 1
-        super().__init__(config, embedding, width, target.vocab_size, (Kind("full_attention"),))
+        super().__init__(config, embedding, width, target.vocab_size, (AttentionKind("full_attention"),))
         self.layers = nn.ModuleList(gemma.Gemma4TextDecoderLayer(text, i) for i in range(text.num_hidden_layers))
         self.norm = gemma.Gemma4RMSNorm(self._hidden, eps=text.rms_norm_eps)
         self.pre_projection = nn.Linear(2 * self._state, self._hidden, bias=False)

@@ -16,9 +16,9 @@ from transformers.modeling_layers import MtpModel
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.load_errors import explained
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
 from specdec.proposers.heads.proposer import HeadDrafter
@@ -49,7 +49,7 @@ class MtpStage(Stage):
         config = copy.copy(model.config)
         vars(config).update(num_hidden_layers=1)  # bypasses setters that compare it with `layer_types`
         embedding = Embedding(model.embed_tokens, as_stored=False)
-        kinds = (Kind(kind, window),)
+        kinds = (AttentionKind(kind, window),)
         super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
@@ -115,7 +115,7 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
 
 def _without_ends(model: Any) -> Any:
     """A shallow copy of the target without embeddings and output layer, whose packed weights no checkpoint has."""
-    other = twin(model)
+    other = shallow_copy(model)
     other.set_input_embeddings(nn.Identity())
     other.set_output_embeddings(nn.Identity())
     return other

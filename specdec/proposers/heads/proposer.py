@@ -198,7 +198,7 @@ class HeadSession(ModelSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """A pass of every stage that later guesses read; returns the scores of the first of them."""
@@ -225,7 +225,7 @@ class HeadSession(ModelSession):
                 trees,
                 [0] * len(keep) if scores else keep,
                 embeds=inputs,
-                wholes=wholes,
+                text_lengths=text_lengths,
                 output_hidden_states=True,
             )
             scores = scores or found
@@ -251,7 +251,7 @@ class HeadSession(ModelSession):
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
+        return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
@@ -365,12 +365,12 @@ class BlockSession(HeadSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """At level 0 a pass over text and, if guesses are wanted, the block; later levels read its logits."""
         if not level:
-            self._read_block(seqs, trees, guesses=any(keep), wholes=wholes)
+            self._read_block(seqs, trees, guesses=any(keep), text_lengths=text_lengths)
         found = [
             self._logits[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
         ]
@@ -381,7 +381,7 @@ class BlockSession(HeadSession):
         ]
 
     def _read_block(
-        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, text_lengths: Sequence[int] | None
     ) -> None:
         block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
@@ -394,7 +394,7 @@ class BlockSession(HeadSession):
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
         kept = block.guesses if guesses else 0
-        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
+        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, text_lengths=text_lengths)
         self._session.commit(cache_rows, [list(range(text)) for text in texts])
         if guesses:
             self._logits |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}

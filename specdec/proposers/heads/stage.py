@@ -25,7 +25,7 @@ from specdec.core.drafts import Chained
 from specdec.core.tree import Scores, Tree
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.cache.buffers import Prefix
-from specdec.models.cache.layout import AttentionView, Kind
+from specdec.models.cache.layout import AttentionKind, AttentionView
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
@@ -51,7 +51,7 @@ class Stage(nn.Module, ABC):
         embedding: Embedding,
         width: int,
         vocab_size: int,
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         *,
         depth: int = 0,
         vocabulary: Tensor | None = None,
@@ -268,8 +268,8 @@ class Stages(Session):
         self.stages, self.first = stages, 0
 
     @property
-    def chains(self) -> bool:  # type: ignore[override]
-        return len(self.stages) == 1 and self.stages[0].chains
+    def draft_chains(self) -> bool:  # type: ignore[override]
+        return len(self.stages) == 1 and self.stages[0].draft_chains
 
     @property
     def passes(self) -> int:  # type: ignore[override]
@@ -315,8 +315,8 @@ class Stages(Session):
     def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
         return self.stages[-1].advance(*given)
 
-    def chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
-        return self.stages[0].chain(rows, *given)
+    def draft_chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
+        return self.stages[0].draft_chain(rows, *given)
 
     def commit(self, *given: Any, **how: Any) -> None:
         for stage in self.stages[self.first :]:

@@ -120,7 +120,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
             rows.append(len(given[0]))
         return made
 
-    monkeypatch.setattr(KvSession, "chain", spied)
+    monkeypatch.setattr(KvSession, "draft_chain", spied)
     generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
@@ -139,7 +139,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
             texts, guesses = [], []
             for whole in (True, False):
-                monkeypatch.setattr(Stages, "chains", whole)
+                monkeypatch.setattr(Stages, "draft_chains", whole)
                 proposals.clear()
                 rows.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())

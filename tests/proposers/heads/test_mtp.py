@@ -125,7 +125,7 @@ def test_compiled_layers_make_all_guesses_in_one_call(
         rows.append(len(given[0]))
         return chain(self, *given)
 
-    monkeypatch.setattr(KvSession, "chain", spied)
+    monkeypatch.setattr(KvSession, "draft_chain", spied)
     drafting: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 4}
     language, seen = LanguageModel(model, backend="packed"), []
     for backend in ("packed", "compiled"):

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from specdec.models import LanguageModel, capability, probe
-from specdec.models.capability import Kind
+from specdec.models.capability import AttentionKind
 from specdec.models.hf import probe_cache
-from specdec.models.hf.tiny_models import SIZES, miniature
+from specdec.models.hf.tiny_models import SIZES, tiny_model
 from tests.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty memory: nothing was tried in this process, and the file does not exist yet."""
-    path = tmp_path / "kept" / "verdicts.json"
-    monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+    path = tmp_path / "kept" / "probes.json"
+    monkeypatch.setenv("SPECDEC_PROBES", str(path))
     monkeypatch.setattr(probe_cache, "_found", {})
     return path
 
@@ -39,7 +39,7 @@ def succeeding(calls: list[str], verdict: bool | None = True) -> Callable[[], bo
 
 def test_every_known_family_has_a_size() -> None:
     """A family in the table can be tried."""
-    assert SIZES.keys() == {*capability.KV, *capability.SLOT_BOUND}
+    assert SIZES.keys() == {*capability.KV, *capability.COUNTS_COLUMNS}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "t5", "whisper", "mpt"])
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("positions that are left to the model", {"KV": capability.KV | {"gpt2": "native"}}),
     "bart": ("an argument that does not exist", {"KV": capability.KV | {"bart": "decoder_ids"}}),
     "t5": ("positions that are nowhere", {"KV": capability.KV | {"t5": "embedding"}}),
-    "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (Kind("all"),)}),
+    "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (AttentionKind("all"),)}),
 }
 
 
@@ -71,9 +71,9 @@ def test_a_wrong_entry_is_found_out(name: str, file: Path, monkeypatch: pytest.M
     file.unlink()
     for attribute, value in WRONG[name][1].items():
         monkeypatch.setattr(capability, attribute, value)
-    with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec knows them"):
+    with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec expects"):
         found = LanguageModel(tiny(name)).capability
-    assert (found.store, found.positions) == (right.store, right.positions)
+    assert (found.cache_kind, found.positions) == (right.cache_kind, right.positions)
     assert not file.exists(), "a failure is tried again by the next process"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,17 +86,17 @@ def test_a_family_without_miniature(file: Path, monkeypatch: pytest.MonkeyPatch)
     def failing(*_: Any, **__: Any) -> None:
         raise TypeError("no such option")
 
-    monkeypatch.setattr(probe, "miniature", failing)
+    monkeypatch.setattr(probe, "tiny_model", failing)
     with pytest.warns(RuntimeWarning, match=r"no tiny 'llama' model .*no such option"):
         found = LanguageModel(tiny("llama")).capability
-    assert found.store == "kv"
+    assert found.cache_kind == "kv"
     assert LanguageModel(tiny("llama")).capability == found
     assert not file.exists()
 
 
 def test_huge_and_offloaded_models_are_not_run(file: Path) -> None:
     """The user's own weights are not touched, so they may as well be elsewhere."""
-    assert LanguageModel(tiny("llama").to("meta")).capability.store == "kv"
+    assert LanguageModel(tiny("llama").to("meta")).capability.cache_kind == "kv"
     assert file.exists()
 
 
@@ -112,12 +112,12 @@ def test_autocast_changes_no_verdict() -> None:
     """A model that is wrapped where everything is rounded is no reason to distrust its family."""
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
         warnings.simplefilter("error")
-        assert LanguageModel(tiny("llama")).capability.store == "kv"
+        assert LanguageModel(tiny("llama")).capability.cache_kind == "kv"
 
 
 def test_miniatures_are_loud() -> None:
     """Tokens far back matter, or a wrong mask would go unnoticed."""
-    model = miniature("llama")
+    model = tiny_model("llama")
     ids = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[0, 0] += 1
@@ -186,16 +186,16 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     One line says what that costs, and how to mend it. (Nothing was said.)
     """
     (tmp_path / "file").write_text("")
-    for number, path in enumerate((tmp_path / "file" / "verdicts.json", tmp_path)):
-        monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+    for number, path in enumerate((tmp_path / "file" / "probes.json", tmp_path)):
+        monkeypatch.setenv("SPECDEC_PROBES", str(path))
         assert probe_cache.holds(f"this {number}", succeeding([]))
         assert probe_cache.holds(f"that {number}", succeeding([]))
         line = caplog.messages[number:]
         assert len(line) == 1
-        assert line[0].startswith("what was measured is not kept, so loading takes longer every time: ")
-        assert line[0].endswith("change that, or name another file in SPECDEC_VERDICTS")
+        assert line[0].startswith("results of trials are not kept, so every load takes longer: ")
+        assert line[0].endswith("change that, or name another file in SPECDEC_PROBES")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    monkeypatch.delenv("SPECDEC_VERDICTS")
+    monkeypatch.delenv("SPECDEC_PROBES")
     monkeypatch.delenv("XDG_CACHE_HOME")
 
     def homeless() -> Path:
@@ -209,20 +209,20 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only cache changes nothing but that every process tries."""
     tmp_path.chmod(0o500)
-    monkeypatch.setenv("SPECDEC_VERDICTS", str(tmp_path / "verdicts.json"))
+    monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "probes.json"))
     assert probe_cache.holds("this", succeeding([]))
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the user's cache, unless the environment names another place."""
-    monkeypatch.delenv("SPECDEC_VERDICTS")
+    monkeypatch.delenv("SPECDEC_PROBES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert probe_cache.holds("this", succeeding([]))
-    assert (tmp_path / "specdec" / "verdicts.json").exists()
+    assert (tmp_path / "specdec" / "probes.json").exists()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     assert probe_cache.holds("that", succeeding([]))
-    assert (tmp_path / "home" / ".cache" / "specdec" / "verdicts.json").exists()
+    assert (tmp_path / "home" / ".cache" / "specdec" / "probes.json").exists()
 
 
 def test_threads_try_once(file: Path) -> None:

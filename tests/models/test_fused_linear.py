@@ -69,15 +69,15 @@ def test_who_asks_first() -> None:
     x, y = torch.randn(1, 16), torch.randn(3, 16)
     for part, given, own in ((one, x, 0), (two, y, 1), (two, x, 1), (one, y, 0), (two, y, 1)):
         torch.testing.assert_close(part(given), given @ expected[own])
-    assert joint.said.last is None
+    assert joint.memo.last is None
     one(x)
     seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(joint.said.last))
+    thread = threading.Thread(target=lambda: seen.append(joint.memo.last))
     thread.start()
     thread.join()
     assert seen == [None]
     for other in (copy.deepcopy(joint), pickle.loads(pickle.dumps(joint))):
-        assert other.said.last is None
+        assert other.memo.last is None
 
 
 @pytest.mark.parametrize(

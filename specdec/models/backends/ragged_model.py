@@ -1,0 +1,195 @@
+"""A model as its ragged passes run it: transformers' layers over operators of our own.
+
+transformers' layers run as they are, on a batch of one row. Where they would attend, they call operators of
+`specdec.kernels`, which write each node's keys and values into the buffers and read the columns that the node's table
+lists (`specdec.models.backends.ragged_inputs`). So rows and trees of any sizes share a pass, no mask is built, and keys
+are never repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec import kernels
+from specdec.models.backends.cross_attention import Frames
+from specdec.models.backends.order_free_activations import make_order_free
+from specdec.models.backends.ragged_inputs import RaggedInputs
+from specdec.models.hf.positions import Lookup
+from specdec.models.hf.private_api import hidden_states_of
+from specdec.models.hf.shallow_copy import shallow_copy
+from specdec.models.hf.spec import ModelSpec
+
+ATTENTION = "specdec"
+POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
+
+Buffers = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, `[rows, heads, columns, head width]`."""
+
+
+class PassInputs(NamedTuple):
+    """The inputs of a pass: the tensors of `RaggedInputs`, buffers of the text, and encoders' projections (`frames`).
+
+    `returned[i]`: indices of the nodes whose hidden state i is returned (all or none).
+    """
+
+    ids: Tensor
+    positions: Tensor
+    kept: Tensor
+    tables: Sequence[Tensor]
+    encoders: Sequence[Tensor]
+    buffers: Buffers
+    frames: Buffers
+    returned: Sequence[Tensor]
+
+    @classmethod
+    def of(
+        cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), returned: Sequence[Tensor] = ()
+    ) -> PassInputs:
+        return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, returned)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order of the fields."""
+        pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
+
+
+class _Running(threading.local):
+    """The encoders' table of this thread's pass, which cross-attention gets by no argument."""
+
+    cross: Tensor | None = None
+
+
+_running = _Running()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' layers: over the text, whose table is the mask, or over encoders."""
+    table, biases = attention_mask, None
+    if table is None:
+        table = _running.cross
+    elif position_bias is not None:
+        biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
+    assert table is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # tables say what nodes see
+
+
+class _Text(Cache):  # type: ignore[misc]
+    """The text's keys and values: writes where the table says, and returns the buffers."""
+
+    def __init__(self, buffers: Buffers, table: Tensor) -> None:
+        super().__init__(layers=[])
+        self._buffers, self._table = buffers, table
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's new keys and values are `[1, heads, nodes, head width]`."""
+        keys, values = self._buffers[layer_idx]
+        kernels.store_nodes(key_states, value_states, keys, values, self._table)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are passed explicitly."""
+        return 0
+
+
+class RaggedModel(nn.Module):
+    """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations."""
+
+    def __init__(self, language: ModelSpec) -> None:
+        super().__init__()
+        self.model = shallow_copy(language.model, attention=ATTENTION)
+        if language.is_strict:
+            make_order_free(self.model)
+        capability, self.dtype, self.device = language.capability, language.dtype, language.device
+        self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
+        self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
+        self._keeps = "logits_to_keep" in language.input_names
+        self._positions, self._style = POSITIONS[capability.positions], capability.positions
+        self.prefix = "decoder_" if language.is_encoder_decoder else ""
+
+    def forward(self, *given: Any) -> tuple[Tensor, ...]:
+        """Logits `[1, kept, vocab]`, and each hidden state `[1, returned, width]` of the nodes in `returned`.
+
+        The arguments are the fields of `PassInputs`, positional because tracing takes no others.
+        """
+        returned = PassInputs(*given).returned
+        logits, hidden = self.output(PassInputs(*given), bool(returned))
+        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, returned, strict=True))
+
+    def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
+        """Logits, and hidden states `[1, nodes, width]` of these layers, as transformers counts them, None of
+        others.
+        """
+        tables, text = given.tables, _Text(given.buffers, given.tables[0])
+        inputs: dict[str, Any] = {
+            "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
+            self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
+            "past_key_values": text,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self._positions is not None:
+            inputs[self._positions] = given.positions
+        if self._keeps:
+            inputs["logits_to_keep"] = given.kept
+        if given.frames:
+            projected = Cache(layers=[Frames(*pair) for pair in given.frames])
+            inputs["past_key_values"] = EncoderDecoderCache(text, projected)
+            # Unused, but layers check that an encoder exists.
+            nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
+        held, _running.cross = _running.cross, given.encoders[0] if given.encoders else None
+        try:
+            with self._looked_up(given.positions):
+                output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
+        finally:
+            _running.cross = held
+        hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
+        return output.logits if self._keeps else output.logits[:, given.kept], hidden
+
+    def inputs(self, ids: Tensor) -> Tensor:
+        """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""
+        if not self.reads_embeds:
+            return ids
+        width = self.model.get_input_embeddings().embedding_dim
+        return torch.sin(1.0 + ids[..., None] * torch.arange(width, device=ids.device)).to(self.dtype)
+
+    def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
+        """Context in which models that take no positions find these. A new `Lookup` each time, as copies have other
+        modules.
+        """
+        if self._positions is not None:
+            return nullcontext()
+        query = key = positions
+        if self._style == "bias":  # one query, and keys at every distance that has a bias of its own
+            layers = self.model.get_decoder().modules()
+            farthest = max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
+            query, key = positions.new_zeros(1, 1), -torch.arange(farthest + 1, device=positions.device)[None]
+        return Lookup(self.model.get_decoder(), self._style).running(query, key)
