@@ -22,10 +22,10 @@ from specdec.errors import OptionError
 
 WINDOW = 512  # tokens, at most
 _LEAST = 64  # tokens of text, and of a held-out prompt
-HELD_OUT = 20  # one in so many prompts and tokens is held out
+HELD_OUT = 20  # one prompt or token in 20 is held out
 _ROWS = 64  # prompts per batch
 _ROWS_PER_STEP = 1  # windows: many small steps learn more from the same tokens than few large ones
-_SAMPLED = 4  # one in so many batches is sampled, the others are greedy
+_SAMPLED = 4  # every fourth batch is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
 EVALUATIONS = 8  # held-out texts

@@ -42,9 +42,7 @@ class Calibration:
         self._tested = [0.0] * _NUM_BINS
 
     def rates(self, match: int, count: int) -> list[float]:
-        """The probability of each of `count` guesses after `match` matched tokens, given that those before are
-        right.
-        """
+        """The probability of each of `count` guesses after `match` matched tokens, if those before it are right."""
         pooled = (sum(self._hits) + 1.0) / (sum(self._tested) + 2.0)
         by_bin = [(h + 2.0 * pooled) / (n + 2.0) for h, n in zip(self._hits, self._tested, strict=True)]
         return [by_bin[_bin(match + depth)] for depth in range(count)]
@@ -52,16 +50,14 @@ class Calibration:
     def learn(self, guess: Sequence[int], match: int, emitted: Sequence[int]) -> None:
         """Compares a guess with the emitted tokens, up to its first miss."""
         for depth, (guessed, came) in enumerate(zip(guess, emitted, strict=False)):
-            self._count(_bin(match + depth), guessed == came)
+            number = _bin(match + depth)
+            if self._tested[number] >= _FORGET_AFTER:
+                self._hits[number] /= 2.0
+                self._tested[number] /= 2.0
+            self._hits[number] += guessed == came
+            self._tested[number] += 1.0
             if guessed != came:
                 return
-
-    def _count(self, where: int, hit: bool) -> None:
-        if self._tested[where] >= _FORGET_AFTER:
-            self._hits[where] /= 2.0
-            self._tested[where] /= 2.0
-        self._hits[where] += hit
-        self._tested[where] += 1.0
 
 
 def _bin(match: int) -> int:

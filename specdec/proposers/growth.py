@@ -57,7 +57,10 @@ class Chain:
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
-        self._fed(tree)
+        if self.tokens:
+            self.cached.guesses += 1
+        else:
+            self.cached.text += len(tree)
         rule = self.seq.task.rule
         token, confidence, q = rule.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
         if not self._guess(token, confidence):
@@ -77,9 +80,7 @@ class Chain:
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
-        """Takes all guesses of one call, with their probabilities and `q` `[guesses, vocab]`; the last is not
-        cached.
-        """
+        """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
         self.cached.text += len(text)
         self.cached.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
@@ -101,13 +102,6 @@ class Chain:
             return False
         self.tokens.append(token)
         return True
-
-    def _fed(self, tree: Tree) -> None:
-        """Counts `tree` as cached."""
-        if self.tokens:
-            self.cached.guesses += 1
-        else:
-            self.cached.text += len(tree)
 
 
 class Branches:

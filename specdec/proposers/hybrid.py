@@ -105,7 +105,9 @@ class HybridSession(DraftSession):
             self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
         self._ended = None
         for seq in seqs:
-            self._learn(seq)
+            length, guess = self._pending.pop(seq.id, (0, EMPTY))
+            if guess.tokens:
+                self._odds.outcome(guess, seq.tokens[length:])
         trees = [
             cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
             for seq, plan in zip(seqs, plans, strict=True)
@@ -163,12 +165,6 @@ class HybridSession(DraftSession):
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
         return trees
-
-    def _learn(self, seq: SequenceView) -> None:
-        """Compares the model's last draft for `seq` with the text."""
-        length, guess = self._pending.pop(seq.id, (0, EMPTY))
-        if guess.tokens:
-            self._odds.outcome(guess, seq.tokens[length:])
 
 
 def _expected(confidence: Sequence[float]) -> float:

@@ -147,7 +147,7 @@ class ModelSession(DraftSession):
         self._close([seq for seq in seqs if seq.id in self._cached and self._cached[seq.id].open])
         for seq in seqs:
             cached = self._cached.get(seq.id)
-            if cached is not None and not self._is_readable(cached, seq):
+            if cached is not None and max(seq.tokens[cached.text :], default=0) >= self._model.vocab_size:
                 cached.unreadable = True
         self._refresh(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and not self._cached[seq.id].unreadable]
@@ -265,10 +265,6 @@ class ModelSession(DraftSession):
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.place])
-
-    def _is_readable(self, cached: CachedText, seq: SequenceView) -> bool:
-        """Whether the draft has embeddings for all tokens that its cache lacks."""
-        return not cached.unreadable and max(seq.tokens[cached.text :], default=0) < self._model.vocab_size
 
     def _refresh(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets texts whose rotary scaling changes with their length: they are read again."""

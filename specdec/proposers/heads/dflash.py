@@ -100,9 +100,7 @@ class DFlashStage(Stage):
         super().cut(rows)
 
     def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
-        """`mask` `[rows, 1, nodes, end]`, where nodes of a `block` `[rows, nodes]` also see what its other
-        nodes see.
-        """
+        """`mask` `[rows, 1, nodes, end]`, in which the nodes of a `block` `[rows, nodes]` also see one another."""
         first = block.int().argmax(1)
         last = block.shape[1] - 1 - block.flip(1).int().argmax(1)
         begin, end = (mask.gather(2, at.view(-1, 1, 1, 1).expand(-1, 1, 1, mask.shape[3])) for at in (first, last))

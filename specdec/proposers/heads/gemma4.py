@@ -155,9 +155,7 @@ class Clusters(nn.Module):
         self.rows: Tensor | slice = slice(None)
 
     def forward(self, hidden: Tensor, table: nn.Module) -> Tensor:
-        """Logits `[..., rows]` of `hidden` `[..., width]`, by rows of a `table`; -inf outside the likeliest
-        clusters.
-        """
+        """Logits `[..., rows]` of `hidden` `[..., width]` by `table`; -inf outside the likeliest clusters."""
         clusters = self.centroids(hidden).topk(self.likeliest, dim=-1).indices
         tokens = self.token_ordering.view(self.centroids.out_features, -1)[clusters].flatten(-2)
         found = (table(tokens) @ hidden[..., None])[..., 0]
