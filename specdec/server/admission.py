@@ -95,7 +95,7 @@ class Clients:
     def request(self, client: str) -> Iterator[None]:
         """Counts a client's request while it runs; raises a 429 at the limit."""
         if self._most is not None and self._in_flight[client] >= self._most:
-            raise busy(f"this client has {self._most} requests under way already: wait for one to end", 1)
+            raise busy(f"this client has {self._most} requests in flight already: wait for one to end", 1)
         self._in_flight[client] += 1
         try:
             yield

@@ -224,7 +224,9 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def _give_up_sending(self) -> None:
-        LOG.warning("a client did not take what it was sent within %g s: hung up", self._limits.send_seconds)
+        LOG.warning(
+            "a client did not read what it was sent within %g s: its connection is closed", self._limits.send_seconds
+        )
         self.drop()
 
     def _refuse(self, error: ApiError, *, noted: bool = True) -> None:

@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: State, connections: Connections) -> None:
         super().__init__(config)
         self._state, self._limits, self.connections = state, state.settings.limits, connections
-        self._accepting = Repeated("no connection can be taken in: the process has no file descriptor left")
+        self._accepting = Repeated("no connection can be accepted: the process has no free file descriptor")
         self._closes = self._ends = 0.0
 
     async def startup(self, sockets: Any = None) -> None:
@@ -176,7 +176,7 @@ class _Server(uvicorn.Server):
             self._closes = 0.0
         else:
             LOG.info(
-                "%s: no new requests, those under way have %g s", signal.Signals(sig).name, self._limits.drain_seconds
+                "%s: no new requests, running ones have %g s", signal.Signals(sig).name, self._limits.drain_seconds
             )
             self._begin_drain(self._limits.notice_seconds if sig == signal.SIGTERM else 0.0)
         super().handle_exit(sig, frame)

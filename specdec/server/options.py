@@ -83,7 +83,7 @@ def _draft_options(asked: Generate, draft: BatchDrafter | None) -> dict[str, Any
     if draft is not None and (not asked.speculate or asked.penalty_alpha):
         if named:
             why = "`speculate` is false" if not asked.speculate else "`penalty_alpha` takes no draft"
-            raise OptionError(f"`{next(iter(named))}` says how much to draft, and {why}: leave one of them out")
+            raise OptionError(f"`{next(iter(named))}` sets how much to draft, and {why}: leave one of them out")
         if asked.prediction is not None:
             raise OptionError(
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
@@ -95,7 +95,7 @@ def _draft_options(asked: Generate, draft: BatchDrafter | None) -> dict[str, Any
         raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
     if draft is None and named:
         raise UnsupportedError(
-            f"`{next(iter(named))}` says how much to draft, and this model has no draft: leave it out"
+            f"`{next(iter(named))}` sets how much to draft, and this model has no draft: leave it out"
         )
     return named
 

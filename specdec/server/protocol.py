@@ -279,7 +279,7 @@ class Generate(Sent):
             raise FieldError("`stream_options` need `stream`: set it, or leave them out")
         named = [field for field, _, _ in self.forms]
         if len(named) > 1:
-            raise FieldError(f"`{named[0]}` and `{named[1]}` each say what form the answer has: pass one of them")
+            raise FieldError(f"`{named[0]}` and `{named[1]}` each set the form of the answer: pass one of them")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
             limit = next((name for name in _LIMITS if getattr(self, name, None) is not None), None)
             known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"

@@ -300,7 +300,7 @@ def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCapt
 
     run(ask())
     assert [line for line in caplog.messages if "file descriptor" in line or "another error" in line] == [
-        "no connection can be taken in: the process has no file descriptor left (so far 1 times)",
+        "no connection can be accepted: the process has no free file descriptor (so far 1 times)",
         "another error",
     ]
 
@@ -447,7 +447,7 @@ def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
             assert (await client.get("/health")).status_code == 200
 
     run(ask())
-    assert "a client did not take what it was sent within 0.2 s: hung up" in caplog.messages
+    assert "a client did not read what it was sent within 0.2 s: its connection is closed" in caplog.messages
 
 
 def test_unread_events_have_a_bound() -> None:

@@ -53,7 +53,7 @@ async def transcriptions(
     """Transcribes a recording."""
     await _check_fields(request, _COMMON | {"language"})
     if stream and response_format != "json":
-        raise ApiError(400, "`stream` tells text alone: it needs `response_format` json", param="response_format")
+        raise ApiError(400, "`stream` returns plain text: it needs `response_format` json", param="response_format")
     if timestamp_granularities and response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
@@ -141,9 +141,9 @@ async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGene
                     yield event({"type": "transcript.text.delta", "delta": new})
 
 
-def _size(piece: str | Transcription) -> int:
-    """The bytes of new text; the whole is bounded by the recording."""
-    return len(piece.encode()) if isinstance(piece, str) else 0
+def _size(item: str | Transcription) -> int:
+    """The bytes of new text; 0 for the whole, which the recording bounds."""
+    return len(item.encode()) if isinstance(item, str) else 0
 
 
 def _usage(found: Transcription) -> dict[str, Any]:
@@ -166,15 +166,14 @@ def _formed(found: Transcription, host: Host, asked: Listen, form: Format, *, se
         "usage": _usage(found),
     }
     if asked.stamps == "word":
-        body["words"] = [_timed(chunk, "word") for chunk in found["chunks"]]
+        spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in found["chunks"]]
+        body["words"] = [
+            {"word": word, "start": start or 0.0, "end": (start or 0.0) if end is None else end}
+            for word, start, end in spans
+        ]
     if segments:
         body["segments"] = _segments(found, host)
     return JSONResponse(body)
-
-
-def _timed(chunk: dict[str, Any], name: str) -> dict[str, Any]:
-    start, end = chunk["timestamp"]
-    return {name: chunk["text"].strip(), "start": start or 0.0, "end": start or 0.0 if end is None else end}
 
 
 def _segments(found: Transcription, host: Host) -> list[dict[str, Any]]:
