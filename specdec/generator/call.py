@@ -23,7 +23,7 @@ from specdec.core.tree import Step
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import RowSetup, make_strategy
+from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.driver import Driver
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, OptionError
@@ -399,7 +399,7 @@ class Call:
             device=device,
             vocab_size=self.target.model.config.get_text_config().vocab_size,
         )
-        setup = RowSetup(
+        setup = StrategySetup(
             options=o,
             processors=processors,
             stop=stop,
