@@ -20,7 +20,7 @@ from specdec.core.tree import Step
 from specdec.decoding import strategies as select
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import STRATEGIES, RowSetup, make_strategy
+from specdec.decoding.strategies import STRATEGIES, StrategySetup, make_strategy
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
@@ -49,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def setup(options: Options, **more: Any) -> RowSetup:
-    return RowSetup(options=options, processors=Processors(), stop=Stopping(max_length=9), width=64, **more)
+def setup(options: Options, **more: Any) -> StrategySetup:
+    return StrategySetup(options=options, processors=Processors(), stop=Stopping(max_length=9), width=64, **more)
 
 
 @pytest.mark.parametrize("name", CASES)

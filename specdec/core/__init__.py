@@ -1,4 +1,4 @@
-"""Values and protocols: whoever writes a plugin reads these.
+"""Values and protocols: the interface for plugins.
 
 Words: a *node* is one candidate token, a *sequence* one text, or one search over branches of it; `p` is the target's
 distribution, `q` the draft's.

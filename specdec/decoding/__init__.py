@@ -1,1 +1,1 @@
-"""From logits to tokens; knows no model."""
+"""From logits to tokens, independent of models."""

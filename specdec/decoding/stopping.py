@@ -56,14 +56,14 @@ class Stopping:
         `ids` `[texts, length]` may be None unless `reads_ids`. Every criterion is called, once for all texts, since it
         may count its calls; the first that holds gives the reason.
         """
-        asked: list[str | None] = [None] * len(tokens)
+        reasons: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():
             answer = criterion(ids, scores)
             each = answer.tolist() if isinstance(answer, Tensor) and answer.numel() == len(tokens) else None
             ends = each if each is not None else [_holds(answer)] * len(tokens)
-            asked = [_reason(criterion) if a is None and end else a for a, end in zip(asked, ends, strict=True)]
+            reasons = [_reason(criterion) if r is None and end else r for r, end in zip(reasons, ends, strict=True)]
         full = self.max_length is not None and length >= self.max_length
         return [
-            "eos" if token in self.eos_ids else a or ("length" if full else None)
-            for token, a in zip(tokens, asked, strict=True)
+            "eos" if token in self.eos_ids else reason or ("length" if full else None)
+            for token, reason in zip(tokens, reasons, strict=True)
         ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specdec.core.draft_schedules.budget import MOST_NODES
 from specdec.core.sequence import RunningSequence
 from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
-
-_MOST_NODES = 1024  # nodes of one tree in a pass
 
 
 class MemoryBudget:
@@ -86,4 +85,4 @@ def _nodes(request: Request, seq: RunningSequence) -> int:
     if request.drafter is None:
         return seq.width
     level = 1 if seq.task.branching is None else 2 * max(seq.width, request.pacing.schedule.max_branches)
-    return seq.width + min(level * (seq.max_length - seq.prompt_length), _MOST_NODES)
+    return seq.width + min(level * (seq.max_length - seq.prompt_length), MOST_NODES)

@@ -20,7 +20,7 @@ from specdec.core.strategies import Search, Selector
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import RowSetup, make_strategy
+from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.generator.checks import check_call
@@ -227,7 +227,7 @@ class Call:
             device=device,
             vocab_size=self.target.model.config.get_text_config().vocab_size,
         )
-        setup = RowSetup(
+        setup = StrategySetup(
             options=o,
             processors=processors,
             stop=stop,

@@ -276,9 +276,9 @@ def test_the_documented_example() -> None:
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(block, names)
     out, decode = names["out"], names["gen"].tokenizer.decode
-    told = re.findall(r'^\| (\d) \| (\d) \| `"(.*)"` \| (\d) \| (-[\d.]+) \|$', page, re.M)
-    assert len(told) == 6
-    for step, number, text, origin, score in told:
+    rows = re.findall(r'^\| (\d) \| (\d) \| `"(.*)"` \| (\d) \| (-[\d.]+) \|$', page, re.M)
+    assert len(rows) == 6
+    for step, number, text, origin, score in rows:
         beam = out.trace[0][int(step) - 1].live[int(number)]
         assert decode(list(beam.tokens)) == text.replace("\\n", "\n")
         assert (beam.origins[-1], f"{beam.score:.3f}") == (int(origin), score)

@@ -36,7 +36,7 @@ def own(ids, logits):
 @pytest.mark.parametrize("processors", [NOTHING, PROCESSORS, Processors((own, *PROCESSORS.items))])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_draft_leaves_the_text_alone(name, processors) -> None:
-    """Perfect, other and always wrong drafts, one-hot guesses, any k: what plain decoding says."""
+    """Perfect, other and always wrong drafts, one-hot guesses, any k: the text of plain decoding."""
     make = STRATEGIES[name]
     plain, _ = decode(make(processors), TARGET, None, length=LENGTH, k=0)
     for k in (1, 4):
@@ -48,7 +48,7 @@ def test_any_draft_leaves_the_text_alone(name, processors) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "coupled"])
 def test_perfect_draft_is_always_accepted(name) -> None:
-    """With the same processors and the same noise the draft says what the target will say."""
+    """With the same processors and the same noise, the draft guesses the target's tokens."""
     _, rounds = decode(STRATEGIES[name](PROCESSORS), TARGET, TARGET, length=24, k=3)
     assert rounds == 24 // 4
 

@@ -242,7 +242,7 @@ def test_integers_pass_for_floats() -> None:
     ],
 )
 def test_bad_values_name_their_option(fields, more, word) -> None:
-    """Whatever a processor refuses is told with the option's name, before any forward pass."""
+    """An option that a processor refuses raises an error with its name, before any forward pass."""
     plain = {"do_sample": True, "top_p": None, "top_k": None, "max_length": 5}
     with pytest.raises(OptionError, match=word):
         build_processors(SimpleNamespace(**{**plain, **fields}), prompt_length=1, **more)

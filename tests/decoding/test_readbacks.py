@@ -1,4 +1,4 @@
-"""On an accelerator: how often a strategy looks at a value and so waits for it, and that it says the same there."""
+"""On an accelerator: how often a strategy reads a value and so waits for it, and that its texts are the same."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_same_is_said_on_an_accelerator(
     """Tokens of every round, from chains and trees of a draft that is often wrong, drawn by the same rule."""
     strategy = STRATEGIES[name]
 
-    def told() -> list[Any]:
+    def results() -> list[Any]:
         rounds = []
         for length in range(1, 12):
             row = ToyRow([0, *range(length)], 1)
@@ -94,9 +94,9 @@ def test_the_same_is_said_on_an_accelerator(
             rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
         return rounds
 
-    here = told()
+    here = results()
     monkeypatch.setattr(device_reads, "is_local", lambda values: False)
-    assert told() == here
+    assert results() == here
 
 
 @pytest.mark.parametrize("confident", [True, False])
@@ -117,7 +117,7 @@ def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) ->
 def test_a_draft_that_overflowed_has_no_guess(
     name: str, bad: float, local: bool, confident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody asks for its confidence."""
+    """Also without its confidence."""
     monkeypatch.setattr(device_reads, "is_local", lambda values: local)
     logits = DRAFT([0]).clone()
     logits[5] = bad
@@ -135,7 +135,7 @@ def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]
 
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> None:
-    """And says the same as where looks cost nothing, with and without drawing."""
+    """And returns the same as with local logits, with and without drawing."""
 
     def steps(target: Table) -> Beams:
         search = BeamSearch(
@@ -183,7 +183,7 @@ def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list
 
 
 def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rejected node without any token left is nobody's trouble."""
+    """A rejected node without any token left raises nothing."""
     from specdec.errors import SpecdecError
 
     monkeypatch.setattr(device_reads, "is_local", lambda values: False)

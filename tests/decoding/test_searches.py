@@ -382,7 +382,7 @@ def test_contrastive_feeds_its_last_candidates() -> None:
 
 
 def test_a_checkpoint_does_not_choose_the_search() -> None:
-    """What a checkpoint's generation config brings along is told and left; a config of the call is followed."""
+    """Options of a checkpoint's generation config are reported and ignored; a config of the call is followed."""
     model = copy.deepcopy(tiny("llama", vocab=VOCAB))
     options = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
     plain = SpecGenerator(model).generate([[5, 6]], **{**options, "eos_token_id": []})

@@ -69,7 +69,7 @@ def test_all_criteria_are_asked_even_at_the_end() -> None:
     ],
 )
 def test_transformers_criteria_have_names(criterion, reason) -> None:
-    """The reason says which kind held."""
+    """The finish reason names the kind of criterion."""
     assert Stopping(criteria=[criterion])(row(), [5]) == reason
 
 

@@ -70,7 +70,7 @@ def test_fused_is_one_after_the_other(vocab, k) -> None:
 
 @pytest.mark.parametrize("warper", [TopP(0.9), TopKTopP(20, 0.9)])
 def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
-    """Nothing can be cut off where all is forbidden: the draw says so."""
+    """Where all tokens are forbidden, nothing is cut off, and the draw raises."""
     ragged, never = torch.zeros(300), torch.full((300,), float("-inf"))
     got = warper(None, torch.stack([ragged, never]))
     assert torch.equal(got[:1], warper(None, ragged[None]))

@@ -354,7 +354,7 @@ def test_a_call_from_within_says_so() -> None:
 
 
 def test_a_call_that_fails_leaves_the_others_alone() -> None:
-    """An error in one request is told to its caller only."""
+    """An error in one request is raised in its caller only."""
     generator = SpecGenerator(tiny("llama"), "early_exit:1")
     alone = generator.generate([PROMPTS[0]], **COMMON).new_tokens()[0]
     stream = generator.stream([PROMPTS[0]], **COMMON)
@@ -367,7 +367,7 @@ def test_a_call_that_fails_leaves_the_others_alone() -> None:
 
 
 def test_an_interrupt_ends_all_that_shared_the_engine() -> None:
-    """A pass may have been left half-way: the others are told to call again, and can."""
+    """A pass may have been interrupted: the other callers get an error that says to call again, and can."""
     generator = SpecGenerator(tiny("llama"), "early_exit:1")
     stream = generator.stream([PROMPTS[0]], **COMMON)
     next(stream)

@@ -70,7 +70,7 @@ def test_running_rows_share_what_they_have_read() -> None:
 
 @pytest.mark.parametrize("seeds", [[0, 1, 2], [5, 5, 5]])
 def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
-    """Prompts that begin alike wait for the first of them, whoever asked; nobody waits who has little to gain."""
+    """Prompts with a common beginning wait for the first of them, in any request, if that saves enough."""
     model = tiny("llama")
     generator = SpecGenerator(model)
     engine = generator._driver.engine
@@ -304,7 +304,7 @@ def test_the_least_recently_used_gives_way() -> None:
 
 
 def test_readers_keep_what_they_have_read() -> None:
-    """A text is none to those who have not read it, and what nobody can read any more goes with the next."""
+    """A draft finds only texts that it has read; texts of drafts that are gone are dropped with the next text."""
 
     @dataclass
     class Equal(BatchDrafter):  # neither hashable nor different from others of its kind

@@ -1,4 +1,4 @@
-"""What requests that run together may expect: nobody waits for, computes, encodes or ends anything of another."""
+"""Requests that run together: none waits for, computes, encodes or ends anything of another."""
 
 from __future__ import annotations
 

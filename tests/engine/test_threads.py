@@ -375,7 +375,7 @@ class Interrupting(BatchDrafter):
 
 
 def test_an_interrupt_while_another_s_request_is_admitted() -> None:
-    """The one that was just about to join is told as well. (It went on waiting for ever.)"""
+    """A caller that is just about to join gets the error as well. (It went on waiting for ever.)"""
     generator = SpecGenerator(tiny("llama"))
     driver = generator._driver
     joined = threading.Event()
@@ -524,7 +524,7 @@ def test_loading_leaves_no_helper_threads() -> None:
 
 
 def threads() -> set[str]:
-    """The threads of this process; those that were told to end are waited for."""
+    """The threads of this process, after waiting for those that are ending."""
     time.sleep(0.05)
     return set(os.listdir("/proc/self/task"))
 

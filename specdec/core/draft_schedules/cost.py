@@ -45,7 +45,7 @@ class _Prior(NamedTuple):
 
     `draft_cost` and `verify_cost`: tokens that decoding makes during a draft pass, and during the extra time of one
     more verified node. `steepness`, `trust`: see `LinearFit`. `free_nodes`: trees are taken where a pass costs as much
-    as so many nodes, since side branches bring fewer tokens than their confidence promises.
+    as this many nodes, since side branches bring fewer tokens than their confidence promises.
     """
 
     draft_cost: float
@@ -112,7 +112,7 @@ class Cost:
 
     `k` bounds the tokens of a path, `branches` the nodes that one draft pass continues. Without `branches`, texts get
     trees with up to `widest` branches where target passes are dear beside nodes and draft passes, and chains elsewhere.
-    `offloaded` says beforehand that a target pass reads weights that are not in memory.
+    `offloaded`: a target pass reads weights that are not in memory.
 
     The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. Several
     requests may share passes: seconds and nodes are those of all their sequences, acceptance is that of the own

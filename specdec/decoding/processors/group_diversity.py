@@ -11,7 +11,7 @@ class HammingDiversityLogitsProcessor:
     """A token costs a group of beams `diversity_penalty` for every beam of earlier groups that chose it in this step.
 
     Source: Diverse Beam Search (arXiv 1610.02424), as in transformers 4.49. Raises OptionError for beams that cannot be
-    divided into so many groups, and for a penalty that is not positive.
+    divided into `num_beam_groups` groups, and for a penalty that is not positive.
     """
 
     def __init__(self, diversity_penalty: float, num_beams: int, num_beam_groups: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.core.strategies import Search, Selector
 from specdec.decoding.noise import fold
-from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
 from specdec.decoding.strategies.beam_scoring import Beams
 from specdec.decoding.strategies.block import Block
@@ -37,7 +37,7 @@ STRATEGIES: tuple[type[Selector | Search], ...] = (
 """Every strategy; the first that serves the options of a sequence decodes it."""
 
 
-def make_strategy(setup: RowSetup) -> Selector | Search:
+def make_strategy(setup: StrategySetup) -> Selector | Search:
     """The strategy of one sequence; raises OptionError for contradicting options, or if no strategy serves them."""
     kind: Any
     for kind in STRATEGIES:
@@ -58,7 +58,7 @@ __all__ = [
     "Greedy",
     "PhrasalConstraint",
     "Rejection",
-    "RowSetup",
+    "StrategySetup",
     "fold",
     "make_strategy",
     "wanted",

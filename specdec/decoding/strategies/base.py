@@ -23,7 +23,7 @@ SMALL = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSetup:
+class StrategySetup:
     """What one sequence's strategy is made from.
 
     `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
@@ -111,7 +111,7 @@ class TextStrategy(StrategyBase):
     is_search: ClassVar[Literal[False]] = False
 
     @classmethod
-    def of(cls, setup: RowSetup) -> TextStrategy:
+    def of(cls, setup: StrategySetup) -> TextStrategy:
         """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None

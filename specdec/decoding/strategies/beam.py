@@ -20,7 +20,7 @@ from specdec.core.rounds import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding import device_reads, noise
-from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import (
     FAR,
     Beams,
@@ -55,7 +55,7 @@ class BeamSearch(Scoring):
         return options.beams > 1
 
     @classmethod
-    def of(cls, setup: RowSetup) -> BeamSearch:
+    def of(cls, setup: StrategySetup) -> BeamSearch:
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
     def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:

@@ -18,7 +18,7 @@ from specdec.core.strategies import NodeOutput
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import fit
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies.base import RowSetup, StrategyBase
+from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import Progress
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
@@ -148,7 +148,7 @@ class Scoring(StrategyBase):
     is_search: ClassVar[Literal[True]] = True
 
     @classmethod
-    def parts(cls, setup: RowSetup) -> dict[str, Any]:
+    def parts(cls, setup: StrategySetup) -> dict[str, Any]:
         """The common arguments of all searches over beams."""
         o = setup.options
         return {

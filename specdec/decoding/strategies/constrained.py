@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
 from specdec.core.rounds import SequenceView
-from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Pool, best_totals, branches, totals
 from specdec.decoding.strategies.constraints import Progress, wanted
 from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
@@ -41,7 +41,7 @@ class ConstrainedSearch(PoolSearch):
         return options.constrained
 
     @classmethod
-    def of(cls, setup: RowSetup) -> ConstrainedSearch:
+    def of(cls, setup: StrategySetup) -> ConstrainedSearch:
         """The search of one sequence; as in transformers, padding counts towards the constraints."""
         o = setup.options
         progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))

@@ -19,7 +19,7 @@ from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies.base import RowSetup, StrategyBase
+from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.beam_scoring import Hypothesis
 from specdec.options.generate import Options
 
@@ -77,7 +77,7 @@ class Contrastive(StrategyBase):
         return options.contrastive
 
     @classmethod
-    def of(cls, setup: RowSetup) -> Contrastive:
+    def of(cls, setup: StrategySetup) -> Contrastive:
         o = setup.options
         traces = bool(o.output_hidden_states or o.output_attentions)
         parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}

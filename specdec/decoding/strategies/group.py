@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
 from specdec.core.rounds import SequenceView
-from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import Pool, best_of, branches
 from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
 from specdec.options.generate import Options
@@ -36,7 +36,7 @@ class GroupSearch(PoolSearch):
         return options.groups > 1
 
     @classmethod
-    def of(cls, setup: RowSetup) -> GroupSearch:
+    def of(cls, setup: StrategySetup) -> GroupSearch:
         penalty = setup.options.diversity_penalty or 0.0
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
