@@ -24,8 +24,7 @@ from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec.core.drafts import Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.heads.proposer import HeadSession
 

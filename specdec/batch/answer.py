@@ -4,17 +4,76 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
 from specdec.batch.rows import Row
-from specdec.batch.tasks import Task, task_class
+from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import EngineError, OptionError, SpecdecError
 
 _UNEXPECTED = 8  # unexpected errors in a row that end the run
 _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
+
+
+Fields = Mapping[str, Any]
+
+
+class Task(ABC):
+    """One task with its models; `field` is the default field that it reads of a row."""
+
+    field: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, spec: BatchSpec) -> None:
+        """Loads the models; raises OptionError for invalid options."""
+
+    @abstractmethod
+    def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
+        """The answer's fields and the call's statistics; raises for a row without an answer."""
+
+    def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
+        """The fields of a failed row."""
+        return {"output": None, "finish_reason": None, "usage": None, "error": explained(error)}
+
+    @classmethod
+    def size(cls, fields: Fields, name: str) -> int:
+        """The approximate length of a row."""
+        value = fields.get(name)
+        return len(value) if isinstance(value, str | Sequence) else 0
+
+
+TASKS = {
+    "generate": "specdec.batch.tasks:Generate",
+    "chat": "specdec.batch.tasks:Chat",
+    "summarize": "specdec.batch.tasks:Summarize",
+    "transcribe": "specdec.batch.tasks:Transcribe",
+    "openai": "specdec.batch.openai_files:OpenAI",
+}
+"""Task -> its class, imported on first use."""
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task; raises OptionError for an unknown name, SpecdecError for a missing package."""
+    if name not in TASKS:
+        raise OptionError.of("task", f"one of {', '.join(TASKS)}", name)
+    module, _, kind = TASKS[name].partition(":")
+    try:
+        found: type[Task] = getattr(import_module(module), kind)
+    except ImportError as error:
+        raise SpecdecError(
+            f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
+        ) from None
+    return found
+
+
+def explained(error: Exception) -> str:
+    """An error in one line, with its type unless it is a SpecdecError."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SpecdecError) else f"{type(error).__name__}: {text}"
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-from specdec.batch.tasks import Fields, Task, explained, load_generator
+from specdec.batch.answer import BatchSpec, Fields, Task, explained
+from specdec.batch.tasks import load_generator
 from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
 from specdec.server.answers import Answer
@@ -15,9 +16,6 @@ from specdec.server.errors import ApiError, as_api_error
 from specdec.server.faults import invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
 from specdec.server.text import PromptRequest, TextDelta, TextModel
-
-if TYPE_CHECKING:
-    from specdec.batch.answer import BatchSpec
 
 ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,

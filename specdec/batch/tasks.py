@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
+from specdec.batch.answer import BatchSpec, Fields, Task
 from specdec.core.stats import Stats
-from specdec.errors import OptionError, SpecdecError
+from specdec.errors import OptionError
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.tokenizers import ids_of
@@ -18,36 +17,8 @@ from specdec.options.checks import plain
 from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
 
-if TYPE_CHECKING:
-    from specdec.batch.answer import BatchSpec
-
-Fields = Mapping[str, Any]
 _NEW_TOKENS = 128  # the default limit of summaries
 _KV_SHARE = 0.5  # of free memory
-
-
-class Task(ABC):
-    """One task with its models; `field` is the default field that it reads of a row."""
-
-    field: ClassVar[str]
-
-    @abstractmethod
-    def __init__(self, spec: BatchSpec) -> None:
-        """Loads the models; raises OptionError for invalid options."""
-
-    @abstractmethod
-    def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The answer's fields and the call's statistics; raises for a row without an answer."""
-
-    def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
-        """The fields of a failed row."""
-        return {"output": None, "finish_reason": None, "usage": None, "error": explained(error)}
-
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """The approximate length of a row."""
-        value = fields.get(name)
-        return len(value) if isinstance(value, str | Sequence) else 0
 
 
 class Generate(Task):
@@ -209,36 +180,6 @@ def _message(message: Any) -> Any:
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
 
 
-def explained(error: Exception) -> str:
-    """An error in one line, with its type unless it is a SpecdecError."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, SpecdecError) else f"{type(error).__name__}: {text}"
-
-
 def is_request(fields: Fields) -> bool:
     """Whether a row is a request of OpenAI's batch files."""
     return "custom_id" in fields and "body" in fields
-
-
-TASKS = {
-    "generate": "specdec.batch.tasks:Generate",
-    "chat": "specdec.batch.tasks:Chat",
-    "summarize": "specdec.batch.tasks:Summarize",
-    "transcribe": "specdec.batch.tasks:Transcribe",
-    "openai": "specdec.batch.openai_files:OpenAI",
-}
-"""Task -> its class, imported on first use."""
-
-
-def task_class(name: str) -> type[Task]:
-    """The class of a task; raises OptionError for an unknown name, SpecdecError for a missing package."""
-    if name not in TASKS:
-        raise OptionError.of("task", f"one of {', '.join(TASKS)}", name)
-    module, _, kind = TASKS[name].partition(":")
-    try:
-        found: type[Task] = getattr(import_module(module), kind)
-    except ImportError as error:
-        raise SpecdecError(
-            f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
-        ) from None
-    return found

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel

@@ -11,8 +11,7 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.generator.generation import Generation

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.core.tree import EMPTY, Tree
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import DraftTask
     from specdec.core.tree import Step
 
 
@@ -107,32 +104,3 @@ class Round:
     select_seconds: float
     seconds: float
     others: Sequence[SequenceRound] = ()
-
-
-class SequenceView(Protocol):
-    """One sequence or search as drafts and strategies see it.
-
-    `tokens`: its text; of a search, the text that all its branches share, from which `tree` grows. `leaves`: the nodes
-    to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens may
-    follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that the
-    output may resemble. `task`: the draft's instructions.
-    """
-
-    id: int
-    tokens: list[int]
-    tree: Tree
-    leaves: Sequence[int]
-    prompt_length: int
-    encoder_tokens: list[int] | None
-    encoding: object | None
-    prediction: list[int] | None
-    task: DraftTask
-
-    @property
-    def leaf_scores(self) -> Sequence[float]: ...
-
-    @property
-    def remaining(self) -> int: ...
-
-    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        """The text followed by `extra`, as ids `[1, length]` on the logits' device; valid until the next call."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import DraftTask
-from specdec.core.rounds import Context, RowPass, SequenceView
+from specdec.core.drafts import DraftTask, SequenceView
+from specdec.core.rounds import Context, RowPass
 from specdec.core.strategies import NodeOutput, Search, Selector, Trace
 from specdec.core.traces import stacked, trace_of, traces_of
 from specdec.core.tree import EMPTY, Scores, Step, Tree

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import BranchRule, DraftRule
-    from specdec.core.rounds import SequenceView
+    from specdec.core.drafts import BranchRule, DraftRule, SequenceView
     from specdec.core.tree import Scores, Step
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Choice, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Branch, Choice, Plan, SequenceView
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
 from specdec.decoding.tree_samplers import drawn_children, likeliest_children, noisy

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import SequenceView
 
 _REASONS = (
     (EosTokenCriteria, "eos"),

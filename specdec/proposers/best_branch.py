@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Commit, DraftSession, DraftTask, Plan, SavedState
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Commit, DraftSession, DraftTask, Plan, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.options.checks import common_length
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers.best_branch import branch_tokens

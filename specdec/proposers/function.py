@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
-from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
 from specdec.proposers.best_branch import branch_tokens

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, ChainRule, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.proposers.best_branch import branch_tokens
 

@@ -8,8 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.copying import TextDrafter, TextSession, cut

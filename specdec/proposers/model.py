@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import pad
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, DraftSession, DraftTask
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Commit, DraftSession, DraftTask, SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin

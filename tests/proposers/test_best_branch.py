@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specdec.core.drafts import Commit, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Commit, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import BestBranch, FunctionDrafter, NgramDrafter, TextBridge
 from tests.proposers.fakes import FakePlan, FakeSequence, follow, one

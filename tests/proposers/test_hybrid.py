@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from specdec.core.drafts import BatchDrafter, DraftSession
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter

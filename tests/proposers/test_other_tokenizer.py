@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection

@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import BatchSpec, OutputLine, encoded
+from specdec.batch.answer import TASKS, BatchSpec, OutputLine, encoded
 from specdec.batch.parquet import pyarrow_module
 from specdec.batch.ray import between, ray_module
 from specdec.batch.rows import Row, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
-from specdec.batch.tasks import TASKS
 from specdec.errors import EngineError, OptionError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
-    from specdec.core.drafts import Plan, Until
-    from specdec.core.rounds import Round, SequenceView
+    from specdec.core.drafts import Plan, SequenceView, Until
+    from specdec.core.rounds import Round
 
 MOST_NODES = 1024
 """The most nodes of one sequence's tree in a pass; beyond it, the work per node outweighs the pass over the weights."""

@@ -22,8 +22,8 @@ from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import Plan, Until
-    from specdec.core.rounds import Round, SequenceRound, SequenceView
+    from specdec.core.drafts import Plan, SequenceView, Until
+    from specdec.core.rounds import Round, SequenceRound
 
 WIDEST = 32
 """The most nodes that one draft pass continues, where the options name no number."""

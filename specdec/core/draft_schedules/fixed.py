@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from specdec.core.draft_schedules.budget import MOST_NODES, Limit, ScheduleSetup, check_nodes
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import Plan
-    from specdec.core.rounds import Round, SequenceView
+    from specdec.core.drafts import Plan, SequenceView
+    from specdec.core.rounds import Round
 
 
 @dataclass(frozen=True)

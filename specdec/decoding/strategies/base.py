@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BranchRule, DraftRule
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BranchRule, DraftRule, SequenceView
 from specdec.core.tree import Scores, Step, TopTokens
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors

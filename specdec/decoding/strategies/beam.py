@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Branch, Plan, SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding import device_reads, noise

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.drafts import Branch, BranchRule, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Branch, BranchRule, Plan, SequenceView
 from specdec.core.strategies import NodeOutput
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import fit

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import Scores, Step, Tree
 from specdec.decoding import noise
 from specdec.decoding.samplers import generated

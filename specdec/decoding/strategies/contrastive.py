@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.core.drafts import DraftRule
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import DraftRule, SequenceView
 from specdec.core.tree import Scores
 from specdec.decoding import noise
 from specdec.decoding.samplers import CoupledRule, generated

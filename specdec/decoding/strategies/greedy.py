@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import Scores, Step
 from specdec.decoding import device_reads
 from specdec.decoding.strategies.base import SMALL, TextStrategy

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Branch, Plan, SequenceView
 from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import Pool, best_of, branches
 from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended

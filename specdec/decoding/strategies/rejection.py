@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import DraftRule
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import DraftRule, SequenceView
 from specdec.core.tree import Scores, Tree
 from specdec.decoding import noise
 from specdec.decoding.samplers import SampledRule, generated

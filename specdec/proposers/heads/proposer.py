@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText

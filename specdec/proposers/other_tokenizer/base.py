@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.options.checks import common_length
 from specdec.proposers.best_branch import ReadSequence

@@ -12,8 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (

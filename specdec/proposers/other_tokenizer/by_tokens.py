@@ -8,8 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import Plan
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.heads.proposer import HeadSession

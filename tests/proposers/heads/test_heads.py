@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
-from specdec.core.rounds import Round, SequenceView
+from specdec.core.drafts import SequenceView
+from specdec.core.rounds import Round
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession

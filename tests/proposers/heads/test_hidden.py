@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState
-from specdec.core.rounds import SequenceView
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.options.checks import common_length
