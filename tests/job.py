@@ -17,16 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from specdec import SpecGenerator, cli
 from tests.folders import saved
 from tests.heads import eagle_folder
+from tests.matrix import endless, some
 from tests.tiny import tiny
 
 IDS = [[5, 6, 7, 8, 9, 5, 6] * 3, [3, 4, 5]]  # long enough to be kept, and short
-RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
-CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "seed": 3},
-    "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection"},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-}
+RUN = endless(16)
+CALLS = some("greedy", "coupled", "rejection", "beams")
 TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"tie_word_embeddings": True, "vocab": 63}}
 DRAFTS = (None, "suffix", "ngram", "model", "head", "early_exit:1")
 ARRIVALS = 6

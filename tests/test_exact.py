@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.draft_schedules.cost import Cost, CostPlan
+from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
 
@@ -43,7 +44,7 @@ def test_greedy_equals_transformers(name: str) -> None:
     """Plain and assisted text equal transformers', for drafts that are right, half right, wrong and random."""
     model = tiny(name, vocab=VOCAB)
     inputs = prompt_for(name)
-    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+    options = endless(LENGTH)
     expected = reference(model, inputs)
     plain = SpecGenerator(model).generate(**inputs, **options)
     assert plain.sequences.tolist() == expected.tolist()
@@ -71,7 +72,7 @@ def test_every_draft_kind_keeps_the_text(name: str, shift: int) -> None:
     model, assistant = tiny(name, vocab=VOCAB), tiny(name, vocab=VOCAB, seed=1)
     inputs = prompt_for(name)
     length = 10 if name == "qwen3_next" else LENGTH
-    options = {"max_new_tokens": length, "eos_token_id": [], "pad_token_id": 0}
+    options = endless(length)
     expected = SpecGenerator(model).generate(**inputs, **options).sequences.tolist()
     for i, draft in enumerate((model, assistant, ("suffix", assistant), "early_exit:1", "ngram", "suffix")):
         generator = SpecGenerator(model, draft)
@@ -86,7 +87,7 @@ def test_branching_drafts_keep_the_text(name: str) -> None:
     """Trees of guesses, in a ragged batch and with a processor that reads the text."""
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
     prompts = prompt_for(name) if name == "whisper" else {"prompt": [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6], [11]]}
-    options = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "no_repeat_ngram_size": 2}
+    options = endless(16, no_repeat_ngram_size=2)
     expected = SpecGenerator(model).generate(**prompts, **options).sequences.tolist()
     generator = SpecGenerator(model, assistant, schedule="constant", num_assistant_tokens=4)
     chains = generator.generate(**prompts, **options)
@@ -110,7 +111,7 @@ def test_the_cost_rule_takes_trees_by_itself(
     monkeypatch.setattr(Cost, "_nodes_are_cheap", True)
     monkeypatch.setattr(CostPlan, "keep", lambda *_: True)
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
-    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+    options = endless(LENGTH)
     prompts = [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6]]
     generator = SpecGenerator(model, ("suffix", assistant) if hybrid else assistant, schedule="cost")
     out = generator.generate(prompts, **options, num_assistant_tokens=3)

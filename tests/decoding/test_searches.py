@@ -19,6 +19,7 @@ from specdec import (
     SpecGenerator,
 )
 from specdec.decoding.strategies.constraints import Progress
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -120,7 +121,7 @@ def test_contrastive_equals_the_formula(name: str) -> None:
 
 def test_contrastive_streams() -> None:
     """Every token is final when it is chosen, so it can be shown."""
-    model, options = tiny("llama", vocab=VOCAB), {"max_new_tokens": 6, "eos_token_id": [], "pad_token_id": 0}
+    model, options = tiny("llama", vocab=VOCAB), endless(6)
     whole = SpecGenerator(model).generate(RAGGED[:1], **KINDS["contrastive"], **options)
     events = list(SpecGenerator(model).stream(RAGGED[:1], **KINDS["contrastive"], **options))
     assert [event.token_ids for event in events] == [[token] for token in whole.new_tokens()[0]]

@@ -24,10 +24,11 @@ from specdec.engine.turn import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import FunctionDrafter, ModelDrafter
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 
-COMMON = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(16)
 PROMPTS = [[5, 9, 12], [6, 6, 9], [5, 17]]
 
 

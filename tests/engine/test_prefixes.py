@@ -17,9 +17,10 @@ from specdec.core.tree import Tree
 from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
+from tests.matrix import endless
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
-COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(12)
 FIRST = [[(7 * i) % 50 + 5 for i in range(40)]]
 
 

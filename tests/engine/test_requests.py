@@ -15,10 +15,11 @@ from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDrafter
 from tests.engine.test_requests_stateful import Trouble, failing, result
+from tests.matrix import endless
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny
 
-COMMON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(24)
 LONG = [[5 + (7 * i) % 40 for i in range(150)]]
 Shape = tuple[int, int]
 

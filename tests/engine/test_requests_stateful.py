@@ -23,6 +23,7 @@ from specdec.engine.request import Request
 from specdec.generator.build_request import Call
 from specdec.generator.job import Job
 from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
+from tests.matrix import STRATEGIES
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
 from tests.tiny import ENCODER_DECODERS, tiny
@@ -44,19 +45,8 @@ def odd_after_even(row: int, ids: torch.Tensor) -> list[int]:
     return list(range(3 + int(ids[-1]) % 2, VOCAB, 2))
 
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": {"do_sample": True, "seed": 3},
-    "rejection": {"do_sample": True, "seed": 4, "sampling": "rejection"},
-    "block": {"do_sample": True, "seed": 4, "sampling": "block"},
-    "copies": {"do_sample": True, "seed": 5, "num_return_sequences": 2, "temperature": 0.7},
-    "ranked": {"do_sample": True, "seed": 6, "num_samples": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "sampled beams": {"num_beams": 2, "do_sample": True, "seed": 8},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "constrained": {"num_beams": 3, "force_words_ids": [[20, 21]]},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 3},
-    "guided": {"guidance_scale": 1.8},
+CALLS: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
     "scored": {"output_scores": True},
     "traced": {"output_hidden_states": True},
     "penalised": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
@@ -82,13 +72,13 @@ class Asked:
     def options(self, name: str) -> dict[str, Any]:
         """The arguments of the call, without the draft."""
         eos = [7, 11, 23, 40] if self.seed % 2 else []
-        common = {"max_new_tokens": self.new, "eos_token_id": eos, "pad_token_id": 0, **STRATEGIES[self.strategy]}
+        common = {"max_new_tokens": self.new, "eos_token_id": eos, "pad_token_id": 0, **CALLS[self.strategy]}
         if self.chunked:
             common["prefill_chunk_size"] = CHUNK
         if self.draft in ("trees", "cost"):
             common["schedule"] = "cost" if self.draft == "cost" else "constant"
         if self.draft == "trees":
-            common["num_assistant_branches"] = max(2, STRATEGIES[self.strategy].get("num_beams", 1))
+            common["num_assistant_branches"] = max(2, CALLS[self.strategy].get("num_beams", 1))
         return common | prompts(name, self)
 
 
@@ -281,7 +271,7 @@ class Requests(RuleBasedStateMachine):
         self.live.append((asked, call, error))
 
     @rule(
-        strategy=st.sampled_from(sorted(STRATEGIES)),
+        strategy=st.sampled_from(sorted(CALLS)),
         draft=st.sampled_from(DRAFTS),
         length=st.sampled_from([1, 3, 9, LONG, LONG]),
         rows=st.sampled_from([1, 1, 2]),

@@ -19,22 +19,17 @@ from specdec import EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter, DraftSession
 from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDrafter, ModelDrafter, SuffixDrafter
+from tests.matrix import endless, some
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.timeout(60)
 
-COMMON: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(16)
 PATIENCE = 20.0  # seconds, after which a thread is taken to be stuck
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"do_sample": True, "seed": 3},
-    {"num_beams": 3},
-    {"do_sample": True, "seed": 4, "sampling": "rejection"},
-    {"num_beams": 2, "force_words_ids": [[20, 21]]},
-    {"penalty_alpha": 0.6, "top_k": 3},
+KINDS = [
+    *some("greedy", "coupled", "rejection", "beams", "constrained", "contrastive", "ranked").values(),
     {"repetition_penalty": 1.4},
-    {"do_sample": True, "seed": 6, "num_samples": 2},
 ]
 
 PROGRAM = """

@@ -22,6 +22,7 @@ from specdec.options.generate import Options
 from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import endless
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
@@ -153,7 +154,7 @@ def test_settings_of_sampling_in_a_generator() -> None:
 def test_fewer_branches_than_beams() -> None:
     """A search could not be drafted whole: it raises, or waits as a generator's default. (It drafted in vain.)"""
     model = tiny("llama")
-    options = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0, "num_beams": 4}
+    options = endless(8, num_beams=4)
     with pytest.raises(OptionError, match="`num_assistant_branches` must be at least `num_beams`=4"):
         SpecGenerator(model, model).generate(IDS, **options, num_assistant_branches=3)
     with pytest.raises(OptionError, match="`num_assistant_branches`"):
@@ -486,7 +487,7 @@ def answers() -> SpecGenerator:
     return SpecGenerator(tiny("llama", attn_implementation="eager"))
 
 
-COMMON: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(4)
 
 
 @pytest.mark.parametrize("name", HONOURED)

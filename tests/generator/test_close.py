@@ -14,9 +14,10 @@ import torch
 from specdec import CancelledError, EngineError, SpecGenerator
 from specdec.models.backends import compiled
 from tests.engine.test_threads import PATIENCE, together
+from tests.matrix import endless
 from tests.tiny import tiny
 
-COMMON: dict[str, Any] = {"max_new_tokens": 400, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(400)
 
 
 def driving() -> list[threading.Thread]:

@@ -16,10 +16,11 @@ from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.ragged import RaggedForward
 from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.matrix import endless
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
-RUN: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(8)
 SAMPLED: dict[str, Any] = {**RUN, "do_sample": True, "seed": 3}
 
 

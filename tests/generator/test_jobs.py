@@ -14,9 +14,10 @@ from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import PATIENCE, is_clean, together
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import endless
 from tests.tiny import tiny
 
-COMMON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(24)
 DRAFTS: dict[str, Any] = {"none": None, "suffix": "suffix", "early": "early_exit:1"}
 
 

@@ -11,10 +11,11 @@ import torch
 from specdec import OptionError, SpecGenerator
 from specdec.pipelines import Text
 from tests.folders import byte_tokenizer, saved_model
+from tests.matrix import endless
 from tests.tiny import tiny, tiny_inputs
 
 IDS = [[5, 6, 7], [9, 8, 4, 3]]
-RUN: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(24)
 
 
 def drafts() -> list[Any]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria
 
 from specdec import SpecGenerator
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import noisy
 from tests.tiny import tiny
@@ -52,7 +53,7 @@ class AtLength(StoppingCriteria):
 
 def both(model: Any, answer: list[int], **options: Any) -> tuple[Any, Any]:
     """The plain result, and one whose draft offers the whole text at once."""
-    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0, **options}
+    options = endless(LENGTH, **options)
     plain = SpecGenerator(model).generate(PROMPT, **options)
     draft = oracle("perfect", [answer], 64)
     assisted = SpecGenerator(model, draft, schedule="constant", num_assistant_tokens=32).generate(PROMPT, **options)
@@ -159,7 +160,7 @@ ROWS = [[5, 9, 12, 7], [8, 30, 31, 7, 22, 9], [11]]
 def test_stop_strings_inside_trees(model: Any, kind: str) -> None:
     """In a batch every row ends with its first stop string, on a path of a tree or off it, and is itself until then."""
     letter, draft = letters(), noisy(tiny("llama"), 0.01)
-    options = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0, **KINDS[kind]}
+    options = endless(24, **KINDS[kind])
     generator = SpecGenerator(model, draft, tokenizer=letter, **TREES)
     free = generator.generate(ROWS, **options).new_tokens()
     if kind not in ("rejection", "block"):
@@ -189,7 +190,7 @@ def cut(tokenizer: Any, prompt: list[int], new: list[int], stops: list[str]) -> 
 def test_stop_strings_inside_a_search(model: Any, search: dict[str, Any]) -> None:
     """Beams that meet a stop string in the middle of the draft's branches end there, as without a draft."""
     letter = letters()
-    options = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "num_beams": 4, "seed": 3, **search}
+    options = endless(16, num_beams=4, seed=3, **search)
     options["num_return_sequences"] = 4
     free = SpecGenerator(model, tokenizer=letter).generate(ROWS, **options).texts
     generator = SpecGenerator(model, noisy(tiny("llama"), 0.02), tokenizer=letter, schedule="constant")
@@ -217,7 +218,7 @@ def test_a_deadline_of_the_caller(model: Any) -> None:
     """It began when the caller says, and calls may share it. (Every call began it anew, in the caller's object.)"""
     began = time.time() - 60
     deadline = MaxTimeCriteria(30, initial_timestamp=began)
-    options = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0, "stopping_criteria": [deadline]}
+    options = endless(8, stopping_criteria=[deadline])
     out = SpecGenerator(model).generate(PROMPT, **options, max_time=1000.0)
     assert out.stats.finish_reasons == ("time",)
     assert out.stats.num_new_tokens == 1

@@ -15,9 +15,10 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading.load import load
 from specdec.options.load import Loading
 from tests.folders import saved
+from tests.matrix import endless
 from tests.tiny import NAMES, tiny, tiny_inputs
 
-COMMON = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(14)
 READERS = ("mamba", "mamba2", "falcon_mamba", "jamba")
 PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
 

@@ -17,13 +17,14 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.hf.private_api import whole_gguf
 from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
+from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.tiny import tiny
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no kernels here")
-COMMON: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(14)
 PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
 TYPES = {
     "Q4_0": ["Q4_0"],

@@ -22,12 +22,13 @@ from specdec.models.loading.integer_layers import Int8Linear
 from specdec.options.bundled_models import pair
 from specdec.proposers.heads import kind_of
 from tests.folders import saved
+from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+OPTIONS = endless(8)
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+OPTIONS = endless(8)
 CPU = torch.device("cpu")
 
 

@@ -12,12 +12,13 @@ from torch import nn
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.models.hf.patching import overridden
+from tests.matrix import endless
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+OPTIONS = endless(8)
 LOOKED_UP: dict[str, dict[str, Any]] = {"t5": {}, "umt5": {}, "bart": {}, "m2m_100": {}, "bloom": {}}
 MODELS = {**LOOKED_UP, "llama": DYNAMIC, "mistral": LONG, "llama4_text": DYNAMIC, "recurrent_gemma": {}}
 

@@ -20,10 +20,11 @@ from specdec.parallel.ranks import Channel, Follower, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
 from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
+from tests.matrix import endless
 from tests.tiny import tiny
 
 IDS = [[5, 6, 7, 8, 9, 5, 6], [3, 4, 5]]
-RUN: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(10)
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "seed": 3, "temperature": 0.8},

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.models import Capability
 from specdec.models.hf import rotary
+from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference
 from tests.tiny import tiny
@@ -46,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PROMPTS = (20, 26, 31, 32, 33, 45)
 LENGTH = 16
-OPTIONS: dict[str, Any] = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+OPTIONS = endless(LENGTH)
 
 
 def scaled(name: str) -> Any:

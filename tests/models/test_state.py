@@ -21,9 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.models import ModelState
 from specdec.models.hf.model_state import StateReader
+from tests.matrix import endless
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
-COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(12)
 PROMPT = torch.tensor([[(7 * i) % 50 + 5 for i in range(40)]])
 
 

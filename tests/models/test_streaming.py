@@ -16,12 +16,13 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.loading.streamed_layers import stream
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
 from tests.tiny import DECODERS, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+OPTIONS = endless(8)
 CPU = torch.device("cpu")
 
 
@@ -310,6 +311,6 @@ def test_a_language_model_is_streamed(name: str, tmp_path: Path) -> None:
     whole, model = pair(name, tmp_path)
     language = LanguageModel(model)
     stream(model)
-    inputs, options = prompt_for(name, rows=2), {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+    inputs, options = prompt_for(name, rows=2), endless(8)
     expected = SpecGenerator(whole).generate(**inputs, **options).sequences.tolist()
     assert SpecGenerator(language, "suffix").generate(**inputs, **options).sequences.tolist() == expected

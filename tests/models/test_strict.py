@@ -19,11 +19,12 @@ from specdec.models.backends.order_free_activations import Sigmoid, Tanh
 from specdec.models.backends.packed_layers import replaced
 from specdec.models.exactness import strict_obstacle
 from tests.heads import eagle_folder
+from tests.matrix import endless
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 KINDS = ("float32", "bfloat16", "int8", "int4")
-COMMON = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+COMMON = endless(24)
 SCHEDULES = ("constant", "heuristic", "confidence", "cost")
 HOWS: tuple[dict[str, Any], ...] = (
     {},

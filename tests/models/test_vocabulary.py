@@ -15,12 +15,13 @@ from specdec.models.vocabulary import CutHead
 from specdec.proposers.model import ModelSession
 from tests.folders import byte_tokenizer, saved, saved_model
 from tests.heads import dflash_folder, eagle_folder
+from tests.matrix import endless
 from tests.proposers.heads.test_blocks import PEAGLE, assistant
 from tests.proposers.heads.test_heads import target
 from tests.proposers.heads.test_mtp import checkpoint
 from tests.versions import OLD
 
-RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(16)
 IDS = [[5, 9, 12, 5], [7, 8]]
 
 

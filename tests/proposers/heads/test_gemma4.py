@@ -16,11 +16,12 @@ from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.tiny_models import shake
 from tests.heads import Proposals, spy_on_proposals
+from tests.matrix import endless
 from tests.tiny import tiny
 from tests.versions import OLD
 
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
-RUN: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(8)
 KINDS = ["sliding_attention", "full_attention"]
 LAYERS: dict[str, Any] = {
     "vocab_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

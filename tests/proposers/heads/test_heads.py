@@ -26,10 +26,11 @@ from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadDrafter, HeadSession
 from specdec.proposers.heads.stage import Stages
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
+from tests.matrix import endless, some
 from tests.tiny import tiny
 
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
-RUN: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(14)
 THREE = {"num_hidden_layers": 3}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -174,15 +175,7 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     assert compared > 30
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "seed": 3},
-    "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection", "num_return_sequences": 2},
-    "block": {"do_sample": True, "seed": 3, "sampling": "block"},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "guided": {"guidance_scale": 1.5},
-}
+WAYS = some("greedy", "coupled", "rejection", "block", "beams", "groups", "guided")
 DRAFTING: list[dict[str, Any]] = [
     {"schedule": "constant", "num_assistant_tokens": 3},
     {"schedule": "heuristic", "num_assistant_branches": 4},

@@ -14,12 +14,13 @@ from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedS
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.options.checks import common_length
+from tests.matrix import endless, some
 from tests.tiny import tiny, tiny_inputs
 from tests.versions import OLD
 
 LAYERS = (2, 0, 1)
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7]]
-RUN: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(14)
 
 
 class Listener(BatchDrafter):
@@ -141,14 +142,9 @@ def check(model: Any, drafter: Listener, **inputs: Tensor) -> None:
         torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-4)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
+WAYS = {
+    **some("greedy", "coupled", "copies", "beams", "groups", "guided"),
     "chunks": {"prefill_chunk_size": 2},
-    "sampled": {"do_sample": True, "seed": 3},
-    "several": {"do_sample": True, "seed": 3, "num_return_sequences": 2},
-    "beams": {"num_beams": 3},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "guided": {"guidance_scale": 1.5},
 }
 
 

@@ -21,11 +21,12 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.hf.tiny_models import shake
 from specdec.proposers.heads import load_mtp
 from specdec.proposers.heads.proposer import HeadSession
+from tests.matrix import endless
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
 
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
-RUN: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+RUN = endless(12)
 MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

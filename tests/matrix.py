@@ -1,0 +1,32 @@
+"""Options that many tests share: calls that only their length ends, and one call of each strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def endless(max_new_tokens: int, /, **more: Any) -> dict[str, Any]:
+    """Options of a call that no token ends, so that its texts are as long as they may be."""
+    return {"max_new_tokens": max_new_tokens, "eos_token_id": [], "pad_token_id": 0, **more}
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"do_sample": True, "seed": 3},
+    "rejection": {"do_sample": True, "seed": 4, "sampling": "rejection"},
+    "block": {"do_sample": True, "seed": 4, "sampling": "block"},
+    "copies": {"do_sample": True, "seed": 5, "num_return_sequences": 2, "temperature": 0.7},
+    "ranked": {"do_sample": True, "seed": 6, "num_samples": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"num_beams": 2, "do_sample": True, "seed": 8},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constrained": {"num_beams": 3, "force_words_ids": [[20, 21]]},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 3},
+    "guided": {"guidance_scale": 1.8},
+}
+"""One call of each strategy, over vocabularies of 22 tokens and more."""
+
+
+def some(*names: str) -> dict[str, dict[str, Any]]:
+    """These of the strategies."""
+    return {name: STRATEGIES[name] for name in names}
