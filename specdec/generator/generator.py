@@ -293,15 +293,19 @@ class SpecGenerator:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
-        model = self.target.model
-        tasks = getattr(model.config, "task_specific_params", None) or {}
         return resolve(
             given,
             # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
-            inherited=model.generation_config.to_dict() | tasks.get(self._task, {}),
+            inherited=self._inherited(),
         )
+
+    def _inherited(self) -> dict[str, Any]:
+        """The checkpoint's generation settings, and over them those of its task."""
+        settings: dict[str, Any] = self.target.model.generation_config.to_dict()
+        tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
+        return settings | tasks.get(self._task, {})
 
 
 def _prefixes(wanted: bool | int | None) -> PrefixCache | None:

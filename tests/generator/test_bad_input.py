@@ -241,7 +241,7 @@ def test_processors_that_return_no_scores(processor: Any, got: str) -> None:
     """It is told what came; the generator can be used again. (They were raw errors, or silently took 3 tokens.)"""
     generator = SpecGenerator(tiny("llama"), "suffix")
     with pytest.raises(
-        OptionError, match=re.escape(f"must return scores of shape [1, 64], the one that it gets, got {got}")
+        OptionError, match=re.escape(f"must return scores of shape [1, 64], the shape of its input, got {got}")
     ):
         generator.generate(IDS, max_new_tokens=3, logits_processor=processor)
     assert generator.generate(IDS, max_new_tokens=3, eos_token_id=[]).stats.num_new_tokens == 3
