@@ -118,12 +118,12 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
     def _knows(self, row: SequenceView) -> bool:
         """Whether the row's text agrees with the oracle's."""
         new = row.tokens[row.prompt_length :]
-        return self.oracle is not None and self.oracle.texts[row.task.place][: len(new)] == new
+        return self.oracle is not None and self.oracle.texts[row.task.encoder_row][: len(new)] == new
 
     def _guess(self, row: SequenceView, depth: int, rank: int) -> tuple[int, bool]:
         if self.oracle is None:
             return rank, False
-        return self.oracle.guess(row.task.place, len(row.tokens) - row.prompt_length + depth, rank)
+        return self.oracle.guess(row.task.encoder_row, len(row.tokens) - row.prompt_length + depth, rank)
 
     def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
         """The likeliest next nodes: their parents and the ranks of the guesses."""

@@ -181,8 +181,8 @@ class DraftTask:
 
     `rule` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that end
     a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`:
-    the encoder's inputs, of which the sequence has number `place`, for a draft with its own encoder. `allowed(text,
-    tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
+    the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
+    `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
     """
 
     rule: DraftRule
@@ -190,7 +190,7 @@ class DraftTask:
     ends: frozenset[int] = frozenset()
     source: Hashable = None
     inputs: Mapping[str, Tensor] | None = None
-    place: int = 0
+    encoder_row: int = 0
     allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
 
 

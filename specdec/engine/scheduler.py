@@ -59,7 +59,7 @@ class Scheduler:
                 self._leaders[seq] = leader
                 continue
             if request.encoding is not None:
-                seq.encoding = request.encoding.select([seq.task.place])
+                seq.encoding = request.encoding.select([seq.task.encoder_row])
             self._arrived[seq.id] = seq
 
     def _part(self, request: Request) -> None:

@@ -263,7 +263,7 @@ class ModelSession(DraftSession):
             )
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
-        return self._encoded[id(inputs)][1].select([seq.task.place])
+        return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _refresh(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets texts whose rotary scaling changes with their length: they are read again."""

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from specdec.errors import CancelledError, OptionError
 
 LOG = logging.getLogger(__name__)
-_SAID = {
+_MESSAGES = {
     404: "this path does not exist: /openapi.json lists all paths",
     405: "this path does not take this method: /openapi.json lists those it takes",
 }
@@ -102,8 +102,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # of the router
-        said = _SAID.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, said, headers=dict(error.headers or {}))
+        message = _MESSAGES.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, CancelledError):
         return ApiError(499, "the request was cancelled", code="cancelled")
     if isinstance(error, OptionError):

@@ -68,10 +68,10 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if faults[best]["type"] in _KINDS:
         same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
         expected = [_KINDS[fault["type"]].format_map(_facts(fault)) for fault in same if fault["type"] in _KINDS]
-        said = f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(faults[best]['input'])}"
+        message = f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(faults[best]['input'])}"
     else:
-        said = _FAULTS.get(faults[best]["type"], "cannot be taken").format_map(_facts(faults[best]))
-    return ApiError(400, f"{f'`{path}`' if path else 'the body'} {said}", param=path or None, code="invalid_value")
+        message = _FAULTS.get(faults[best]["type"], "cannot be taken").format_map(_facts(faults[best]))
+    return ApiError(400, f"{f'`{path}`' if path else 'the body'} {message}", param=path or None, code="invalid_value")
 
 
 def _own(message: str, path: str, value: Any) -> ApiError:

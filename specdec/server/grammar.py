@@ -51,11 +51,11 @@ class Form:
         except (ValueError, RecursionError) as error:
             raise self.wrong(str(error)) from None
 
-    def wrong(self, said: str) -> OptionError:
+    def wrong(self, message: str) -> OptionError:
         """llguidance's message as an OptionError, without the grammar around a regular expression."""
         if self.kind == "regex":
-            said = said.partition("\n   1 |")[0].rpartition("error: ")[2]
-        return OptionError(f"`{self.field}`: {said}")
+            message = message.partition("\n   1 |")[0].rpartition("error: ")[2]
+        return OptionError(f"`{self.field}`: {message}")
 
 
 class Grammar:

@@ -44,7 +44,7 @@ def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None,
                 stop=Stopping(max_length=most),
                 max_length=most,
                 device=model.device,
-                task=DraftTask(selector.rule, place=place),
+                task=DraftTask(selector.rule, encoder_row=place),
             )
         )
     return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)
@@ -98,7 +98,7 @@ def test_store_equals_a_recomputed_one_after_every_step(
                 [session] = [d.session.cache for d in self._drafts.values()]
                 held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.text
-                read = None if inputs is None else draft.encode(inputs).select([row.task.place])
+                read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])
                 check_held(draft, session, held.cache_row, row.tokens, read)
                 checked += 1
 

@@ -338,7 +338,7 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     model = FakeModel(is_encoder_decoder=True)
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [1, 1]])}
     session = ModelDrafter(model).start(50)
-    rows = [FakeSequence([0], k, task=task(inputs=inputs, place=k)) for k in range(3)]
+    rows = [FakeSequence([0], k, task=task(inputs=inputs, encoder_row=k)) for k in range(3)]
     session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
     session.release([1])
     session.propose(rows[:1], [FakePlan(2)])

@@ -50,7 +50,9 @@ def test_encoder_decoder(name: str) -> None:
     for is_shared in (False, True):
         session = ModelDrafter(language_model, shared_encoder=is_shared).start(64)
         rows = [
-            FakeSequence(text, r, encoding=shared.select([r]), task=task(inputs=None if is_shared else inputs, place=r))
+            FakeSequence(
+                text, r, encoding=shared.select([r]), task=task(inputs=None if is_shared else inputs, encoder_row=r)
+            )
             for r, text in enumerate([[1], [1, 5, 6]])
         ]
         for _ in range(3):

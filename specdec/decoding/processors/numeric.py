@@ -32,10 +32,10 @@ def _suppressed(item: Suppress, text: Text) -> list[Filter]:
 def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
     if item.begin > len(text):
         return None
-    said = text[item.begin :]
+    generated = text[item.begin :]
     initial = -1 if item.most_initial is None else item.most_initial
-    how = item.first, item.end, initial, item.by_probability, item.newest(said)
-    return [Filter("timestamps", (*how, *said[-2:]))]
+    how = item.first, item.end, initial, item.by_probability, item.newest(generated)
+    return [Filter("timestamps", (*how, *generated[-2:]))]
 
 
 _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {

@@ -49,18 +49,18 @@ class Timestamps:
             text.masked_fill_((together > log_probs[:, : self.first].amax(-1))[:, None], _NEVER)
         return scores
 
-    def newest(self, said: list[int]) -> int:
-        """The last timestamp of `said`, or -1."""
-        return next((token for token in reversed(said) if token >= self.first), -1)
+    def newest(self, generated: list[int]) -> int:
+        """The last timestamp of `generated`, or -1."""
+        return next((token for token in reversed(generated) if token >= self.first), -1)
 
-    def _keep_order(self, said: list[int], text: Tensor, stamps: Tensor) -> None:
-        """Sets to -inf in `text` `[first]` and `stamps` `[others]` what may not follow `said`."""
-        newest = self.newest(said)
+    def _keep_order(self, generated: list[int], text: Tensor, stamps: Tensor) -> None:
+        """Sets to -inf in `text` `[first]` and `stamps` `[others]` what may not follow `generated`."""
+        newest = self.newest(generated)
         if newest < 0:
             return
-        if said[-1] < self.first:
+        if generated[-1] < self.first:
             stamps[: newest - self.first + 1] = _NEVER  # text takes some time
-        elif len(said) < 2 or said[-2] >= self.first:  # a first one stands for a pair
+        elif len(generated) < 2 or generated[-2] >= self.first:  # a first one stands for a pair
             stamps.fill_(_NEVER)
         else:  # the second of a pair may be the same
             stamps[: newest - self.first] = _NEVER
