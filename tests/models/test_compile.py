@@ -484,14 +484,14 @@ class TestCode:
         for confident in (True, False):
             whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
             given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
-            [found], [told], _ = session.draft_chain([row], [text], [given])
+            [found], [drawn_from] = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
             tokens, sure, q = zip(*whole, strict=True)
             assert [token for token, _ in found] == [*tokens]
             assert [own for _, own in found] == pytest.approx([*sure], rel=1e-4)
-            assert (told is None) != rule.needs_q
-            if told is not None:
-                torch.testing.assert_close(told, torch.stack(q), rtol=1e-3, atol=1e-5)
+            assert (drawn_from is None) != rule.needs_q
+            if drawn_from is not None:
+                torch.testing.assert_close(drawn_from, torch.stack(q), rtol=1e-3, atol=1e-5)
 
     def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
         """The likeliest guesses and their probabilities, by passes over one token each."""
