@@ -14,6 +14,7 @@ from docs.make import pages as made
 from specdec import errors
 from specdec.cli import request
 from specdec.cli.commands import app
+from specdec.engine.engine import Engine
 from specdec.options.generate import Options
 from specdec.server import protocol
 from tests.docs.pages import PAGES, ROOT, blocks
@@ -55,6 +56,19 @@ def test_the_loop_is_that_of_the_source() -> None:
     source = (ROOT / "specdec" / "engine" / "reference.py").read_text(encoding="utf-8")
     assert shown == source[source.index("def generate(") :]
     assert "def accept(" in shown
+
+
+def test_the_map_of_the_source_names_what_exists() -> None:
+    """Files in the package, and the methods of a round."""
+    text = (ROOT / "docs" / "how" / "source.md").read_text(encoding="utf-8")
+    path = text.split("## The path of a request")[1].split("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", path)
+    assert len(files) > 8
+    assert not [name for name in files if not (ROOT / "specdec" / name.removeprefix("specdec/")).is_file()]
+    loop = (ROOT / "docs" / "how" / "loop.md").read_text(encoding="utf-8")
+    methods = re.findall(r"^\| `(_\w+)` \|", loop, re.M)
+    assert len(methods) == 5
+    assert {*methods} < {*vars(Engine)}
 
 
 def test_the_command_line_page_has_every_command_and_flag() -> None:
