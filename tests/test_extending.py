@@ -18,7 +18,7 @@ from specdec.proposers import DRAFTS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"## A (\w+)\n(?:(?!\n## ).)*?```python\n(.*?)```", DOCS, re.S)
-[HIDDEN] = re.findall(r"### A draft that reads hidden states\n.*?```python\n(.*?)```", DOCS, re.S)
+OBJECTS = re.findall(r"### A ([^\n]*)\n(?:(?!\n##).)*?```python\n(.*?)```", DOCS, re.S)
 TABLES: dict[str, dict[str, Any]] = {
     "draft": DRAFTS,
     "schedule": SCHEDULES,
@@ -53,10 +53,11 @@ def test_an_example_runs(kind: str, code: str) -> None:
     assert code.count("assert ") >= 3
 
 
-def test_the_example_of_hidden_states_runs() -> None:
+@pytest.mark.parametrize(("title", "code"), OBJECTS, ids=[title for title, _ in OBJECTS])
+def test_an_example_of_an_object_runs(title: str, code: str) -> None:
     """It needs no registry."""
-    exec(compile(HIDDEN, "docs/extending.md (hidden)", "exec", dont_inherit=True), {"__name__": "extending_hidden"})
-    assert HIDDEN.count("assert ") == 2
+    exec(compile(code, f"docs/extending.md ({title})", "exec", dont_inherit=True), {"__name__": "extending_object"})
+    assert code.count("assert ") >= 2
 
 
 def test_registries_are_as_they_were() -> None:
@@ -69,6 +70,7 @@ def test_registries_are_as_they_were() -> None:
 def test_every_kind_has_an_example() -> None:
     """One each, and nothing that looks like code is left out."""
     assert [kind for kind, _ in BLOCKS] == ["draft", "strategy", "schedule", "quantization", "pipeline"]
-    assert DOCS.count("```python") == len([*BLOCKS, HIDDEN])
+    assert [title for title, _ in OBJECTS] == ["text draft", "draft that reads hidden states"]
+    assert DOCS.count("```python") == len([*BLOCKS, *OBJECTS])
     for table in ("DRAFT_WORDS", "STRATEGIES", "SCHEDULES", "QUANTIZATIONS", "PIPELINES"):
         assert f"`{table}` in `specdec/" in DOCS

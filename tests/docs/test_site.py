@@ -14,9 +14,10 @@ from docs.make import pages as made
 from specdec import errors
 from specdec.cli import request
 from specdec.cli.commands import app
+from specdec.engine.engine import Engine
 from specdec.options.generate import Options
 from specdec.server import protocol
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import PAGES, ROOT, blocks
 
 README = ROOT / "README.md"
 
@@ -47,6 +48,27 @@ def test_the_plot_shows_the_results() -> None:
 def test_the_picture_is_a_round_that_happened() -> None:
     """The package's pair plays it again."""
     assert figures.record() == figures.recorded()
+
+
+def test_the_loop_is_that_of_the_source() -> None:
+    """The page shows `generate` and `accept` as they stand in the file."""
+    [shown] = [block.code for block in blocks(ROOT / "docs" / "how" / "loop.md") if block.mark.startswith("not run")]
+    source = (ROOT / "specdec" / "engine" / "reference.py").read_text(encoding="utf-8")
+    assert shown == source[source.index("def generate(") :]
+    assert "def accept(" in shown
+
+
+def test_the_map_of_the_source_names_what_exists() -> None:
+    """Files in the package, and the methods of a round."""
+    text = (ROOT / "docs" / "how" / "source.md").read_text(encoding="utf-8")
+    path = text.split("## The path of a request")[1].split("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", path)
+    assert len(files) > 8
+    assert not [name for name in files if not (ROOT / "specdec" / name.removeprefix("specdec/")).is_file()]
+    loop = (ROOT / "docs" / "how" / "loop.md").read_text(encoding="utf-8")
+    methods = re.findall(r"^\| `(_\w+)` \|", loop, re.M)
+    assert len(methods) == 5
+    assert {*methods} < {*vars(Engine)}
 
 
 def test_the_command_line_page_has_every_command_and_flag() -> None:
