@@ -158,6 +158,11 @@ class RunningSequence:
         """The new tokens of its texts, best first."""
         return [self.tokens[self.prompt_length :]]
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each of `texts` ended; only of a sequence that ended."""
+        return [self.finish or ""]
+
     def walk(self, part: RowPass, scores: Scores) -> Walk:
         """The strategy's ordinary steps, as far as the pass computed logits for the text that they produce."""
         raise NotImplementedError
@@ -257,6 +262,11 @@ class SearchSequence(RunningSequence):
     def texts(self) -> list[list[int]]:
         """The new tokens of the best `returned` hypotheses."""
         return [list(found.tokens) for found in self.state.finished[: self.returned]]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Each hypothesis' own reason."""
+        return [found.reason for found in self.state.finished[: self.returned]]
 
     def walk(self, part: RowPass, scores: Scores) -> Walk:
         """Takes the search's steps for as long as the pass, or an earlier one, computed every leaf."""

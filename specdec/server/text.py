@@ -142,9 +142,8 @@ class TextModel:
         finally:
             follow.close()
         if not any(row.streamed for row in rows):
-            reasons = out.stats.finish_reasons
-            for row, tokens in enumerate(out.new_tokens()):
-                yield rows[row].whole(tokens, reasons[min(row, len(reasons) - 1)])
+            for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
+                yield row.whole(tokens, reason)
         yield Finished(out.stats)
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
@@ -296,6 +295,6 @@ def _finite(value: float | None) -> float:
 
 def _context(generator: SpecGenerator, wanted: int | None) -> int:
     """The context in tokens: the least of the model's positions, its config's, and the one wanted."""
-    config = generator.target.model.config
+    config = generator.target.config
     known = [generator.target.max_positions, getattr(config, "max_position_embeddings", None), wanted]
     return min((number for number in known if number), default=4096)
