@@ -113,6 +113,14 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
     assert lengths[0] == lengths[1] == list(range(5, 18))
 
 
+def test_a_criterion_names_its_reason(model: Any) -> None:
+    """Its attribute `reason` is the finish reason."""
+    criterion = AtLength(20)
+    criterion.reason = "budget"
+    out = SpecGenerator(model).generate(PROMPT, **endless(LENGTH, stopping_criteria=[criterion]))
+    assert out.stats.finish_reasons == ("budget",)
+
+
 def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
     """A tuple of one [1, vocab] per token where scores are kept, else None, as in transformers. (Always None.)"""
     seen: list[Any] = []
