@@ -126,8 +126,8 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
     names = (
         *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
         *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
-        *("weight_passes_per_token", "tokens_per_second", "seconds", "draft_seconds", "verify_seconds"),
-        *("select_seconds", "other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
+        *("tokens_per_second", "seconds", "draft_seconds", "verify_seconds", "select_seconds"),
+        *("other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
     )
     values = {name: getattr(stats, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -57,13 +57,8 @@ class Stats:
 
     @property
     def target_passes_per_token(self) -> float:
-        """Target forward passes, prefill included, per new token of all sequences."""
+        """Target forward passes, prefill included, per new token of all sequences; each reads the weights once."""
         return self.num_target_passes / self.num_new_tokens if self.num_new_tokens else 0.0
-
-    @property
-    def weight_passes_per_token(self) -> float:
-        """How often the target's weights were read per new token: once per pass, prompts included."""
-        return self.target_passes_per_token
 
     @property
     def other_seconds(self) -> float:
