@@ -51,7 +51,8 @@ class Filter(NamedTuple):
 class Choice(NamedTuple):
     """How a guess is chosen from logits, in numbers: `filters` in this order, then argmax or a draw.
 
-    With an `address`, guess i is drawn with the noise at index `first + i` below it (`specdec.decoding.noise`).
+    `address` None: argmax. Otherwise guess i is drawn with the noise of the key `fold(address, first + i)`
+    (`specdec.decoding.noise`).
     """
 
     filters: Sequence[Filter] = ()
