@@ -141,8 +141,8 @@ class _Recording(BatchDrafter, DraftSession):
         self._last = EMPTY
         self._session.commit(commits)
 
-    def release(self, keys: Sequence[int]) -> None:
-        self._session.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self._session.release(seq_ids)
 
 
 def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ def generate(
     elif not live:
         print_texts(out.texts or [])
     if stats and out.stats is not None:
-        show_stats(out.stats, interrupted=interrupt.asked)
+        show_stats(out.stats)
     if interrupt.asked:
         return INTERRUPTED
     if not chat and not quiet:

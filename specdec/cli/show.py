@@ -106,7 +106,7 @@ def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str,
     return {
         "texts": out.texts,
         "token_ids": out.new_tokens(),
-        "finish_reasons": finish_reasons(stats, interrupted=interrupted),
+        "finish_reasons": list(stats.finish_reasons),
         "interrupted": interrupted,
         "stats": stats_fields(stats),
         "settings": settings(request, stats),
@@ -121,39 +121,34 @@ def settings(request: Request, stats: Stats) -> dict[str, Any]:
     return {**names, **request.loading, "options": request.options, **stats.settings}
 
 
-def finish_reasons(stats: Stats, *, interrupted: bool) -> list[str]:
-    """Why each row ended; Ctrl-C is the only stopping criterion of the command line."""
-    return ["interrupted" if interrupted and reason == "criteria" else reason for reason in stats.finish_reasons]
-
-
 def stats_fields(stats: Stats) -> dict[str, Any]:
     """Statistics by name: counts, rates, and seconds."""
     names = (
         *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
         *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
-        *("weight_passes_per_token", "tokens_per_second", "seconds", "draft_seconds", "verify_seconds"),
-        *("select_seconds", "other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
+        *("tokens_per_second", "seconds", "draft_seconds", "verify_seconds", "select_seconds"),
+        *("other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
     )
     values = {name: getattr(stats, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def show_stats(stats: Stats, *, interrupted: bool = False) -> None:
+def show_stats(stats: Stats) -> None:
     """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
-    Console(stderr=True).print(stats_table(stats, interrupted=interrupted))
+    Console(stderr=True).print(stats_table(stats))
     if (waiting := waiting_threads()) is not None:
         say(f"busy machine: {waiting}: {FEWER_THREADS}")
 
 
-def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:
+def stats_table(stats: Stats) -> Table:
     """The table of a call's statistics."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    table.add_row("new tokens", str(stats.num_new_tokens), ", ".join(finish_reasons(stats, interrupted=interrupted)))
+    table.add_row("new tokens", str(stats.num_new_tokens), ", ".join(stats.finish_reasons))
     table.add_row("tokens per second", f"{stats.tokens_per_second:.1f}", f"in {stats.seconds:.2f} s")
     table.add_row("target passes", str(stats.num_target_passes), f"{stats.target_passes_per_token:.2f} per token")
     if stats.num_spec_steps:

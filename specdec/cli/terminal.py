@@ -201,6 +201,8 @@ def progress_bar(console: Console) -> Progress:
 class Interrupt:
     """Ctrl-C as a stopping criterion: the call ends with its next token; a second Ctrl-C raises KeyboardInterrupt."""
 
+    reason = "interrupted"
+
     def __init__(self) -> None:
         self.asked = False
 

@@ -6,7 +6,7 @@ distribution, `q` the draft's.
 | file | what it holds |
 | --- | --- |
 | `tree.py` | trees of candidate tokens, the target's logits at their nodes, and the steps that these decide |
-| `rounds.py` | a sequence as plugins see it, its part of a target pass, and the results of a round |
+| `rounds.py` | what cached keys depend on, a sequence's part of a target pass, and the results of a round |
 | `sequence.py` | what the engine runs: a text, or a search with many live branches |
 | `traces.py` | hidden states and attentions of a step |
 | `strategies.py` | the interface of a strategy |

@@ -32,7 +32,7 @@ class Branch(NamedTuple):
 class Until(NamedTuple):
     """The condition on which a chain goes on, in numbers, for code that is compiled.
 
-    A guess of probability p, in bin b of those between `edges`, is right with probability min(p * rates[b], 1). The
+    `edges` divide probabilities into bins; a guess of probability p in bin b is right with min(p * rates[b], 1). The
     chain goes on while the product of these is at least `least`.
     """
 
@@ -51,7 +51,8 @@ class Filter(NamedTuple):
 class Choice(NamedTuple):
     """How a guess is chosen from logits, in numbers: `filters` in this order, then argmax or a draw.
 
-    With an `address`, guess i is drawn with the noise at index `first + i` below it (`specdec.decoding.noise`).
+    `address` None: argmax. Otherwise guess i is drawn with the noise of the key `fold(address, first + i)`
+    (`specdec.decoding.noise`).
     """
 
     filters: Sequence[Filter] = ()
@@ -155,7 +156,7 @@ class Plan(Protocol):
 
     @property
     def limit(self) -> int:
-        """The most nodes on a path; 0: no draft."""
+        """The most nodes on a path; a draft proposes at most `min(limit, seq.remaining - 1)`. 0: no draft."""
 
     @property
     def branches(self) -> int | None:
@@ -166,13 +167,14 @@ class Plan(Protocol):
         """Whether `go_on` and `keep` depend on the draft's confidence."""
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether a further draft pass pays; `paths`: the confidence of each node on the paths that it continues.
+        """Whether a further draft pass pays.
 
-        `width`: how many nodes the pass adds. The branches of a search count as one path.
+        `paths`: the confidence of each node on the paths that the pass would continue. `width`: how many nodes the pass
+        adds. The branches of a search count as one path.
         """
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether a path's last node is worth verifying; not asked of drawn nodes."""
+        """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -198,7 +200,8 @@ class Hidden(NamedTuple):
     """The target's hidden states of one pass, for a draft with `hidden_layers`.
 
     `states` `[tokens, layers, width]`, on the target's device: of the sequence's newly read tokens from number `first`
-    on, followed by the new nodes of the commit's path, which have numbers from `num_cached` on.
+    on, then one state for each node of `path` whose number is at least `num_cached`, in the order of `path`; lower ones
+    came in earlier commits.
     """
 
     first: int
@@ -207,11 +210,13 @@ class Hidden(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Which of a sequence's branches and proposed nodes stay: `path`, of which the first `text` have become text.
+    """Which of a sequence's branches and proposed nodes stay.
 
-    Nodes are numbered as in a `RowPass`. The sequence is up to date: its tree is the rest of the path, in this order,
-    and new leaves. A draft with `hidden_layers` gets `hidden` with every commit, and one commit with an empty path per
-    chunk of a prompt; None if the target computed nothing, or the sequence has ended.
+    `path`: their numbers; its first `text` nodes are now text, the rest are live branches of a search. The branches
+    that `seq.tree` had before the round are numbered first, then your proposal's nodes. The sequence is up to date: its
+    tree is the rest of the path, in this order, and new leaves. A draft with `hidden_layers` gets `hidden` with every
+    commit, and one commit with an empty path per chunk of a prompt; None if the target computed nothing, or the
+    sequence has ended.
     """
 
     seq: SequenceView
@@ -244,15 +249,17 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, possibly empty, from the sequence's leaves, with paths of at most `plan.limit` nodes.
+        """One tree per sequence, possibly empty, from the sequence's leaves.
 
+        A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
+        be 0 or less.
         A sequence with an unknown `seq.id` is new.
         """
 
     def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        """Returns how many of the first `length` tokens of `source` the draft can continue in a new sequence.
+        """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
 
-        Of these the draft gets no hidden states; the target reads the others again. `source` is the id of a running
+        It gets hidden states from token n on only; 0: of the whole prompt. `source` is the id of a running
         sequence, or a state that a session of the same draft saved. Only called for drafts with `hidden_layers`.
         """
         return 0
@@ -269,17 +276,20 @@ class DraftSession(ABC):
         """Takes in a round's results, also of sequences that another draft proposed for."""
 
     def rewind(self, seq: SequenceView, length: int) -> None:
-        """Forgets a sequence's text beyond its first `length` tokens, which has been replaced."""
+        """Called when the text of `seq` changes (the best beam, another tokenizer).
 
-    def release(self, keys: Sequence[int]) -> None:
+        Only its first `length` tokens are the same as before; `seq.tokens` is already the new text.
+        """
+
+    def release(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
 
 
 class BatchDrafter(ABC):
-    """A kind of draft: starts sessions, and describes itself.
+    """A draft: opens sessions, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
-    `reads_predictions`: it searches given texts for its guesses. `instant`: it runs no model, and takes next to no
+    `reads_predictions`: it copies from `seq.prediction`. `instant`: it runs no model, and takes next to no
     time. `hidden_layers`: the layers of the target whose hidden states it gets after every round (`Commit.hidden`), in
     this order; state i is the input of decoder layer i (0: the embeddings), the last one the input of the output head.
     """

@@ -1,4 +1,4 @@
-"""A sequence as plugins see it, its part of a target pass, and the results of a round."""
+"""What cached keys depend on, a sequence's part of a target pass, and the results of a round."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from specdec.core.tree import EMPTY, Tree
 
 if TYPE_CHECKING:
     from specdec.core.tree import Step
+
+CHUNK = 2048
+"""The most prompt tokens of one pass, while no other sequence waits for it."""
+SHARED_CHUNK = 256
+"""The same while sequences that have read their prompts wait for this pass."""
+VOID_COLUMNS = 64
+"""Columns of a row of the cache that dead branches may leave empty before the row is compacted."""
 
 
 class Context(NamedTuple):
@@ -72,10 +79,10 @@ class RowPass:
 class SequenceRound:
     """The result of a round for one sequence.
 
-    `drafted`: nodes of the proposal; `depth`: its longest path. The proposal's nodes decided the first `accepted` of
-    `steps`. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy reached,
-    and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: the target or the draft
-    read a prompt in this round.
+    `drafted`: nodes of the proposal; `depth`: its longest path. The draft had guessed the tokens of the first
+    `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
+    reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: the target or
+    the draft read a prompt in this round.
     """
 
     id: int

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftTask, SequenceView
-from specdec.core.rounds import Context, RowPass
+from specdec.core.rounds import VOID_COLUMNS, Context, RowPass
 from specdec.core.strategies import NodeOutput, Search, Selector, Trace
 from specdec.core.traces import stacked, trace_of, traces_of
 from specdec.core.tree import EMPTY, Scores, Step, Tree
 
 KeptScores = tuple[Tensor, ...] | None
-_VOID = 64  # columns of a cache that dead branches may leave empty
 Stop = Callable[[SequenceView, list[int], KeptScores], str | None]
 
 
@@ -29,7 +28,8 @@ class Walk(NamedTuple):
     """The strategy's steps in one round.
 
     `path`: the nodes of branches and proposal (numbered as in `RowPass`) that stay cached; the first `text` of them
-    have become text. `accepted`: how many steps the proposal's nodes decided. `after`: the sequence's new state.
+    have become text. `accepted`: the draft had guessed the tokens of the first `accepted` steps. `after`: the
+    sequence's new state.
     """
 
     steps: list[Step]
@@ -82,7 +82,7 @@ class RunningSequence:
 
     @property
     def remaining(self) -> int:
-        """How many tokens may follow a leaf before the text ends or is read again."""
+        """How many tokens may follow a leaf before the length limit, or before the target must reread the text."""
         return self._room(len(self.tokens))
 
     @property
@@ -157,6 +157,11 @@ class RunningSequence:
     def texts(self) -> list[list[int]]:
         """The new tokens of its texts, best first."""
         return [self.tokens[self.prompt_length :]]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each of `texts` ended; only of a sequence that ended."""
+        return [self.finish or ""]
 
     def walk(self, part: RowPass, scores: Scores) -> Walk:
         """The strategy's ordinary steps, as far as the pass computed logits for the text that they produce."""
@@ -246,7 +251,8 @@ class SearchSequence(RunningSequence):
     @property
     def most_positions(self) -> int:
         """Counted as if no two branches shared a new token."""
-        return self.num_embeds_only + self.prompt_length + self.width * (self.max_length - self.prompt_length) + _VOID
+        new = self.width * (self.max_length - self.prompt_length)
+        return self.num_embeds_only + self.prompt_length + new + VOID_COLUMNS
 
     @property
     def width(self) -> int:
@@ -257,6 +263,11 @@ class SearchSequence(RunningSequence):
     def texts(self) -> list[list[int]]:
         """The new tokens of the best `returned` hypotheses."""
         return [list(found.tokens) for found in self.state.finished[: self.returned]]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Each hypothesis' own reason."""
+        return [found.reason for found in self.state.finished[: self.returned]]
 
     def walk(self, part: RowPass, scores: Scores) -> Walk:
         """Takes the search's steps for as long as the pass, or an earlier one, computed every leaf."""

@@ -13,10 +13,12 @@ class Stats:
 
     *Mean acceptance length* is 1 + accepted / speculative steps; a speculative step is one sequence's part of a target
     pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
-    the new tokens of every returned text. `cached_prompt_tokens` were read in an earlier call or for another sequence.
-    Seconds are those of rounds, which sequences of other calls may have shared. `exactness` compares the text with that
-    of the same call without a draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half
-    precision; "sequence-dependent": it may differ, since layers of the target look at all tokens of a pass.
+    the new tokens of every returned text, and `finish_reasons` say why it ended. `per_row` has one entry per sequence
+    (a search is one, a ranked sample too), whose passes are those after which it had new tokens. `cached_prompt_tokens`
+    were read in an earlier call or for another sequence. Seconds are those of rounds, which sequences of other calls
+    may have shared. `exactness` compares the text with that of the same call without a draft: "strict" and "exact":
+    equal; "rounding": equal but for near-ties in half precision; "row-dependent": it may differ, since layers of the
+    target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -55,13 +57,8 @@ class Stats:
 
     @property
     def target_passes_per_token(self) -> float:
-        """Target forward passes, prefill included, per new token of all sequences."""
+        """Target forward passes, prefill included, per new token of all sequences; each reads the weights once."""
         return self.num_target_passes / self.num_new_tokens if self.num_new_tokens else 0.0
-
-    @property
-    def weight_passes_per_token(self) -> float:
-        """How often the target's weights were read per new token: once per pass, prompts included."""
-        return self.target_passes_per_token
 
     @property
     def other_seconds(self) -> float:

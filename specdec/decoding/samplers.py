@@ -93,7 +93,9 @@ class GreedyRule:
     needs_q: ClassVar[bool] = False
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """Itself in numbers, after the sequence's text; None for subclasses of others, and some processors."""
+        """Itself in numbers, after the sequence's text; None where `pick` is someone else's, or a processor cannot be
+        stated in numbers.
+        """
         known = type(self) in (GreedyRule, CoupledRule, SampledRule)
         return self.processors.in_numbers(seq.tokens) if known else None
 

@@ -20,7 +20,9 @@ _REASONS = (
 
 
 def _reason(criterion: object) -> str:
-    return next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
+    """The finish reason that a criterion gives: its attribute `reason`, or that of its kind."""
+    known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
+    return str(getattr(criterion, "reason", known))
 
 
 def _holds(answer: Any) -> bool:
@@ -32,7 +34,8 @@ class Stopping:
     """Ends a sequence at one of `eos_ids`, at `max_length` tokens (with the prompt, without padding), or by a
     criterion.
 
-    `criteria`: transformers' stopping criteria; each gets `ids` `[1, length]` once per emitted token, in order.
+    `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order.
+    One may have a `reason`.
     """
 
     eos_ids: frozenset[int] = frozenset()
@@ -40,7 +43,9 @@ class Stopping:
     criteria: Sequence[Any] | None = None
 
     def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
-        """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
+        """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
+        criterion's own reason, or None.
+        """
         ids = seq.prefix(new) if self.reads_ids else None
         [reason] = self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)
         return reason
@@ -54,7 +59,8 @@ class Stopping:
         """Why each of several texts of `length` ends after its last token, or None.
 
         `ids` `[texts, length]` may be None unless `reads_ids`. Every criterion is called, once for all texts, since it
-        may count its calls; the first that holds gives the reason.
+        may count its calls; the first that holds gives the reason. An end token precedes the criteria, these precede
+        the length.
         """
         reasons: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():

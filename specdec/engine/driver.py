@@ -61,7 +61,7 @@ class Driver:
                 self._wait(request, stream)
                 while request.rounds:
                     yield request.rounds.popleft()
-            yield from request.rounds
+            yield from request.rounds  # those that came between the last two checks
         finally:
             with self._lock:
                 self._open.discard(request)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import Round, SequenceRound
+from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.engine.memory_budget import MemoryBudget
@@ -29,10 +29,6 @@ from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
 from specdec.proposers import BestBranch
 
-CHUNK = 2048
-"""The most prompt tokens of one pass, while no other request is running."""
-SHARED_CHUNK = 256
-"""The same while sequences of other requests are running, which wait for this pass."""
 _IDLE_DRAFTS = 2  # draft sessions without sequences that keep their buffers for the next request
 
 
@@ -51,7 +47,10 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
-        self._device, self._is_offloaded = model.device, model.is_offloaded  # each searches the whole model
+        self._device, self._is_offloaded = (
+            model.device,
+            model.is_offloaded,
+        )  # kept, since each property walks all modules
         self.budget = MemoryBudget(kv_budget, model)
         self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
         self.scheduler = Scheduler(model, prefix_cache, self._drafts)
@@ -101,7 +100,8 @@ class Engine:
             self.waiting.popleft()
             if request.encode is not None and self.running:
                 break  # running sequences wait for one encoder pass at a time
-        running = list(self.running)  # not those that finish their prompts below: these deliver their first token first
+        # A sequence whose prompt ends in this step joins in the next one, after its first token is delivered.
+        running = list(self.running)
         if self.prefilling:
             self._prefill()
         running = [seq for seq in running if seq.id in self._requests]
@@ -151,16 +151,20 @@ class Engine:
             return
         request = self._requests[ready[0].id]
         others_wait = any(self._requests[seq.id] is not request for seq in self.running)
-        chunk = SHARED_CHUNK if others_wait else CHUNK
-        most = min(request.prefill_chunk or chunk, chunk)
+        limit = SHARED_CHUNK if others_wait else CHUNK
+        chunk = min(request.prefill_chunk or limit, limit)
         if request.traced:
-            most = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        self._round(self._batch(ready, request, most), most)
+            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+        self._round(self._batch(ready, request, chunk), chunk)
         self.running += [seq for seq in self.prefilling if seq.prefilled]
         self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 
     def _ready(self) -> list[RunningSequence]:
-        """The sequences to read next: those of the first request first, every other time the others, shortest first."""
+        """Prompts to read next.
+
+        Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
+        does not hold them up.
+        """
         order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
         if self._others_first:
             order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
@@ -180,29 +184,29 @@ class Engine:
             unread += self.scheduler.unread(seq)
         return [seq for seq in ready if seq.id in self._requests]
 
-    def _batch(self, seqs: Sequence[RunningSequence], request: Request, most: int) -> list[RunningSequence]:
-        """The first of `seqs` that can share a pass, up to `most` tokens, of which half may be padding."""
+    def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
+        """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
         batch: list[RunningSequence] = []
         widest = tokens = 0
         for seq in seqs:
             own = self._requests[seq.id]
             if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
                 continue
-            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), most)
+            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
             widest, tokens = max(widest, size), tokens + size
-            if batch and (len(batch) + 1) * widest > min(most, 2 * tokens):
+            if batch and (len(batch) + 1) * widest > min(chunk, 2 * tokens):
                 break
             batch.append(seq)
         return batch
 
-    def _round(self, seqs: list[RunningSequence], most: int | None = None) -> None:
-        """One round: propose, verify, walk, commit. With `most`: over unread prompts, at most that many tokens
-        of each.
+    def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
+        """One round: propose, verify, walk, commit. With `chunk`: over unread prompts, at most that many
+        tokens of each.
         """
         watch = Stopwatch(self._device)
-        proposals = self._propose(seqs, most)
+        proposals = self._propose(seqs, chunk)
         watch.lap("draft")
-        turns = [self._turn(seq, proposals.get(seq.id), most) for seq in seqs if seq.id in self._requests]
+        turns = [self._turn(seq, proposals.get(seq.id), chunk) for seq in seqs if seq.id in self._requests]
         if not self._verify(turns):
             return
         watch.lap("verify")
@@ -215,7 +219,7 @@ class Engine:
         self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)))
         self._release([turn.seq for turn in walked if turn.seq.finish is not None])
 
-    def _propose(self, seqs: Sequence[RunningSequence], most: int | None) -> dict[int, Tree]:
+    def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft and at least one token.
 
         While prompts are read, only instant drafts propose: a first token does not wait until a draft model has read
@@ -223,25 +227,28 @@ class Engine:
         """
         proposals: dict[int, Tree] = {}
         for draft, group in self._by_draft(seqs):
-            if most is not None and not (draft.drafter.instant or self._is_offloaded):
+            if chunk is not None and not (draft.drafter.instant or self._is_offloaded):
                 continue
-            group = [seq for seq in group if seq.tokens and (most is None or self._ends(seq, most))]
+            group = [seq for seq in group if seq.tokens and (chunk is None or self._ends(seq, chunk))]
             plans = self._plans(group)
             group = [seq for seq in group if seq.id in plans]
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = (
-                [seqs for _, seqs in _grouped(group, lambda seq: self._requests[seq.id])]
+                [own for _, own in _grouped(group, lambda seq: self._requests[seq.id])]
                 if draft.drafter.instant
                 else [group]
             )
-            for seqs_ in calls:
-                proposals |= self._proposals(draft.session, seqs_, [plans[seq.id] for seq in seqs_])
+            for together in calls:
+                proposals |= self._proposals(draft.session, together, [plans[seq.id] for seq in together])
         return proposals
 
     def _proposals(
         self, session: DraftSession, seqs: Sequence[RunningSequence], plans: Sequence[Plan]
     ) -> dict[int, Tree]:
-        """One draft's proposals by sequence id, without those of plans that allow none; a failure ends the requests."""
+        """One draft's proposals by sequence id; a failure ends the requests.
+
+        Called for plans that allow no guess too: a draft that copies goes on learning how often it would be right.
+        """
         if not seqs:
             return {}
         try:
@@ -283,22 +290,22 @@ class Engine:
             )
         self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
 
-    def _turn(self, seq: RunningSequence, proposal: Tree | None, most: int | None) -> Turn:
-        """A sequence's turn in this round; with `most`, a chunk of its prompt unless that ends the prompt."""
+    def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:
+        """A sequence's turn in this round; with `chunk`, that many tokens of its prompt unless they end it."""
         rows = [one.cache_row for one in seq.batch_seqs if one.cache_row is not None]
         self.target.refresh(rows)
         cached = [self.target.length(row) for row in rows]
-        if most is not None and not self._ends(seq, most):
-            parts = [one.chunk(length, most) for one, length in zip(seq.batch_seqs, cached, strict=True)]
+        if chunk is not None and not self._ends(seq, chunk):
+            parts = [one.chunk(length, chunk) for one, length in zip(seq.batch_seqs, cached, strict=True)]
         else:
             tree = EMPTY if proposal is None else proposal
             parts = [one.part(length, tree) for one, length in zip(seq.batch_seqs, cached, strict=True)]
         return Turn(seq, rows, cached, parts, asked=proposal is not None)
 
-    def _ends(self, seq: RunningSequence, most: int) -> bool:
-        """Whether a pass of `most` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
+    def _ends(self, seq: RunningSequence, chunk: int) -> bool:
+        """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
         unread = max(map(self.scheduler.unread, seq.batch_seqs))
-        return unread <= most and (unread <= 1 or not self.scheduler.leads(seq))
+        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _verify(self, turns: Sequence[Turn]) -> bool:
         """One target pass over all parts, whose results go into `turns`; False if it failed, or had no parts."""
@@ -375,9 +382,10 @@ class Engine:
             [path for _, path, _ in committed],
             texts=[text for _, _, text in committed],
         )
-        shares = []
-        commits = {turn.seq.id: turn.commit() for turn in turns if turn.walk is not None or turn.hidden}
+        shares, commits = [], {}
         for turn in turns:
+            if turn.walk is not None or turn.hidden:
+                commits[turn.seq.id] = turn.commit()
             if turn.walk is None:
                 continue
             seq, proposal = turn.seq, turn.parts[0].proposal
@@ -401,8 +409,8 @@ class Engine:
         for request, seqs in _grouped(here, lambda seq: self._requests[seq.id]):
             request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
             request.rounds.append(_of(round_, [shares[seq.id] for seq in seqs if seq.id in shares]))
-        prefilled = [seq for seq in here if seq.id in shares]
-        for pacing, seqs in _grouped(prefilled, lambda seq: self._requests[seq.id].pacing):
+        walked = [seq for seq in here if seq.id in shares]
+        for pacing, seqs in _grouped(walked, lambda seq: self._requests[seq.id].pacing):
             try:
                 pacing.schedule = pacing.schedule.after(_of(round_, [shares[seq.id] for seq in seqs]))
             except Exception as error:
@@ -444,7 +452,8 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if not request.done:
             request.done = True
-            request.pacing.users -= request.counted
+            if request.counted:
+                request.pacing.users -= 1
 
 
 def _grouped(

@@ -23,13 +23,13 @@ class Pacing:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Sequences of one call, with their options, draft and results.
+    """What the engine runs of one call: its sequences, with their options, draft and results.
 
     `encode` runs the encoder over `[inputs, ...]`; a sequence reads input number `seq.task.encoder_row`.
     `prefill_chunk`: the most prompt tokens of one pass; None: the engine's. `output_hidden_states` and
     `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
     one pass. `frames`: positions of the encoder's output. `model_state`: the target's at the time of the call.
-    `waited`: the caller blocks until the end, and so cannot change the model meanwhile.
+    `caller_blocks`: until the end, and so cannot change the model meanwhile.
 
     `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
     come. `passes` counts target passes in which any of its sequences took part.
@@ -45,7 +45,7 @@ class Request:
     last_hidden: bool = False
     frames: int = 0
     model_state: bytes = b""
-    waited: bool = False
+    caller_blocks: bool = False
     encoding: Encoding | None = None
     rounds: deque[Round] = field(default_factory=deque)
     error: BaseException | None = None

@@ -50,7 +50,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
-        self._part(request)
+        self._stop_sharing(request)
         first: dict[object, RunningSequence] = {}
         for seq in request.seqs:
             alone = request.traced or seq.embeds is not None or seq.unconditional is not None or len(seq.tokens) < 2
@@ -62,7 +62,7 @@ class Scheduler:
                 seq.encoding = request.encoding.select([seq.task.encoder_row])
             self._arrived[seq.id] = seq
 
-    def _part(self, request: Request) -> None:
+    def _stop_sharing(self, request: Request) -> None:
         """Sequences that began under another state of the model than the request's no longer share anything."""
         for seq in [*self._open.values(), *self._arrived.values(), *self._leaders]:
             if seq.context is not None and seq.context.model != request.model_state:
@@ -70,7 +70,10 @@ class Scheduler:
                     one.context = None
 
     def follow(self, seq: RunningSequence, request: Request) -> bool:
-        """Gives the sequence its row once everything that it continues was read; returns whether it has one."""
+        """Gives a sequence its row, unless a prompt that it will continue is still being read.
+
+        Returns whether it has one.
+        """
         if seq.id in self._arrived:
             if self._awaits(seq):
                 return False
@@ -108,7 +111,7 @@ class Scheduler:
             context, request = seq.context, request_of[seq.id]
             if self.prefix_cache is None or context is None or seq.cache_row is None:
                 continue
-            if request.waited or context.model == state():  # the model did not change while the sequence ran
+            if request.caller_blocks or context.model == state():  # the model did not change while the sequence ran
                 self._retain(seq, context, self.prefix_cache, self._draft_of(request))
         rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
         if rows:

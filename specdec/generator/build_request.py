@@ -71,10 +71,10 @@ class Extras:
 
 @dataclass
 class Call:
-    """One call, checked when it is made, and the engine's `request` built from it.
+    """A call's arguments, checked when it is made, and the engine's `request` built from them.
 
     `make_schedule` makes a schedule from the one with which the last request of the family ended. `state` and
-    `exactness` are the target's. `strategy` is the name of the strategy.
+    `exactness` are the target's. `strategy` is the name of the strategy. `caller_blocks`: until the end (`Request`).
     """
 
     target: LanguageModel
@@ -87,6 +87,7 @@ class Call:
     state: ModelState
     exactness: Exactness
     reuses_prefixes: bool = False
+    caller_blocks: bool = False
     request: Request = field(init=False)
     strategy: str = field(init=False)
     time_limit: MaxTimeCriteria | None = field(init=False)
@@ -115,12 +116,12 @@ class Call:
             place = r // o.copies  # of its prompt
             task = DraftTask(
                 strategy.rule or _NO_RULE,  # a strategy without a rule takes no draft
-                branching,
-                eos_ids,
-                (serial, place),
-                self.prompts.encoder,
-                place,
-                allowed,
+                branching=branching,
+                ends=eos_ids,
+                source=(serial, place),
+                inputs=self.prompts.encoder,
+                place=place,
+                allowed=allowed,
             )
             seqs.append(self._sequence(prompt, strategy, stop, task))
         self.request = Request(
@@ -134,6 +135,7 @@ class Call:
             last_hidden=needs_hidden,
             frames=self._frames(),
             model_state=self.state.digest,
+            caller_blocks=self.caller_blocks,
         )
         if self.reuses_prefixes and not self.request.traced and self.prompts.encoding is None:
             for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):

@@ -40,7 +40,7 @@ from specdec.proposers import (
     is_word,
 )
 from specdec.proposers.function import refuse_class
-from specdec.proposers.heads import kind_of, load_head, load_mtp
+from specdec.proposers.heads import kind_of, load_head
 from specdec.proposers.shared_encoder import on_encoder_of
 
 # transformers' arguments that name a call's draft -> the arguments that belong to each.
@@ -58,7 +58,7 @@ _KEPT = 2  # drafts named in calls; each may hold a model
 
 @dataclass(eq=False)
 class Draft:
-    """A draft of one target, and the pacings of its requests, which requests of one family share."""
+    """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
 
     drafter: BatchDrafter | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
@@ -167,7 +167,8 @@ class Drafts:
         target, wanted = self._target, draft.vocabulary
         choose = None if wanted is None else chooser(target, wanted, tokenizer)
         if is_word(draft.source):
-            return MtpDrafter(load_mtp(target, argument=name, choose=choose), source=draft.source)
+            made: HeadDrafter = DRAFTS[draft.source].of(target, None, name, choose=choose)
+            return made
         return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.core.draft_schedules import make_schedule
+from specdec.core.draft_schedules import Schedule, make_schedule
 from specdec.core.drafts import BatchDrafter
 from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
@@ -55,11 +54,11 @@ class SpecGenerator:
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a draft that
     copies and a model (hybrid), or None for plain decoding. `options` are the defaults of every `generate` call. `task`
-    names settings in the checkpoint's `task_specific_params`, which then override its generation config.
-    `kv_budget` limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half);
-    further calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for
-    prompts that begin alike; None: in float32, where it changes no text. `backend` and `exactness` are those of
-    `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
+    names settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget`
+    limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further
+    calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts
+    that begin alike; None: 256 MiB, used only by calls whose text it cannot change. `backend` and `exactness` are those
+    of `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -200,17 +199,12 @@ class SpecGenerator:
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
-        Takes the arguments of `model.generate` and the fields of `Options`. The last two drafts named by calls stay
-        loaded. Several threads may call at once and share the target's passes; each text equals that of its call alone.
-        Raises OptionError before any pass for options that are wrong, contradict or have no effect (a `seed` may).
+        Takes the arguments of `model.generate` and the fields of `Options`. A call may name a draft
+        (`assistant_model=`, ...); the last two so named stay loaded. Several threads may call at once and share the
+        target's passes; each text equals that of its call alone. Raises OptionError before any pass for wrong or
+        contradicting options; most without effect warn.
         """
-        call = self._prepare(prompt, messages, options)
-        call.request.waited = call.extras.streamer is None
-        job = Job(call, self._driver)
-        for _ in job.follow(stream=False):
-            pass
-        assert job.result is not None
-        return job.result
+        return Job(self._prepare(prompt, messages, options, caller_blocks=True), self._driver).run()
 
     def stream(
         self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any
@@ -241,16 +235,25 @@ class SpecGenerator:
                 yield Event(out.texts[row] if out.texts else "", ids, 0, row)
         return out
 
-    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
-        """A checked call."""
+    def _prepare(
+        self,
+        prompt: Prompt,
+        messages: Sequence[Any] | None,
+        given: Mapping[str, Any],
+        *,
+        caller_blocks: bool = False,
+    ) -> Call:
+        """A checked call; with `caller_blocks`, the caller waits for its end."""
         self._driver.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
             warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
         with plain_modes():
-            return self._call(prompt, messages, given)
+            return self._call(prompt, messages, given, caller_blocks=caller_blocks)
 
-    def _call(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
+    def _call(
+        self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any], *, caller_blocks: bool
+    ) -> Call:
         given = {name: value for name, value in given.items() if value is not None}
         objects = {name: given.pop(name) for name in _OBJECTS if name in given}
         inputs = {name: given.pop(name) for name in MODEL_INPUTS if name in given}
@@ -267,13 +270,16 @@ class SpecGenerator:
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
-        schedule = partial(
-            make_schedule,
-            options,
-            offloaded=self.target.is_offloaded,
-            trees=self.target.capability.cache_kind == "kv",
-            lookup_tokens=named.get("prompt_lookup_num_tokens"),
-        )
+
+        def schedule(learned: Schedule | None) -> Schedule:
+            return make_schedule(
+                options,
+                learned=learned,
+                offloaded=self.target.is_offloaded,
+                trees=self.target.capability.cache_kind == "kv",
+                lookup_tokens=named.get("prompt_lookup_num_tokens"),
+            )
+
         # By default only prompts whose text the cache cannot change use it.
         cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
         return Call(
@@ -283,10 +289,11 @@ class SpecGenerator:
             extras,
             draft,
             drafter,
-            make_schedule=lambda learned: schedule(learned=learned),
+            make_schedule=schedule,
             state=state,
             exactness=exactness,
             reuses_prefixes=self._prefixes is not None and cached,
+            caller_blocks=caller_blocks and extras.streamer is None,
         )
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:

@@ -1,4 +1,8 @@
-"""A call under way, which any thread may cancel."""
+"""A call under way, which any thread may cancel.
+
+A `Call` has the checked arguments, a `Request` is what the engine runs of it, and a `Job` runs the request and collects
+its results.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class Delta(NamedTuple):
 
 
 class Job:
-    """A call that one thread follows round by round and any other may cancel; `SpecGenerator.submit` makes it."""
+    """Runs a call and collects its result; one thread follows it, any may cancel it. Made by `SpecGenerator.submit`."""
 
     def __init__(self, call: Call, driver: Driver) -> None:
         self.call = call
@@ -42,6 +46,16 @@ class Job:
         self._recorder = Recorder()
         self._seconds: float | None = None  # that it ran, once it has ended
         self._result: Generation | None = None
+
+    def run(self) -> Generation:
+        """Runs the call to its end and returns its result; raises what ended it early."""
+        follow = self.follow(stream=False)
+        while True:
+            try:
+                next(follow)
+            except StopIteration as end:
+                result: Generation = end.value
+                return result
 
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call and returns its result; with `stream` yields the deltas of each round.
@@ -55,7 +69,7 @@ class Job:
             call.time_limit.initial_timestamp = time()
         if streamer is not None:
             streamer.put(call.prompts.padded)
-        index: dict[int, int] = {}
+        index: dict[int, int] = {}  # rows by the ids of sequences, which the engine gives when it admits them
         rounds = self._driver.rounds(call.request, stream=stream or streamer is not None)
         try:
             with call.in_step, closing(rounds):
@@ -80,8 +94,8 @@ class Job:
     def result(self) -> Generation | None:
         """The result once `follow` has ended; after `cancel` or closing, the texts so far.
 
-        Texts so far have no scores and traces, and the finish reason "cancelled" where they were cut off. None before
-        the end, of a call that failed, and of cancelled beams and ranked samples.
+        Texts so far have no scores and traces, and the finish reason "cancelled" where they were cut off. None while
+        it runs, after a failure, and for cancelled beams and ranked samples.
         """
         if self._result is not None or self._seconds is None or self.call.options.at_the_end:
             return self._result
@@ -90,5 +104,5 @@ class Job:
         return None if failed else unfinished(self.call, self._recorder, self._seconds)
 
     def cancel(self) -> None:
-        """Ends the call within a round; does nothing once it has ended."""
+        """Ends the call before its next round; does nothing once it has ended."""
         self._driver.cancel(self.call.request)

@@ -34,12 +34,16 @@ class Recorder:
             for id_ in ids
         ]
 
+    def finish_reasons(self, ids: Sequence[int]) -> list[str]:
+        """Why each sequence ended; "cancelled" where it was cut off."""
+        return [_finish_reason(self._rounds.get(id_, ())) for id_ in ids]
+
     def stats(self, ids: Sequence[int], **known: Any) -> Stats:
         """Statistics of the request and of each sequence; `known` are fields counted elsewhere."""
         per_row = tuple(_stats(self._rounds.get(id_, [])) for id_ in ids)
         draft, verify, select = self._seconds
         summed = ("num_new_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-        joined = ("per_step_drafted", "per_step_accepted", "finish_reasons")
+        joined = ("per_step_drafted", "per_step_accepted")
         counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in summed}
         counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in joined}
         counts |= {"draft_seconds": draft, "verify_seconds": verify, "select_seconds": select}
@@ -58,5 +62,9 @@ def _stats(rounds: Sequence[SequenceRound]) -> Stats:
         num_accepted_draft_tokens=sum(accepted),
         per_step_drafted=tuple(drafted),
         per_step_accepted=tuple(accepted),
-        finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),
+        finish_reasons=(_finish_reason(rounds),),
     )
+
+
+def _finish_reason(rounds: Sequence[SequenceRound]) -> str:
+    return next((round.finish for round in rounds if round.finish), "cancelled")

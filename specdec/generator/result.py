@@ -31,15 +31,17 @@ def finished(call: Call, recorder: Recorder, seconds: float) -> Generation:
         _add_beams(out, call)
     if o.num_samples is not None:
         out.sequences_scores = torch.tensor([_score(call, seq) for seq in seqs], device=seqs[0].device)
-    return _described(out, call, recorder, seconds, seqs, new)
+    reasons = [reason for seq in seqs for reason in seq.finish_reasons]
+    return _described(out, call, recorder, seconds, seqs, new, reasons)
 
 
 @plain_modes()
 def unfinished(call: Call, recorder: Recorder, seconds: float) -> Generation:
     """The texts so far of a call that was cancelled; sequences that were cut off have the finish reason "cancelled"."""
-    new = recorder.tokens([seq.id for seq in call.seqs])
+    ids = [seq.id for seq in call.seqs]
+    new = recorder.tokens(ids)
     out = Generation(sequences=_sequences(call.prompts.padded, new, pad_id(call.options)).to(call.seqs[0].device))
-    return _described(out, call, recorder, seconds, call.seqs, new)
+    return _described(out, call, recorder, seconds, call.seqs, new, recorder.finish_reasons(ids))
 
 
 def _described(
@@ -49,6 +51,7 @@ def _described(
     seconds: float,
     seqs: Sequence[RunningSequence],
     new: Sequence[list[int]],
+    finish_reasons: Sequence[str],
 ) -> Generation:
     """`out` with `drafted`, `stats` and `texts` of the `new` tokens of `seqs`."""
     if call.options.beams == 1:
@@ -66,6 +69,7 @@ def _described(
         cached_prompt_tokens=request.cached_prompt_tokens,
         num_target_passes=request.passes,
         seconds=seconds,
+        finish_reasons=tuple(finish_reasons),
         lengths=list(map(len, new)),
         settings=settings,
         exactness=call.exactness,

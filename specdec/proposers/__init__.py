@@ -25,7 +25,8 @@ from specdec.proposers.suffix import SuffixAutomaton, SuffixDrafter
 DRAFTS: dict[str, type[Any]] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by word; their classmethod `of(target, argument)` takes what follows a colon."""
+"""Drafts by word; their classmethod `of(target, argument, name)` takes what follows a colon, and the caller's name for
+the draft; that of a `HeadDrafter` also `choose`, for a vocabulary of its own."""
 
 COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
 """The words of drafts that copy, which may be paired with a model."""

@@ -13,7 +13,7 @@ from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.proposers.best_branch import branch_tokens
 
-GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
+MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
 
 
 @dataclass(eq=False, slots=True)
@@ -37,17 +37,17 @@ class CachedText:
 class Chain:
     """A chain that grows for one sequence in this round; in the cache its guesses follow the text."""
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
-        self.seq, self.plan, self.limit, self.cached, self._goes_on = seq, plan, limit, cached, goes_on
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, may_follow: MayFollow) -> None:
+        self.seq, self.plan, self.limit, self.cached, self._may_follow = seq, plan, limit, cached, may_follow
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
-        self.text = 0
+        self.num_as_text = 0  # the session holds guesses as text too
 
     def first(self) -> Tree | None:
         """The tokens of the text that the cache lacks."""
         missing = self.seq.tokens[self.cached.text :]
-        self.text = len(missing)
+        self.num_as_text = len(missing)
         return Tree.chain(missing)
 
     def keep(self, tree: Tree) -> int:
@@ -66,9 +66,9 @@ class Chain:
             return None
         if q is not None:
             self.q.append(q)
-        goes_on = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        self.text = 1
-        return Tree.chain([token]) if goes_on and self._goes_on(self.seq, token) else None
+        self.num_as_text = 1
+        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
+        return Tree.chain([token]) if pays and self._may_follow(self.seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
@@ -110,12 +110,12 @@ class Branches:
     number among the new nodes (-1 - i: the sequence's leaf i).
     """
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
-        self.seq, self.plan, self.cached, self._limit, self._goes_on = seq, plan, cached, limit, goes_on
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, may_follow: MayFollow) -> None:
+        self.seq, self.plan, self.cached, self._limit, self._may_follow = seq, plan, cached, limit, may_follow
         leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.at: list[int] = []
-        self.text = 0
+        self.num_as_text = 0
         self._proposed = [-1 - i for i in range(len(self.ends))]
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
@@ -134,7 +134,7 @@ class Branches:
         parents = [number[seq.tree.parents[node]] for node in fresh]
         chain = Tree.chain(missing) if missing else cached.branches  # where text is missing, no branches are cached
         self.at = [number[leaf] for leaf in seq.leaves]
-        self.text = len(missing)
+        self.num_as_text = len(missing)
         cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
@@ -146,7 +146,7 @@ class Branches:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
         first = len(tree) - len(logits)
         at = torch.tensor([end - first for end in self.at], device=logits.device)
-        text, self.text = self.text, 0
+        text, self.num_as_text = self.num_as_text, 0
         self.cached.text += text
         self.cached.branches = tree.part(range(len(tree)), text)
         self.at = [max(end - text, -1) for end in self.at]
@@ -161,7 +161,9 @@ class Branches:
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
         best = set(self._best())
         open_ = [
-            i for i, (_, branch) in enumerate(level) if first + i in best and self._goes_on(self.seq, branch.tokens[-1])
+            i
+            for i, (_, branch) in enumerate(level)
+            if first + i in best and self._may_follow(self.seq, branch.tokens[-1])
         ]
         chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
         parents = [self.at[end] for _, end, _ in chosen]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import pad
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, SequenceView
+from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
 
 
-CHUNK = 2048
-"""Prompt tokens that a pass reads when no other sequence is drafted for."""
-SHARED_CHUNK = 256
-"""Prompt tokens that a pass reads while other sequences wait for their drafts."""
 _FEW = 16  # missing tokens that are fed in the pass that makes the first guess
 
 
@@ -76,7 +73,10 @@ class ModelSession(DraftSession):
         return self._session
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, empty while the draft still reads its prompt (one chunk per round)."""
+        """One tree per sequence, empty while the draft still reads its prompt.
+
+        A round reads one chunk, a small one while other sequences wait for their drafts.
+        """
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
         if not any(limits):
             return [EMPTY] * len(seqs)
@@ -138,7 +138,7 @@ class ModelSession(DraftSession):
             return 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
-        return limit if limit > 0 and plan.go_on([[]]) else 0
+        return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
 
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
@@ -177,7 +177,9 @@ class ModelSession(DraftSession):
             return
         cached = [self._cached[seq.id] for seq in seqs]
         self._drop_branches([one for one in cached if one.branches.tokens])
-        pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, cached, strict=True)]
+        pieces = [
+            seq.tokens[one.text : min(one.text + chunk, self._end(seq))] for seq, one in zip(seqs, cached, strict=True)
+        ]
         texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
         self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
         for one, piece in zip(cached, pieces, strict=True):
@@ -314,11 +316,11 @@ class ModelSession(DraftSession):
         if -1 in seq.leaves and cached.text >= len(seq.tokens):  # its last token is fed again, for its logits
             self.rewind(seq, len(seq.tokens) - 1)
         if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, self._goes_on)
+            return Chain(seq, plan, limit, cached, self._may_follow)
         readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
-        return Branches(seq, plan, limit if readable else 0, cached, self._goes_on)
+        return Branches(seq, plan, limit if readable else 0, cached, self._may_follow)
 
-    def _goes_on(self, seq: SequenceView, token: int) -> bool:
+    def _may_follow(self, seq: SequenceView, token: int) -> bool:
         """Whether a guess may follow `token`: it ends no text, and the draft has an embedding for it."""
         return token < self._model.vocab_size and token not in seq.task.ends
 
@@ -353,7 +355,7 @@ class ModelSession(DraftSession):
         while feeds:
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]
-            texts = [growth.text for growth, _ in feeds]
+            texts = [growth.num_as_text for growth, _ in feeds]
             scores = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
             feeds = [
                 (growth, following)

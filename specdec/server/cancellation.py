@@ -68,7 +68,7 @@ class ThreadStream(Generic[T]):
 async def ahead(
     sources: Sequence[AsyncGenerator[T, None]], room: int, size: Callable[[T], int]
 ) -> AsyncGenerator[T, None]:
-    """The items of all sources as they come; none waits for the reader, so none keeps its turn meanwhile.
+    """The items of all sources as they come; a slow reader delays no source and holds no turn.
 
     Once more than `room` bytes wait, by their `size`, a source ends, and raises a 408 after the items that wait.
     """

@@ -50,8 +50,8 @@ class TextRequest:
         return self._answer.whole()
 
     async def stream(self, wire: Wire | None = None) -> AsyncGenerator[bytes, None]:
-        """The events that `wire` does not take. Returns once the first prompt is valid; until then errors raise
-        here.
+        """The events that `wire` does not take. Returns once the first prompt's options are valid (`kv_budget` may
+        still refuse it); until then errors raise here.
         """
         self._wire = wire
         return self._events(await primed(self._decode_all()))

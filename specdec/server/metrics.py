@@ -35,7 +35,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
-        self.aborted = self._counter("requests_aborted", "Requests whose client left, by endpoint.", "endpoint")
+        self.aborted = self._counter(
+            "requests_aborted", "Requests whose client left, or whose connection the server closed.", "endpoint"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Those that were not read again.", "model")
         self.new_tokens = self._counter("generation_tokens", "Tokens that were written.", "model")

@@ -112,6 +112,8 @@ class StopTexts:
     Decodes only the end of the text; transformers' own criterion reads the whole vocabulary for every call.
     """
 
+    reason = "stop"
+
     def __init__(self, tokenizer: Any, stops: Sequence[str], begin: int) -> None:
         self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
         self._tail = _MOST_BYTES * max(map(len, stops)) + _SILENT

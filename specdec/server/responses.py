@@ -37,11 +37,11 @@ async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: boo
         if task.done() and not task.cancelled():
             return task.result()
         late = not gone.done() and not task.done()
-        await _ended(task)
+        await _cancel(task)
         raise too_late(_patience(state)) if late else state.given_up()
     finally:
         gone.cancel()
-        await _ended(task)
+        await _cancel(task)
 
 
 class EventStream(Response):
@@ -72,7 +72,7 @@ class EventStream(Response):
                 rest = end - time.monotonic()
                 await asyncio.wait({task, gone}, timeout=min(PING, max(rest, 0)), return_when=asyncio.FIRST_COMPLETED)
                 if rest <= 0 and not task.done():
-                    await _ended(task)
+                    await _cancel(task)
                     late = True
                 elif not task.done() and not self._sending and self._silence >= PING:
                     await self._keep_alive(send)
@@ -80,7 +80,7 @@ class EventStream(Response):
                 await self._fail(send, too_late(_patience(self._state)) if late else self._state.given_up())
         finally:
             gone.cancel()
-            await _ended(task)
+            await _cancel(task)
             if self._wire is not None:
                 self._wire.close()
         if not gone.done() or gone.cancelled():
@@ -132,7 +132,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _ended(task: asyncio.Future[Any]) -> None:
+async def _cancel(task: asyncio.Future[Any]) -> None:
     """Cancels a task and waits for its end; ignores its error."""
     task.cancel()
     with suppress(BaseException):

@@ -67,7 +67,7 @@ class ModelSettings(_Frozen):
 
 
 class Limits(_Frozen):
-    """Limits on clients; each model runs `running` requests at a time, and `waiting` more wait."""
+    """Limits on clients; each model runs `running` prompts at a time, and `waiting` more wait."""
 
     running: Annotated[int, Field(ge=1, le=1024)] = 32
     waiting: Annotated[int, Field(ge=0, le=65_536)] = 128

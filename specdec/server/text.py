@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -24,7 +25,6 @@ from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
 
-_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -42,7 +42,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Started:
-    """The request is valid, and its prompt is tokenized."""
+    """The request's options are valid, and its prompt is tokenized; `kv_budget` may still refuse it."""
 
     prompt_tokens: int
 
@@ -88,8 +88,8 @@ class PromptRequest:
 class TextModel:
     """A generator, and what requests must know about it.
 
-    `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt). `options`: the
-    generator's defaults, of which sampling settings matter here. Raises OptionError without a tokenizer.
+    `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt and of the answer, each).
+    `options`: the generator's defaults, of which sampling settings matter here. Raises OptionError without a tokenizer.
     """
 
     task = "text"
@@ -129,22 +129,17 @@ class TextModel:
         yield Started(len(ids))
         stops = [] if request.include_stop_str_in_output else request.stops
         rows = [_Row(self, prompt, row, stops, echo) for row in range(request.n)]
-        follow = job.follow(stream=request.stream or request.return_drafted or request.top is not None)
-        try:
-            while True:
-                try:
-                    deltas = next(follow)
-                except StopIteration as end:
-                    out = end.value
-                    break
+        stream = request.stream or request.return_drafted or request.top is not None
+        with closing(job.follow(stream=stream)) as rounds:
+            for deltas in rounds:
                 for delta in deltas:
                     yield from rows[delta.row].deltas(delta)
-        finally:
-            follow.close()
+        out = job.result
+        assert out is not None
+        assert out.stats is not None
         if not any(row.streamed for row in rows):
-            reasons = out.stats.finish_reasons
-            for row, tokens in enumerate(out.new_tokens()):
-                yield rows[row].whole(tokens, reasons[min(row, len(reasons) - 1)])
+            for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
+                yield row.whole(tokens, reason)
         yield Finished(out.stats)
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
@@ -264,7 +259,7 @@ class _Row:
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
         """All of the choice at once."""
         text = before_stop(decode(self._tokenizer, tokens), self._stops)
-        return self._after_echo(TextDelta(self._row, text, len(tokens), _REASONS.get(finish, "stop")))
+        return self._after_echo(TextDelta(self._row, text, len(tokens), _openai(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
@@ -274,7 +269,7 @@ class _Row:
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
-        reason = None if finish is None else _REASONS.get(finish, "stop")
+        reason = None if finish is None else _openai(finish)
         return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
 
     def _after_echo(self, delta: TextDelta) -> TextDelta:
@@ -289,6 +284,11 @@ def score_of(tokenizer: Any, step: Step) -> TokenScore:
     return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), top)
 
 
+def _openai(finish: str) -> str:
+    """A finish reason in OpenAI's words."""
+    return "length" if finish in ("length", "time") else "stop"
+
+
 def _finite(value: float | None) -> float:
     """A log-probability within [-9999, 0]: JSON has no infinities."""
     return max(-9999.0, min(value if value is not None else 0.0, 0.0))
@@ -296,6 +296,6 @@ def _finite(value: float | None) -> float:
 
 def _context(generator: SpecGenerator, wanted: int | None) -> int:
     """The context in tokens: the least of the model's positions, its config's, and the one wanted."""
-    config = generator.target.model.config
+    config = generator.target.config
     known = [generator.target.max_positions, getattr(config, "max_position_embeddings", None), wanted]
     return min((number for number in known if number), default=4096)

@@ -319,6 +319,11 @@ def test_summaries_and_several_texts(models: list[str], tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "several.jsonl"), tmp_path / "n.jsonl"
     assert batch(source, out, *models, *NEW, *SAMPLE, "--set", "num_return_sequences=2") == 0
     assert {(len(row["output"]), len(row["finish_reason"])) for row in read(out)} == {(2, 2)}
+    for options, kind in ((["num_beams=2", "num_return_sequences=2"], list), (["num_samples=3"], str)):
+        sets = [part for option in options for part in ("--set", option)]
+        given = [*NEW, *(SAMPLE if kind is str else []), *sets, "--overwrite"]
+        assert batch(source, out, *models, *given) == 0
+        assert {(type(row["output"]), type(row["finish_reason"])) for row in read(out)} == {(kind, kind)}
 
 
 def test_recordings(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_stopping_criteria(kind: str) -> None:
         stopping_criteria=[lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 8)],
     )
     assert set(out.stats.lengths) == {5}
-    assert out.stats.finish_reasons == ("criteria",)
+    assert out.stats.finish_reasons == ("criteria",) * KINDS[kind].get("num_return_sequences", 1)
 
 
 def test_guidance() -> None:

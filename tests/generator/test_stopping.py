@@ -113,6 +113,14 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
     assert lengths[0] == lengths[1] == list(range(5, 18))
 
 
+def test_a_criterion_names_its_reason(model: Any) -> None:
+    """Its attribute `reason` is the finish reason."""
+    criterion = AtLength(20)
+    criterion.reason = "budget"
+    out = SpecGenerator(model).generate(PROMPT, **endless(LENGTH, stopping_criteria=[criterion]))
+    assert out.stats.finish_reasons == ("budget",)
+
+
 def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
     """A tuple of one [1, vocab] per token where scores are kept, else None, as in transformers. (Always None.)"""
     seen: list[Any] = []
@@ -223,3 +231,27 @@ def test_a_deadline_of_the_caller(model: Any) -> None:
     assert out.stats.finish_reasons == ("time",)
     assert out.stats.num_new_tokens == 1
     assert deadline.initial_timestamp == began
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_return_sequences": 4, "do_sample": True, "seed": 3},
+        {"num_samples": 6, "num_return_sequences": 2, "do_sample": True, "seed": 3},
+        {"num_samples": 6, "do_sample": True, "seed": 3},
+        {"num_beams": 4, "num_return_sequences": 4},
+        {"num_beams": 4, "num_return_sequences": 3, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_beams": 2, "num_return_sequences": 2, "force_words_ids": [[20, 21]]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_every_returned_text_has_its_own_reason(how: dict[str, Any], draft: Any) -> None:
+    """Beams and ranked samples too; the reasons are in the order of the texts."""
+    ends = list(range(40, 52))
+    generator = SpecGenerator(tiny("llama", vocab=64), draft)
+    prompts = [[5, 9, 12, 7], [6, 6, 9, 20]]
+    out = generator.generate(prompts, **how, max_new_tokens=5, eos_token_id=ends, pad_token_id=0)
+    texts = out.new_tokens()
+    assert list(out.stats.finish_reasons) == ["eos" if text[-1] in ends else "length" for text in texts]
+    assert len(texts) == 2 * how.get("num_return_sequences", 1)

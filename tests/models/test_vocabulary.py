@@ -12,6 +12,7 @@ from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.models.vocabulary import CutHead
+from specdec.proposers import DRAFTS, MtpDrafter
 from specdec.proposers.model import ModelSession
 from tests.folders import byte_tokenizer, saved, saved_model
 from tests.heads import dflash_folder, eagle_folder
@@ -185,6 +186,18 @@ def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> Non
     assert len(widest.vocabulary) == 12
     with pytest.raises(OptionError, match=f"`vocabulary` must be at most the {len(known)} tokens of the draft, got 65"):
         SpecGenerator.from_pretrained(folder, draft, draft_options={"vocabulary": 65})
+
+
+def test_the_head_of_another_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word's own class is made, whichever head it is."""
+
+    class Other(MtpDrafter):
+        pass
+
+    monkeypatch.setitem(DRAFTS, "other", Other)
+    folder, _ = head("mtp", tmp_path)
+    generator = SpecGenerator.from_pretrained(folder, "other", draft_options={"vocabulary": 12})
+    assert isinstance(generator.drafter, Other)
 
 
 def test_a_head_s_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:

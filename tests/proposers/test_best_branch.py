@@ -37,8 +37,8 @@ class Told(DraftSession):
     def rewind(self, row: SequenceView, length: int) -> None:
         del self.texts[row.id][length:]
 
-    def release(self, keys: Sequence[int]) -> None:
-        self.released += keys
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.released += seq_ids
 
 
 def test_texts_pass_through() -> None:

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
+from specdec import LanguageModel, SpecGenerator
 from specdec.generator.detokenizer import decode
+from specdec.server.text import TextModel
+from tests.folders import WIDTH
 from tests.server.served import DRAFTS, TOKENIZER, app, client, events, model_of, run
+from tests.tiny import tiny
 
 PROMPT = "abc abc abc ab"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -112,6 +117,24 @@ def test_several_prompts_and_choices() -> None:
         streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert streamed == texts
     assert many["usage"]["prompt_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 4, "n": 4, "length_penalty": -1.0}, {"num_samples": 6, "n": 3, "seed": 4}], ids=str
+)
+def test_every_choice_has_its_own_finish_reason(how: dict[str, Any]) -> None:
+    """Beams and ranked samples too, which end at different stop strings or at the length limit."""
+    stops = ["p", ":", "a", "e"]
+    fields = {"max_tokens": 12, "ignore_eos": True, "stop": stops, "include_stop_str_in_output": True, **how}
+
+    async def ask() -> Any:
+        async with client(app()) as c:
+            return (await c.post("/v1/completions", json=asked(**fields))).json()["choices"]
+
+    choices = run(ask())
+    right = ["stop" if any(stop in choice["text"] for stop in stops) else "length" for choice in choices]
+    assert [choice["finish_reason"] for choice in choices] == right
+    assert len({*right}) == 2
 
 
 def test_chat() -> None:
@@ -320,3 +343,11 @@ def test_tokens() -> None:
     assert text["prompt"] == "héllo"
     assert decode(TOKENIZER, chat["tokens"]) == "<user>x|<assistant>"
     assert wrong == 400
+
+
+def test_the_context_is_the_text_decoders() -> None:
+    """The outer config of a model with further parts has no positions."""
+    target = LanguageModel(tiny("llama", vocab=WIDTH, max_position_embeddings=96))
+    generator = SpecGenerator(target, tokenizer=TOKENIZER)
+    target.model.config = PretrainedConfig()
+    assert TextModel("text", generator).context == 96

@@ -126,7 +126,7 @@ class BeamSearch(Scoring):
         best = self._penalised(live[0].score, self.horizon(length))
         done = pool.done or (judged and not best > finished[-1].score)
         over = done or (full and self.early_stopping is True) or None not in ends
-        finish = (finished[0].reason if finished else "length") if over else None
+        finish = finished[0].reason if over else None
         return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
 
     def _penalised(self, score: float, length: int) -> float:

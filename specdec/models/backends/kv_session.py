@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Chained, ChainRule
+from specdec.core.rounds import VOID_COLUMNS
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
@@ -27,7 +28,6 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.hf.spec import ModelSpec
 
-_SLACK = 64  # void columns that branches may leave before a row is compacted
 _OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights
 
@@ -233,7 +233,7 @@ class KvSession(Session):
             row.columns.keep(row.tree, path, text)
             row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
             if row.columns.scattered:
-                moves += [(self._index[number], *move) for move in row.columns.compact(_SLACK)]
+                moves += [(self._index[number], *move) for move in row.columns.compact(VOID_COLUMNS)]
         self._move(moves)
 
     @torch.no_grad()

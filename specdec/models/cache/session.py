@@ -89,7 +89,7 @@ class Session(ABC):
         A tree begins with the row's pending branches, which are not computed again. A node's position is the row's
         length plus its depth. Trees without new nodes, and rows that are not named, cost nothing. `embeds[i]` `[nodes,
         width]` replace the embeddings of the first new nodes. `text_lengths[i]` is the length of the text that the new
-        nodes are a chunk of (0 or None: it ends with the first kept node). `output_hidden_states`: of all layers, or of
+        nodes are a chunk of (0 for a complete text). `output_hidden_states`: of all layers, or of
         these numbers, as transformers counts. Runs several passes where the model cannot run all rows in one.
         """
 

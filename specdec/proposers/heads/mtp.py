@@ -31,11 +31,13 @@ class MtpDrafter(HeadDrafter):
     """Drafts with the target's multi-token prediction; further guesses repeat the last of its layers."""
 
     @classmethod
-    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDrafter:
-        """The draft `mtp`; raises OptionError, naming the caller's argument `name`, for an argument."""
+    def of(
+        cls, target: LanguageModel, argument: str | None, name: str = "draft", *, choose: Choose | None = None
+    ) -> MtpDrafter:
+        """The draft `mtp`, whose tokens `choose` selects; raises OptionError, naming `name`, for an `argument`."""
         if argument is not None:
             raise OptionError.of(name, "a word without an argument", f"mtp:{argument}")
-        return cls(load_mtp(target, argument=name), source="mtp")
+        return cls(load_mtp(target, argument=name, choose=choose), source="mtp")
 
 
 class MtpStage(Stage):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
+from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText
-from specdec.proposers.model import CHUNK, ModelSession, has_one_guess_each
+from specdec.proposers.model import ModelSession, has_one_guess_each
 
 if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Head, Stages

@@ -63,6 +63,10 @@ class Stage(nn.Module, ABC):
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     @abstractmethod
+    def features(self, states: Tensor) -> Tensor:
+        """As the first stage: the features `[tokens, width]` of the target's `states` `[tokens, layers, width]`."""
+
+    @abstractmethod
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:

@@ -108,11 +108,11 @@ class Listening(DraftSession):
                 texts.append((row.tokens + [row.tree.tokens[n] for n in path], states))
         self.drafter.heard += texts
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self.rows.pop(key, None)
-            self.text.pop(key, None)
-            self.branches.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self.rows.pop(seq_id, None)
+            self.text.pop(seq_id, None)
+            self.branches.pop(seq_id, None)
 
 
 class Forgetful(Listener):
