@@ -199,7 +199,7 @@ def _row(name: str, seconds: dict[str, list[float]], stats: list[Any], same: int
     def ratio(other: str) -> str:
         return f"{statistics.median(a / b for a, b in zip(seconds[other], seconds[name], strict=True)):.2f}x"
 
-    passes = [s.weight_passes_per_token for s in stats if s is not None]
+    passes = [s.target_passes_per_token for s in stats if s is not None]
     shown = f"{statistics.mean(passes):.3f}" if passes else ""
     milliseconds = f"{1e3 * statistics.median(seconds[name]):.0f}"
     ratios = [ratio(other) for other in (PLAIN, MAPPED, ASSISTED, ASSISTED_MAPPED)]

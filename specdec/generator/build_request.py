@@ -120,7 +120,7 @@ class Call:
                 ends=eos_ids,
                 source=(serial, place),
                 inputs=self.prompts.encoder,
-                place=place,
+                encoder_row=place,
                 allowed=allowed,
             )
             seqs.append(self._sequence(prompt, strategy, stop, task))
