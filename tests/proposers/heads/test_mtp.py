@@ -120,7 +120,7 @@ def test_compiled_layers_make_all_guesses_in_one_call(
     """The same guesses as over packed weights, experts and all, for one text and for several."""
     monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
     model = with_layers(monkeypatch, name, 1)
-    chain, rows = KvSession.chain, list[int]()
+    chain, rows = KvSession.draft_chain, list[int]()
 
     def spied(self: KvSession, *given: Any) -> Any:
         rows.append(len(given[0]))
