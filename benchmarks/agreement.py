@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.options.bundled_models import pair
 
 RANKS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
@@ -39,15 +40,15 @@ def ranks(target: Any, draft: Any, ids: Tensor, tokens: int) -> Tensor:
 def seconds_of_a_pass(draft: Any, nodes: int, prefix: int = 256, repeats: int = 30) -> float:
     """Median seconds of a draft pass over siblings at the end of a text."""
     session = LanguageModel(draft).session()
-    rows = session.add(1)
-    session.forward(rows, [Tree.chain([5] * prefix)], [1])
-    session.commit(rows, [list(range(prefix))])
+    [row] = session.add(1)
+    session.run([Work.text(row, [5] * prefix)])
+    session.commit([row], [list(range(prefix))])
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        session.forward(rows, [Tree([7] * nodes, [-1] * nodes)], [nodes])
+        session.run([Work(row, Tree([7] * nodes, [-1] * nodes), nodes)])
         seconds.append(time.perf_counter() - began)
-        session.commit(rows, [[]])
+        session.commit([row], [[]])
     return statistics.median(seconds)
 
 

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel
 
-Work = Callable[[int], None]  # a draft pass over this many nodes
+DraftPass = Callable[[int], None]  # a draft pass over this many nodes
 
 
-def passes_of(draft: LanguageModel, prefix: int = 256) -> Work:
+def passes_of(draft: LanguageModel, prefix: int = 256) -> DraftPass:
     """Real passes of a draft model over siblings after `prefix` tokens."""
     session = draft.session()
-    rows = session.add(1)
-    session.forward(rows, [Tree.chain([5] * prefix)], [1])
-    session.commit(rows, [list(range(prefix))])
+    [row] = session.add(1)
+    session.run([Work.text(row, [5] * prefix)])
+    session.commit([row], [list(range(prefix))])
 
     def work(nodes: int) -> None:
-        session.forward(rows, [Tree([7] * nodes, [-1] * nodes)], [nodes])
-        session.commit(rows, [[]])
+        session.run([Work(row, Tree([7] * nodes, [-1] * nodes), nodes)])
+        session.commit([row], [[]])
 
     return work
 
@@ -69,7 +70,7 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
     are wrong.
     """
 
-    def __init__(self, rates: Sequence[float], work: Work) -> None:
+    def __init__(self, rates: Sequence[float], work: DraftPass) -> None:
         self.rates, self._work = list(rates), work
         self.oracle: Oracle | None = None
 

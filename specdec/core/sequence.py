@@ -1,6 +1,6 @@
 """What the engine runs: a text that grows token by token, or a search with many live branches.
 
-In every round, a sequence gives the target its part of a pass (`part`), runs its strategy on the logits (`walk`), and,
+In every round, a sequence gives the target its part of a pass (`works`), runs its strategy on the logits (`walk`), and,
 once keys and values are committed, takes over the result (`take`).
 """
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftTask, SequenceView
-from specdec.core.rounds import VOID_COLUMNS, Context, RowPass
+from specdec.core.rounds import VOID_COLUMNS, Context
 from specdec.core.strategies import NodeOutput, Search, Selector, Trace
 from specdec.core.traces import stacked, trace_of, traces_of
-from specdec.core.tree import EMPTY, Scores, Step, Tree
+from specdec.core.tree import EMPTY, Step, Tree
+from specdec.core.work import Logits, Work
 
 KeptScores = tuple[Tensor, ...] | None
 Stop = Callable[[SequenceView, list[int], KeptScores], str | None]
@@ -27,7 +28,7 @@ Stop = Callable[[SequenceView, list[int], KeptScores], str | None]
 class Walk(NamedTuple):
     """The strategy's steps in one round.
 
-    `path`: the nodes of branches and proposal (numbered as in `RowPass`) that stay cached; the first `text` of them
+    `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the first `text` of them
     have become text. `accepted`: the draft had guessed the tokens of the first `accepted` steps. `after`: the
     sequence's new state.
     """
@@ -118,20 +119,44 @@ class RunningSequence:
             self._written = known
         return self._ids[:total][None]
 
-    def part(self, num_cached: int, proposal: Tree = EMPTY) -> RowPass:
-        """Its part of a pass, where the first `num_cached` positions of the text are cached."""
-        return RowPass(self._positions(num_cached, self.length), self.tree, self.num_cached, self.leaves, proposal)
+    def works(self, lengths: Sequence[int], proposal: Tree = EMPTY) -> list[Work]:
+        """Its work in the next pass, and that of its unconditional sequence: text, branches, then the proposal.
 
-    def chunk(self, num_cached: int, most: int) -> RowPass:
-        """At most `most` further positions of its text; never the last, whose pass needs logits."""
-        end = min(num_cached + most, self.length - 1)
-        return RowPass(self._positions(num_cached, end), EMPTY, 0, (), complete=False)
+        `lengths[i]` positions of the text are in the cache.
+        """
+        return [one._work(length, proposal) for one, length in zip(self.batch_seqs, lengths, strict=True)]
 
-    def given(self, num_cached: int, count: int) -> Tensor | None:
-        """The embeddings among the next `count` positions after `num_cached`; None without any."""
-        if self.embeds is None or num_cached >= len(self.embeds):
+    def chunks(self, lengths: Sequence[int], most: int) -> list[Work]:
+        """The same for at most `most` further positions of the text; never the last, whose pass needs logits."""
+        found = []
+        for seq, length in zip(self.batch_seqs, lengths, strict=True):
+            ids = seq._positions(length, min(length + most, seq.length - 1))
+            embeds = seq._embeds_at(length, len(ids))
+            found.append(Work(seq.row, Tree.chain(ids), 0, len(ids), text_length=seq.length, embeds=embeds))
+        return found
+
+    @property
+    def row(self) -> int:
+        """Its row of the target's cache."""
+        assert self.cache_row is not None
+        return self.cache_row
+
+    def _work(self, length: int, proposal: Tree) -> Work:
+        text = self._positions(length, self.length)
+        tree, num_text = Tree.chain(text), len(text)
+        if self.tree.tokens:
+            tree = tree.graft(self.tree)
+        if proposal.tokens:
+            tree = tree.graft(proposal, [num_text + leaf for leaf in self.leaves])
+        num_logits = (len(self.tree) - self.num_cached or 1) + len(proposal)
+        embeds = self._embeds_at(length, num_text)
+        return Work(self.row, tree, num_logits, num_text, self.num_cached, proposal, embeds=embeds)
+
+    def _embeds_at(self, begin: int, count: int) -> Tensor | None:
+        """The embeddings among `count` positions; None without any."""
+        if self.embeds is None or begin >= len(self.embeds):
             return None
-        return self.embeds[num_cached : num_cached + count]
+        return self.embeds[begin : begin + count]
 
     def _positions(self, begin: int, end: int) -> list[int]:
         """The ids between two positions; 0 where only an embedding is known."""
@@ -163,7 +188,7 @@ class RunningSequence:
         """Why each of `texts` ended; only of a sequence that ended."""
         return [self.finish or ""]
 
-    def walk(self, part: RowPass, scores: Scores) -> Walk:
+    def walk(self, out: Logits) -> Walk:
         """The strategy's ordinary steps, as far as the pass computed logits for the text that they produce."""
         raise NotImplementedError
 
@@ -184,16 +209,17 @@ class TextSequence(RunningSequence):
     stop: Stop
     scores: KeptScores = None
 
-    def walk(self, part: RowPass, scores: Scores) -> Walk:
+    def walk(self, out: Logits) -> Walk:
         """Takes steps from the end of the text for as long as the proposal contains their tokens."""
-        children = part.proposal.children()
+        work = out.work
+        children = work.proposal.children()
         node: int | None = -1
         steps: list[Step] = []
         new: list[int] = []
         path: list[int] = []
         kept, finish = self.scores, None
         while node is not None and finish is None:
-            step = self.selector.advance(self, new, scores, part.node(node))
+            step = self.selector.advance(self, new, out, work.node(node))
             steps.append(step)
             new.append(step.token)
             if step.scores is not None:
@@ -202,7 +228,7 @@ class TextSequence(RunningSequence):
             node = children.get((node, step.token))
             if node is not None:
                 path.append(node)
-        return Walk(steps, path, len(path), len(path), finish, (kept, traces_of(part, scores, steps, path)))
+        return Walk(steps, path, len(path), len(path), finish, (kept, traces_of(out, steps, path)))
 
     def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
         """Counts all children of each node after which a step was taken; not those of the step that ended the text."""
@@ -269,10 +295,10 @@ class SearchSequence(RunningSequence):
         """Each hypothesis' own reason."""
         return [found.reason for found in self.state.finished[: self.returned]]
 
-    def walk(self, part: RowPass, scores: Scores) -> Walk:
+    def walk(self, out: Logits) -> Walk:
         """Takes the search's steps for as long as the pass, or an earlier one, computed every leaf."""
-        tree = self.tree.graft(part.proposal, self.leaves)
-        view = _View(part, scores, tree, self.known)
+        tree = self.tree.graft(out.work.proposal, self.leaves)
+        view = _View(out, tree, self.known)
         children, state = tree.children(), self.state
         nodes: list[int | None] = list(self.leaves)
         ends: list[tuple[int, int]] = []
@@ -341,24 +367,25 @@ class SearchSequence(RunningSequence):
 class _View:
     """The target's output at the nodes of `tree` (branches, then the proposal), from this pass or an earlier one."""
 
-    def __init__(self, part: RowPass, scores: Scores, tree: Tree, known: dict[int, NodeOutput]) -> None:
-        self._part, self._scores, self._tree, self._known = part, scores, tree, known
-        self._logits = replace(scores, hidden_states=None, attentions=None, cross_attentions=None)
+    def __init__(self, out: Logits, tree: Tree, known: dict[int, NodeOutput]) -> None:
+        self._out, self._tree, self._known = out, tree, known
+        self._logits = replace(out, hidden_states=None, attentions=None, cross_attentions=None)
 
     def seen(self, node: int) -> NodeOutput:
         """The output at `node`; -1 is the end of the text."""
         if node in self._known:
             return self._known[node]
-        scores = self._scores
-        at = self._part.node(node) - scores.first
-        unconditional = None if scores.unconditional is None else scores.unconditional[at]
-        return NodeOutput(scores.logits[at], unconditional, self._trace(node), self._logits, at)
+        out = self._out
+        at = out.work.node(node) - out.first
+        unconditional = None if out.unconditional is None else out.unconditional[at]
+        return NodeOutput(out.logits[at], unconditional, self._trace(node), self._logits, at)
 
     def _trace(self, node: int) -> Trace:
-        if self._scores.hidden_states is None and self._scores.attentions is None:
+        out = self._out
+        if out.hidden_states is None and out.attentions is None:
             return Trace(None, None, None)
-        own = self._part.path() if node < 0 else [self._part.node(node)]
-        return trace_of(self._scores, own, self._part.path(self._tree.path(node)))
+        own = out.work.path() if node < 0 else [out.work.node(node)]
+        return trace_of(out, own, out.work.path(self._tree.path(node)))
 
 
 def _common(paths: list[list[int]]) -> list[int]:

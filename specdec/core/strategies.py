@@ -9,7 +9,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specdec.core.drafts import BranchRule, DraftRule, SequenceView
-    from specdec.core.tree import Scores, Step
+    from specdec.core.tree import Step
+    from specdec.core.work import Logits
 
 
 class Strategy(Protocol):
@@ -36,7 +37,7 @@ class Selector(Strategy, Protocol):
 
     is_search: ClassVar[Literal[False]]
 
-    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
 
 
@@ -61,7 +62,7 @@ class NodeOutput(NamedTuple):
     logits: Tensor
     unconditional: Tensor | None
     trace: Trace
-    whole: Scores | None = None
+    whole: Logits | None = None
     at: int = 0
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import RowPass
 from specdec.core.strategies import Trace
-from specdec.core.tree import Scores, Step
+from specdec.core.tree import Step
+from specdec.core.work import Logits
 
 
-def trace_of(scores: Scores, nodes: Sequence[int], columns: Sequence[int]) -> Trace:
+def trace_of(out: Logits, nodes: Sequence[int], columns: Sequence[int]) -> Trace:
     """The trace of `nodes` of a pass; their attentions cover the cached text and the tree's `columns`."""
-    hidden, attentions, cross = scores.hidden_states, scores.attentions, scores.cross_attentions
-    own, size = [node - scores.num_cached for node in nodes], len(scores.tree)
+    hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
+    own, size = [node - out.work.num_cached for node in nodes], len(out.tree)
     return Trace(
         None if hidden is None else tuple(h[own] for h in hidden),
         None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),
@@ -23,12 +23,12 @@ def trace_of(scores: Scores, nodes: Sequence[int], columns: Sequence[int]) -> Tr
     )
 
 
-def traces_of(part: RowPass, scores: Scores, steps: list[Step], path: list[int]) -> list[Trace]:
+def traces_of(out: Logits, steps: list[Step], path: list[int]) -> list[Trace]:
     """One trace per step: the first covers all text of the pass, each other one node."""
-    if scores.hidden_states is None and scores.attentions is None:
+    if out.hidden_states is None and out.attentions is None:
         return []
-    text = part.path()
-    return [trace_of(scores, text if i == 0 else [step.node], part.path(path[:i])) for i, step in enumerate(steps)]
+    text = out.work.path()
+    return [trace_of(out, text if i == 0 else [step.node], out.work.path(path[:i])) for i, step in enumerate(steps)]
 
 
 def stacked(traces: list[Trace], void: list[bool]) -> Trace:

@@ -1,10 +1,10 @@
-"""Trees of candidate tokens, the target's logits at their nodes, and the steps that these decide."""
+"""Trees of candidate tokens, and the steps that the target's logits decide."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,29 +122,6 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 EMPTY = Tree([], [])
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The target's output for one sequence's tree.
-
-    `logits` `[nodes - first, vocab]`: unprocessed, of the nodes from `first` on (inner positions of a prompt need
-    none). `unconditional`: the same of the unconditional sequence, under guidance. `hidden_states` and `attentions`:
-    per requested layer `[nodes, width]` and `[heads, nodes, text + nodes]`, None for other layers; without the first
-    `num_cached` nodes of the tree, which an earlier pass computed. `passes`: the numbers of the forwards that computed
-    it. `cache`: results that the strategy computed for all nodes at once.
-    """
-
-    tree: Tree
-    first: int
-    logits: Tensor
-    unconditional: Tensor | None = None
-    hidden_states: tuple[Any, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_attentions: tuple[Tensor, ...] | None = None
-    num_cached: int = 0
-    passes: Sequence[int] = ()
-    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class TopTokens(NamedTuple):

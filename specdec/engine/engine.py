@@ -19,7 +19,8 @@ from torch import Tensor
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits
 from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
@@ -292,15 +293,13 @@ class Engine:
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:
         """A sequence's turn in this round; with `chunk`, that many tokens of its prompt unless they end it."""
-        rows = [one.cache_row for one in seq.batch_seqs if one.cache_row is not None]
+        rows = [one.row for one in seq.batch_seqs]
         self.target.refresh(rows)
-        cached = [self.target.length(row) for row in rows]
+        lengths = [self.target.length(row) for row in rows]
         if chunk is not None and not self._ends(seq, chunk):
-            parts = [one.chunk(length, chunk) for one, length in zip(seq.batch_seqs, cached, strict=True)]
-        else:
-            tree = EMPTY if proposal is None else proposal
-            parts = [one.part(length, tree) for one, length in zip(seq.batch_seqs, cached, strict=True)]
-        return Turn(seq, rows, cached, parts, asked=proposal is not None)
+            return Turn(seq, lengths, seq.chunks(lengths, chunk), asked=proposal is not None)
+        works = seq.works(lengths, EMPTY if proposal is None else proposal)
+        return Turn(seq, lengths, works, complete=True, asked=proposal is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
@@ -308,57 +307,48 @@ class Engine:
         return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _verify(self, turns: Sequence[Turn]) -> bool:
-        """One target pass over all parts, whose results go into `turns`; False if it failed, or had no parts."""
-        parts = [(seq, part, num_cached) for turn in turns for seq, part, num_cached in turn.batch_seqs]
-        if not parts:
+        """One target pass over all works, whose outputs go into `turns`; False if it failed, or had none."""
+        works = [work for turn in turns for work in turn.works]
+        if not works:
             return False
         requests = {self._requests[turn.seq.id] for turn in turns}
-        embeds = [seq.given(num_cached, len(part.text)) for seq, part, num_cached in parts]
         drafts = [request.drafter for request in requests if request.drafter is not None]
         layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
+        attentions = any(request.output_attentions for request in requests)
         try:
-            outputs = self.target.forward(
-                [cache_row for turn in turns for cache_row in turn.cache_rows],
-                [part.tree for _, part, _ in parts],
-                [part.keep for _, part, _ in parts],
-                embeds=embeds if any(one is not None for one in embeds) else None,
-                text_lengths=[0 if part.complete else seq.length for seq, part, _ in parts],
-                output_hidden_states=every_layer or layers,
-                output_attentions=any(request.output_attentions for request in requests),
-            )
+            outputs = iter(self.target.run(works, hidden=every_layer or layers, attentions=attentions))
         except Exception as error:
             self._fail([turn.seq for turn in turns], error)
             return False
-        scores = iter(outputs)
         for turn in turns:
-            own = next(scores)
-            turn.scores, turn.hidden = self._wanted(turn.seq, own), self._for_draft(turn.seq, own)
+            own = next(outputs)
+            turn.out, turn.hidden = self._wanted(turn.seq, own), self._for_draft(turn.seq, own)
             turn.passes = own.passes
             if turn.seq.unconditional is not None:
-                other = next(scores)
-                turn.scores = replace(turn.scores, unconditional=other.logits)
+                other = next(outputs)
+                turn.out = replace(turn.out, unconditional=other.logits)
                 turn.passes = [*turn.passes, *other.passes]
         return True
 
-    def _wanted(self, seq: RunningSequence, scores: Scores) -> Scores:
-        """The scores with only those hidden states and attentions that the sequence's request keeps."""
-        request, hidden = self._requests[seq.id], scores.hidden_states
-        if hidden is None and scores.attentions is None:
-            return scores
+    def _wanted(self, seq: RunningSequence, out: Logits) -> Logits:
+        """The output with only those hidden states and attentions that the sequence's request keeps."""
+        request, hidden = self._requests[seq.id], out.hidden_states
+        if hidden is None and out.attentions is None:
+            return out
         if not (request.output_hidden_states or request.last_hidden):
             hidden = None
-        attentions = (scores.attentions, scores.cross_attentions) if request.output_attentions else (None, None)
+        attentions = (out.attentions, out.cross_attentions) if request.output_attentions else (None, None)
         return replace(
-            scores,
+            out,
             hidden_states=None if hidden is None else hidden[request.layers],
             attentions=attentions[0],
             cross_attentions=attentions[1],
         )
 
-    def _for_draft(self, seq: RunningSequence, scores: Scores) -> list[Tensor]:
+    def _for_draft(self, seq: RunningSequence, out: Logits) -> list[Tensor]:
         """The hidden states of the layers that the sequence's draft reads."""
-        drafter, hidden = self._requests[seq.id].drafter, scores.hidden_states
+        drafter, hidden = self._requests[seq.id].drafter, out.hidden_states
         return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
 
     def _walk(self, turns: Sequence[Turn]) -> list[Turn]:
@@ -368,8 +358,8 @@ class Engine:
         """
         for turn in turns:
             try:
-                if turn.complete and turn.scores is not None:
-                    turn.walk = turn.seq.walk(turn.parts[0], turn.scores)
+                if turn.complete and turn.out is not None:
+                    turn.walk = turn.seq.walk(turn.out)
             except Exception as error:
                 turn.error = error
         return [turn for turn in turns if turn.error is None]
@@ -388,7 +378,7 @@ class Engine:
                 commits[turn.seq.id] = turn.commit()
             if turn.walk is None:
                 continue
-            seq, proposal = turn.seq, turn.parts[0].proposal
+            seq, proposal = turn.seq, turn.works[0].proposal
             instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
             prefill = not seq.prefilled or (turn.asked and not seq.drafted and not instant)
             shares.append(turn.share(prefill))

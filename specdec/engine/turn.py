@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Commit, Hidden
-from specdec.core.rounds import Round, RowPass, SequenceRound
+from specdec.core.rounds import Round, SequenceRound
 from specdec.core.sequence import RunningSequence, Walk
-from specdec.core.tree import Scores
+from specdec.core.work import Logits, Work
 
 
 class Stopwatch:
@@ -39,18 +39,18 @@ class Stopwatch:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One sequence's round: its rows of the target's cache (one, or two under guidance), and its part of the pass in
-    each.
+    """One sequence's round: its work in each of its rows of the target's cache (one, or two under guidance).
 
-    `num_cached`: positions of text cached per row. `passes`: the numbers of the target passes that computed it.
-    `hidden`: hidden states per layer that its draft reads. `asked`: a draft was asked for a proposal.
+    `lengths`: positions of text cached per row. `complete`: the pass includes the end of the text. `passes`: the
+    numbers of the target passes that computed it. `hidden`: hidden states per layer that its draft reads. `asked`: a
+    draft was asked for a proposal.
     """
 
     seq: RunningSequence
-    cache_rows: list[int]
-    num_cached: list[int]
-    parts: list[RowPass]
-    scores: Scores | None = None
+    lengths: list[int]
+    works: list[Work]
+    complete: bool = False
+    out: Logits | None = None
     walk: Walk | None = None
     error: Exception | None = None
     asked: bool = False
@@ -58,26 +58,15 @@ class Turn:
     hidden: Sequence[Tensor] = ()
 
     @property
-    def complete(self) -> bool:
-        """Whether the pass includes the end of the text."""
-        return self.parts[0].complete
-
-    @property
     def nodes(self) -> int:
         """How many nodes the target computes for it."""
-        return sum(part.cost for part in self.parts)
-
-    @property
-    def batch_seqs(self) -> list[tuple[RunningSequence, RowPass, int]]:
-        """The sequence, and its unconditional sequence, each with its part and its cached length."""
-        return list(zip(self.seq.batch_seqs, self.parts, self.num_cached, strict=True))
+        return sum(work.num_new for work in self.works)
 
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
         """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
         path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
-        rows = zip(self.cache_rows, self.parts, strict=True)
-        return [(row, part.path(path), len(part.text) + text) for row, part in rows]
+        return [(work.row, work.path(path), work.num_text + text) for work in self.works]
 
     def commit(self) -> Commit:
         """The message to its draft."""
@@ -86,17 +75,16 @@ class Turn:
 
     def _hidden(self, path: list[int]) -> Hidden:
         """The hidden states of the new text and of new nodes on the path, without positions that have no ids."""
-        part, first = self.parts[0], self.num_cached[0] - self.seq.num_embeds_only
-        nodes = part.path([node for node in path if node >= part.num_cached])[max(-first, 0) :]
-        assert self.scores is not None
-        own = [node - self.scores.num_cached for node in nodes]
+        work, first = self.works[0], self.lengths[0] - self.seq.num_embeds_only
+        nodes = work.path([node for node in path if node >= work.num_cached])[max(-first, 0) :]
+        own = [node - work.num_cached for node in nodes]
         states = torch.stack([layer[_run(own)] for layer in self.hidden], dim=1)
-        return Hidden(max(first, 0), part.num_cached, states)
+        return Hidden(max(first, 0), work.num_cached, states)
 
     def share(self, prefill: bool) -> SequenceRound:
         """The round's result for this sequence; call it before the sequence takes the walk."""
         assert self.walk is not None
-        walk, proposal = self.walk, self.parts[0].proposal
+        walk, proposal = self.walk, self.works[0].proposal
         tested, levels = self.seq.tested(proposal, walk)
         return SequenceRound(
             id=self.seq.id,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.cache.session import Session
 from specdec.models.hf.device_hooks import execution_device
@@ -69,7 +70,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     session.truncate([parts], [0])
     besides, begun = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])
     rest, branches = Tree.chain(longer[7:]), Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
-    beside, branched = session.forward([other, parts], [rest, branches], [len(rest), len(branches)])
+    beside, branched = session.run([Work(other, rest, len(rest)), Work(parts, branches, len(branches))])
     session.commit([other, parts], [list(range(len(rest))), [0, 3]])
     ended = _read(session, [parts], [text[_BRANCHING + 2 :]])[0]
     expected = _read(session, [whole], [longer])[0]
@@ -95,9 +96,9 @@ def _unpacked(language: ModelSpec) -> str | None:
 
 def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Tensor]:
     """Extends rows by texts in one pass; returns their logits."""
-    scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
+    outputs = session.run([Work.text(row, text, len(text)) for row, text in zip(rows, texts, strict=True)])
     session.commit(rows, [list(range(len(text))) for text in texts])
-    return [one.logits for one in scores]
+    return [out.logits for out in outputs]
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:

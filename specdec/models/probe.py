@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.encoding import Encoding
@@ -142,11 +143,11 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
         ([Tree.chain(_ids(source, language, 1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
     for trees, keep, committed in steps:
-        for row, scores in enumerate(session.forward(rows, trees, keep)):
-            for node in range(scores.first, len(scores.tree)):
-                tokens = texts[row] + [scores.tree.tokens[n] for n in scores.tree.path(node)]
+        for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
+            for node in range(out.first, len(out.tree)):
+                tokens = texts[row] + [out.tree.tokens[n] for n in out.tree.path(node)]
                 own = reference(language, tokens, None if encoding is None else encoding.select([row]))
-                yield scores.logits[node - scores.first], own
+                yield out.logits[node - out.first], own
         session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
             text += [tree.tokens[node] for node in path]

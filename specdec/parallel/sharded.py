@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.errors import EngineError, UnsupportedError
 from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.session import Session
@@ -166,17 +167,15 @@ class LedSession(Shared, Session):
     def pending(self, row: int) -> int:
         return self._own.pending(row)
 
-    def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **how: Any) -> list[Scores]:
-        bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # the others need no confidence and q
-        found: list[Scores] = self._at_once("forward", rows, bare, keep, **how)
-        return [replace(scores, tree=tree) for scores, tree in zip(found, trees, strict=True)]
+    def run(
+        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
+    ) -> list[Logits]:
+        bare = [replace(work, tree=Tree(work.tree.tokens, work.tree.parents), proposal=EMPTY) for work in works]
+        found: list[Logits] = self._at_once("run", bare, hidden=hidden, attentions=attentions)
+        return [replace(out, work=work) for out, work in zip(found, works, strict=True)]
 
     def commit(self, *given: Any, **how: Any) -> None:
         self._each("commit", *given, **how)
-
-    def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor | None] = self._at_once("advance", *given)
-        return found
 
     def refresh(self, rows: Sequence[int]) -> None:
         if self.cache_reset_length is not None:

@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, SequenceView
 from specdec.core.rounds import CHUNK, SHARED_CHUNK
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
 from specdec.proposers.growth import Branches, CachedText, Chain
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 
 _FEW = 16  # missing tokens that are fed in the pass that makes the first guess
-
-
-def has_one_guess_each(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
-    """Whether every tree is one guess that extends its sequence's chain."""
-    return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
 class ModelDrafter(BatchDrafter):
@@ -198,18 +194,31 @@ class ModelSession(DraftSession):
         *,
         text_lengths: Sequence[int] | None = None,
         level: int = 0,
-    ) -> list[Scores]:
+    ) -> list[Logits]:
         """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
 
         All nodes stay in the cache, the first `texts[i]` of a tree as text.
         """
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        if level and has_one_guess_each(trees, texts):
-            logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
-            return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
-        scores = self._session.forward(cache_rows, trees, keep, text_lengths=text_lengths)
-        self._session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
-        return scores
+        works = self._works(seqs, trees, keep, text_lengths)
+        outputs = self._session.run(works)
+        rows = [work.row for work in works]
+        self._session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        return outputs
+
+    def _works(
+        self,
+        seqs: Sequence[SequenceView],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        text_lengths: Sequence[int] | None = None,
+    ) -> list[Work]:
+        """The works of one pass, in these sequences' rows."""
+        rows = [self._cached[seq.id].cache_row for seq in seqs]
+        lengths = text_lengths or [0] * len(rows)
+        return [
+            Work(row, tree, kept, num_cached=self._session.pending(row), text_length=length)
+            for row, tree, kept, length in zip(rows, trees, keep, lengths, strict=True)
+        ]
 
     def _admit(self, seqs: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
         """Adds new sequences to the cache; returns those that will fork another one's row, by the id of that one."""
@@ -356,10 +365,10 @@ class ModelSession(DraftSession):
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]
             texts = [growth.num_as_text for growth, _ in feeds]
-            scores = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
+            outputs = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
             feeds = [
                 (growth, following)
-                for (growth, tree), found in zip(feeds, scores, strict=True)
-                if (following := growth.take(tree, fit(found.logits, self._vocab_size))) is not None
+                for (growth, tree), out in zip(feeds, outputs, strict=True)
+                if (following := growth.take(tree, fit(out.logits, self._vocab_size))) is not None
             ]
             level += 1

@@ -10,11 +10,11 @@ from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import Tree
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import Processors, TopK, TopP
 from specdec.decoding.strategies import Coupled, Greedy, Match
-from tests.decoding.toys import NOTHING, ToyRow, decode, table, target_law, wrong
+from tests.decoding.toys import NOTHING, ToyRow, decode, logits_of, table, target_law, wrong
 
 V, LENGTH = 12, 24
 TARGET = table(11, V)
@@ -76,7 +76,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
     """P(match) >= (1 - TV) / (1 + TV), less five standard errors over 2,000 seeds."""
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.4, 0.25, 0.15, 0.2])
     distance = float((p - q).abs().sum()) / 2
-    scores = Scores(Tree.chain([0]), 0, p.log()[None])
+    scores = logits_of(Tree.chain([0]), p.log()[None])
     row, agreed = ToyRow(), 0
     for seed in range(2000):
         selector = Coupled(NOTHING, fold(3, seed))
@@ -88,7 +88,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
 def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
     """Ties as torch.argmax breaks them; the draft's probability is its softmax."""
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
-    assert Greedy(NOTHING).advance(ToyRow(), [], Scores(Tree.chain([0]), 0, logits[None]), 0).token == 1
+    assert Greedy(NOTHING).advance(ToyRow(), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
     token, sure, q = Greedy(NOTHING).rule.pick(ToyRow(), [], logits.bfloat16())
     assert (token, q) == (1, None)
     assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
@@ -97,7 +97,7 @@ def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
 def test_first_says_where_the_logits_begin() -> None:
     """A prompt's inner positions are not kept: logits count from `first`."""
     logits = torch.eye(4)[[2, 3]]
-    scores = Scores(Tree.chain([9, 9, 9, 2]), 2, logits)
+    scores = logits_of(Tree.chain([9, 9, 9, 2]), logits)
     assert [Greedy(NOTHING).advance(ToyRow(), [], scores, node).token for node in (2, 3)] == [2, 3]
 
 
@@ -116,7 +116,7 @@ def test_guidance_equals_transformers() -> None:
     theirs.get_unconditional_logits = lambda ids: unconditional[:1, None]
     expected = theirs(torch.tensor([[0]]), logits[:1])[0] / 0.5
     selector = Greedy(Processors((TemperatureLogitsWarper(0.5),)), guidance_scale=1.7, keep_scores=True)
-    step = selector.advance(ToyRow(), [], Scores(Tree.chain([0, 1]), 0, logits, unconditional), 0)
+    step = selector.advance(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits, unconditional), 0)
     torch.testing.assert_close(step.scores, expected)
     assert step.token == int(expected.argmax())
     assert step.logits is None
@@ -124,7 +124,7 @@ def test_guidance_equals_transformers() -> None:
 
 def test_kept_scores_are_copies() -> None:
     """The pass's buffers may be written to again."""
-    scores = Scores(Tree.chain([0]), 0, torch.randn(1, V))
+    scores = logits_of(Tree.chain([0]), torch.randn(1, V))
     step = Greedy(NOTHING, keep_scores=True, keep_logits=True).advance(ToyRow(), [], scores, 0)
     for kept in (step.scores, step.logits):
         assert torch.equal(kept, scores.logits[0])

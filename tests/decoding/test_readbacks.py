@@ -12,13 +12,13 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 
 from specdec.core.drafts import Branch
 from specdec.core.strategies import NodeOutput, Trace
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
 from specdec.decoding.tree_samplers import likeliest_children
-from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, decode, propose, sprout, table, verify, walk
+from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, decode, logits_of, propose, sprout, table, verify, walk
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
@@ -162,7 +162,7 @@ def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list
     tree = Tree.chain([0] * len(texts))
 
     def steps(logits: torch.Tensor) -> Beams:
-        whole = Scores(tree, 0, logits)
+        whole = logits_of(tree, logits)
         search = BeamSearch(
             processors=processors, stop=Stopping(frozenset([2]), 9), num_beams=3, max_new_tokens=8, width=vocab
         )
@@ -190,11 +190,11 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     nothing = torch.full((V,), -torch.inf)
     logits = torch.stack([DRAFT([0]), nothing])
     strategy = Coupled(NOTHING, 5)
-    token = strategy.advance(ToyRow(), [], Scores(Tree.chain([0, 1]), 0, logits), 0).token
-    scores = Scores(Tree.chain([0, token]), 0, logits)
-    assert strategy.advance(ToyRow(), [], scores, 0).token == token
+    token = strategy.advance(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits), 0).token
+    out = logits_of(Tree.chain([0, token]), logits)
+    assert strategy.advance(ToyRow(), [], out, 0).token == token
     with pytest.raises(SpecdecError, match="no token is left"):
-        strategy.advance(ToyRow(), [token], scores, 1)
+        strategy.advance(ToyRow(), [token], out, 1)
 
 
 def test_decoding_is_the_same_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import torch
 from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import Tree
+from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
 from specdec.decoding.strategies import Block, Match, Rejection
@@ -21,6 +22,7 @@ from tests.decoding.toys import (
     Branching,
     ToyRow,
     decode,
+    logits_of,
     propose,
     sprout,
     table,
@@ -222,9 +224,9 @@ def test_law_with_the_real_hash(kind, k) -> None:
     assert statistic < chi2.ppf(1 - 1e-6, len(law) - 1)
 
 
-def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) -> Scores:
+def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) -> Logits:
     tree = Tree.chain([0]).graft(Tree.chain(tokens, q=None if q is None else [torch.tensor(x) for x in q]))
-    return Scores(tree, 0, torch.tensor([p] * len(tree)).log())
+    return logits_of(tree, torch.tensor([p] * len(tree)).log())
 
 
 def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:

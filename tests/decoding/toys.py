@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
 
 Table = Callable[[list[int]], Tensor]
@@ -92,18 +93,23 @@ def sprout(rule: Any, row: ToyRow, draft: Table, k: int, branches: int, least: f
     return Tree([node.tokens[-1] for node in nodes], parents, [node.confidence for node in nodes], drawn or None)
 
 
-def verify(row: ToyRow, proposal: Tree, target: Table) -> Scores:
+def verify(row: ToyRow, proposal: Tree, target: Table) -> Logits:
     """The target's logits after the last token and after every proposed one."""
     tree = Tree.chain(row.tokens[-1:]).graft(proposal)
     prefixes = [row.tokens + [tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
-    return Scores(tree, 0, torch.stack([target(prefix) for prefix in prefixes]))
+    return logits_of(tree, torch.stack([target(prefix) for prefix in prefixes]))
 
 
-def walk(selector: Any, row: ToyRow, scores: Scores) -> tuple[list[int], int]:
+def logits_of(tree: Tree, logits: torch.Tensor, unconditional: torch.Tensor | None = None) -> Logits:
+    """The output of a pass over `tree`, with `logits` `[nodes, vocab]` at its last nodes."""
+    return Logits(Work(0, tree, len(logits)), logits, unconditional)
+
+
+def walk(selector: Any, row: ToyRow, out: Logits) -> tuple[list[int], int]:
     """The tokens of one round, and how many of them were proposed."""
-    children, node, new = scores.tree.children(), 0, []
+    children, node, new = out.tree.children(), 0, []
     while True:
-        new.append(selector.advance(row, new, scores, node).token)
+        new.append(selector.advance(row, new, out, node).token)
         child = children.get((node, new[-1]))
         if child is None:
             return new, len(new) - 1

@@ -15,6 +15,7 @@ from specdec.core.draft_schedules import Constant, Heuristic
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
 from specdec.core.sequence import RunningSequence, TextSequence
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Greedy
@@ -63,14 +64,14 @@ def check_held(language: LanguageModel, session: Session, slot: int, text: list[
         return
     fresh = language.session()
     [row] = fresh.add(1, encoding)
-    fresh.forward([row], [Tree.chain(text[:length])], [1])
+    fresh.run([Work.text(row, text[:length])])
     fresh.commit([row], [list(range(length))])
     if isinstance(session, KvSession) and isinstance(fresh, KvSession):
         kept, expected = session.keep_prefix(slot, length), fresh.keep_prefix(row, length)
         for ours, theirs in zip(kept, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
     copy = session.fork(slot, length)
-    scores = [s.forward([r], [Tree.chain([7, 8])], [2])[0] for s, r in ((session, copy), (fresh, row))]
+    scores = [s.run([Work.text(r, [7, 8], 2)])[0] for s, r in ((session, copy), (fresh, row))]
     torch.testing.assert_close(scores[0].logits, scores[1].logits, atol=1e-3, rtol=1e-3)
     session.remove([copy])
 

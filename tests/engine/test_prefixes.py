@@ -13,7 +13,7 @@ import torch
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
-from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
@@ -382,7 +382,7 @@ def test_what_a_position_takes_is_known(name: str) -> None:
     session: Any = language.session()
     session.bound(1, 128)
     [row] = session.add(1, encoding)
-    session.forward([row], [Tree.chain([5, 6, 7])], [1])
+    session.run([Work.text(row, [5, 6, 7])])
     assert session.buffers.bytes <= language.kv_bytes * session.buffers.capacity
     latent = getattr(language.config, "kv_lora_rank", None)  # some versions keep less of these
     assert latent or 2 * session.buffers.bytes >= language.kv_bytes * session.buffers.capacity
@@ -394,7 +394,7 @@ def test_buffers_shrink() -> None:
     session: Any = LanguageModel(model).session()
     session.buffers.spare_bytes = 0
     rows = session.add(16)
-    session.forward(rows, [Tree.chain([5] * 300)] * 16, [1] * 16)
+    session.run([Work.text(row, [5] * 300) for row in rows])
     session.commit(rows, [list(range(300))] * 16)
     before = session.bytes
     session.remove(rows[1:])

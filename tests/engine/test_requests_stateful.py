@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter
-from specdec.core.rounds import Round, RowPass
+from specdec.core.rounds import Round
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
@@ -242,13 +242,14 @@ def check_keys_and_values(engine: Engine) -> None:
 
 def logits(session: Any, slots: list[Any], rows: list[RunningSequence], held: list[int]) -> list[torch.Tensor]:
     """Of every row, `[nodes, vocab]` at the nodes that the session does not hold."""
-    parts = [
-        RowPass(row.tokens[length:], row.tree, session.pending(slot), row.leaves)
-        for row, length, slot in zip(rows, held, slots, strict=True)
-    ]
+    works = []
+    for row, length, slot in zip(rows, held, slots, strict=True):
+        work = row.works([length] * len(row.batch_seqs))[0]
+        cached = session.pending(slot)
+        count = len(row.tree) - cached or 1
+        works.append(replace(work, row=slot, num_cached=cached, num_logits=count))
     with torch.no_grad():
-        found = session.forward(slots, [part.tree for part in parts], [part.keep for part in parts])
-    return [scores.logits for scores in found]
+        return [out.logits for out in session.run(works)]
 
 
 class Requests(RuleBasedStateMachine):

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from specdec.core.tree import Scores, Tree
-from specdec.models import Encoding, LanguageModel
+from specdec.core.tree import Tree
+from specdec.core.work import Logits, Work
+from specdec.models import Encoding, LanguageModel, Session
 from specdec.models.probe import reference
 
 TOLERANCE = 2e-4  # a wrong mask or position shows as 0.03 (Cohere, which scales its logits down) to 10
@@ -31,8 +33,9 @@ class Twin:
     def lengths(self) -> list[int]:
         return [self.session.length(row) for row in self.rows]
 
-    def forward(self, trees: Sequence[Tree], keep: Sequence[int], **more: Any) -> list[Scores]:
-        return self.session.forward(self.rows, trees, keep, **more)
+    def forward(self, trees: Sequence[Tree], keep: Sequence[int], **how: Any) -> list[Logits]:
+        """One pass over a tree per row, with logits of its last `keep[i]` nodes."""
+        return forward(self.session, self.rows, trees, keep, **how)
 
     def ids(self, count: int) -> list[int]:
         return [self.random.randrange(3, 64) for _ in range(count)]
@@ -45,17 +48,16 @@ class Twin:
 
     def run(self, trees: Sequence[Tree], keep: Sequence[int]) -> float:
         """One pass; the largest difference between its logits and the recomputed ones."""
-        scores = self.forward(trees, keep)
-        assert [s.first for s in scores] == [len(t) - k for t, k in zip(trees, keep, strict=True)]
-        assert [len(s.logits) for s in scores] == list(keep)
-        return max((self.off(row, s) for row, s in enumerate(scores)), default=0.0)
+        outputs = self.forward(trees, keep)
+        assert [len(out.logits) for out in outputs] == list(keep)
+        return max((self.off(row, out) for row, out in enumerate(outputs)), default=0.0)
 
-    def off(self, row: int, scores: Scores) -> float:
-        worst, tree = 0.0, scores.tree
-        for node in range(scores.first, len(tree)):
+    def off(self, row: int, out: Logits) -> float:
+        worst, tree = 0.0, out.tree
+        for node in range(out.first, len(tree)):
             tokens = self.texts[row] + [tree.tokens[n] for n in tree.path(node)]
             own = reference(self.language, tokens, self.encodings[row])
-            worst = max(worst, float((own - scores.logits[node - scores.first]).abs().max()))
+            worst = max(worst, float((own - out.logits[node - out.first]).abs().max()))
         return worst
 
     def commit(self, trees: Sequence[Tree], paths: Sequence[list[int]], final: bool = True) -> None:
@@ -149,13 +151,27 @@ class Twin:
         """A pass over these rows alone, in this order, of which a random path is kept."""
         grown = [self.tree() if trees and self.random.random() < 0.5 else self.chain(3) for _ in rows]
         named = [self.rows[row] for row in rows]
-        for row, scores in zip(rows, self.session.forward(named, grown, [len(t) for t in grown]), strict=True):
-            assert self.off(row, scores) < TOLERANCE
+        for row, out in zip(rows, forward(self.session, named, grown, [len(t) for t in grown]), strict=True):
+            assert self.off(row, out) < TOLERANCE
         paths = [tree.path(self.random.randrange(-1, len(tree))) for tree in grown]
         self.session.commit(named, paths)
         for row, tree, path in zip(rows, grown, paths, strict=True):
             self.texts[row] += [tree.tokens[node] for node in path]
         assert self.lengths == list(map(len, self.texts))
+
+
+def forward(
+    session: Session,
+    rows: Sequence[int],
+    trees: Sequence[Tree],
+    keep: Sequence[int],
+    embeds: Sequence[Tensor | None] | None = None,
+    **how: Any,
+) -> list[Logits]:
+    """One pass over a tree per row, which begins with the row's branches; logits of its last `keep[i]` nodes."""
+    given = zip(rows, trees, keep, embeds or [None] * len(rows), strict=True)
+    works = [Work(row, tree, k, num_cached=session.pending(row), embeds=one) for row, tree, k, one in given]
+    return session.run(works, **how)
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from specdec import SpecGenerator, kernels
 from specdec.core.drafts import ChainRule, Choice, Filter, Until
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedyRule
 from specdec.errors import UnsupportedError
@@ -319,13 +320,13 @@ def test_weights_are_not_sent() -> None:
 def test_models_that_have_given_hidden_states() -> None:
     """They can be sent as well, as those are that stop early. (Their hooks could not be pickled.)"""
     language = LanguageModel(tiny("llama"))
-    language.model(torch.tensor([[5, 6]]), output_hidden_states=True)
+    language.model(torch.tensor([[5, 6]]), hidden=True)
     for own in (ragged(), RaggedForward(language), RaggedForward(language.early_exit(1))):
         torch.save(_without_weights(own.model), file := io.BytesIO())
         file.seek(0)
         sent = torch.load(file, weights_only=False)
         assert not any(module._forward_hooks for module in sent.modules())
-    assert language.model(torch.tensor([[5, 6]]), output_hidden_states=True).hidden_states
+    assert language.model(torch.tensor([[5, 6]]), hidden=True).hidden_states
 
 
 @pytest.mark.slow
@@ -401,10 +402,8 @@ class TestCode:
         trees, keep = [twin.chain(3), twin.tree()], [2, 7]
         with monkeypatch.context() as patch:
             patch.setattr(language.ragged.model, "output", None)
-            plain, some, whole = (
-                twin.forward(trees, keep, output_hidden_states=layers) for layers in (False, [0, 2], True)
-            )
-        expected = below.forward(trees, keep, output_hidden_states=True)
+            plain, some, whole = (twin.forward(trees, keep, hidden=layers) for layers in (False, [0, 2], True))
+        expected = below.forward(trees, keep, hidden=True)
         for row in range(2):
             assert plain[row].hidden_states is None
             assert torch.equal(some[row].logits, plain[row].logits)
@@ -505,12 +504,13 @@ class TestCode:
     ) -> list[tuple[int, float, torch.Tensor | None]]:
         """What is picked of passes over one token each."""
         session, before = twin.session, twin.session.length(row)
-        [scores] = session.forward([row], [Tree.chain(text)], [1])
+        [out] = session.run([Work.text(row, text)])
         session.commit([row], [list(range(len(text)))])
-        logits, found = scores.logits[-1], list[tuple[int, float, torch.Tensor | None]]()
+        logits, found = out.logits[-1], list[tuple[int, float, torch.Tensor | None]]()
         for _ in range(count):
             found.append(pick([token for token, *_ in found], logits))
-            logits = session.advance([row], [found[-1][0]])[0][0]
+            logits = session.run([Work.text(row, [found[-1][0]])])[0].logits[0]
+            session.commit([row], [[0]], final=False)
         session.truncate([row], [before])
         return found
 

@@ -17,6 +17,7 @@ from packaging import version
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
@@ -59,7 +60,7 @@ def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a padded pass")
 
-    monkeypatch.setattr(KvSession, "_pass", refuse)
+    monkeypatch.setattr(KvSession, "_padded", refuse)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,7 +116,7 @@ def test_hidden_states(name: str) -> None:
     encoding = _encoding(name, 2)
     twin = Twin(_language(name), 2, encoding)
     trees = [twin.chain(9), twin.chain(4)]
-    for row, scores in enumerate(twin.forward(trees, [1, 1], output_hidden_states=True)):
+    for row, scores in enumerate(twin.forward(trees, [1, 1], hidden=True)):
         ids, inputs = torch.tensor([trees[row].tokens]), dict[str, Any]()
         if encoding is not None:
             own = encoding.select([row])
@@ -185,7 +186,7 @@ def test_hooks_are_not_shared() -> None:
     """What hooks into a twin does not hook into the model. (The library's put every hidden state in twice.)"""
     model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
     session = LanguageModel(model, backend="packed").session()
-    session.forward(session.add(1), [Tree.chain([5, 6, 7])], [1], output_hidden_states=True)
+    session.run([Work.text(session.add(1)[0], [5, 6, 7])], hidden=True)
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
 
@@ -235,7 +236,8 @@ class Played:
             self.columns[self.map.top + i] = self.paths[-1]
             self.ids += 1
         self.tree = Tree([path[-1] for path in self.paths], parents)
-        return RowNodes(self.row_index, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
+        count, cached = self.random.randrange(len(parents) - len(self.held) + 1), len(self.held)
+        return RowNodes(self.row_index, self.map, Work(self.row_index, self.tree, count, num_cached=cached))
 
     def seen(self, kind: AttentionKind) -> list[set[int]]:
         return [
@@ -293,8 +295,8 @@ def test_tables(seed: int, bases: list[int]) -> None:
             assert table.dtype == torch.int32
             assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops
             assert [decoded(own[2:]) for own in table[0, 0].tolist()] == [s for row in here for s in row.seen(kind)]
-        ends = np.cumsum([row.size for row in nodes])
-        kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.keep, end)]
+        ends = np.cumsum([row.work.num_new for row in nodes])
+        kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.work.num_logits, end)]
         assert inputs.kept.tolist() == (kept or [ends[-1] - 1])
         for row in here:
             row.settle()

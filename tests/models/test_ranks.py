@@ -13,6 +13,7 @@ import torch
 
 from specdec import EngineError, LoadError, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.sharding import parts
@@ -100,7 +101,7 @@ def test_texts_are_those_of_one_process(draft: str, line: Beside, shared: Sharde
     texts = [[*IDS[0], *IDS[1]] * 2, [*IDS[0], *IDS[1]] * 2 + [4]]
     for text in texts:  # the second one continues what was kept of the first
         assert torch.equal(plain.generate([text]).sequences, gen.generate([text]).sequences)
-    assert own.forward([], [], []) == []  # tells what the others were not told yet
+    assert own.run([]) == []  # tells what the others were not told yet
     held = next(
         one for one in sessions(line) if one.buffers._written == own.own.buffers._written and one.passes == own.passes
     )
@@ -113,7 +114,7 @@ def test_what_a_draft_thinks_of_its_guesses_stays_here(line: Beside, shared: Sha
     session = shared.session()
     row = session.add(1)[0]
     tree = Tree.chain([4, 5, 6], [0.5] * 3, torch.rand(3, 100_000))
-    session.forward([row], [tree], [3])
+    session.run([Work(row, tree, 3)])
     assert len(line.sent[-1]) < 2000
     session.commit([row], [[0, 1]])
     assert (session.length(row), session.pending(row), session.passes) == (2, 0, 1)
@@ -124,10 +125,10 @@ def test_wrong_arguments_leave_the_processes_in_step(shared: ShardedModel) -> No
     session = shared.session()
     row = session.add(1)[0]
     with pytest.raises(OptionError, match="rows of this session"):
-        session.forward([row + 1], [Tree.chain([4])], [1])
-    with pytest.raises(OptionError, match="keep"):
-        session.forward([row], [Tree.chain([4])], [2])
-    assert session.forward([row], [Tree.chain([4])], [1])[0].logits.shape == (1, 64)
+        session.run([Work.text(row + 1, [4])])
+    with pytest.raises(OptionError, match="num_logits"):
+        session.run([Work.text(row, [4], 2)])
+    assert session.run([Work.text(row, [4])])[0].logits.shape == (1, 64)
 
 
 def test_a_lost_process_is_an_error_at_once_and_ever_after(line: Beside, shared: ShardedModel) -> None:
@@ -152,9 +153,9 @@ def test_a_pass_that_fails_here_alone_breaks_the_job(
     session = shared.session()
     row = session.add(1)[0]
     monkeypatch.setattr(line, "send", lambda _: None)
-    monkeypatch.setattr(KvSession, "forward", boom)
+    monkeypatch.setattr(KvSession, "run", boom)
     with pytest.raises(EngineError, match="a process of this job ended, or failed in a pass"):
-        session.forward([row], [Tree.chain([4])], [1])
+        session.run([Work.text(row, [4])])
     monkeypatch.undo()
     with pytest.raises(EngineError, match="no memory"):
         session.add(1)
@@ -178,9 +179,9 @@ def test_what_nobody_needs_any_more_is_forgotten_everywhere(line: Beside, shared
     """With the next message."""
     for _ in range(3):
         session = shared.session()
-        session.forward([], [], [])
+        session.run([])
     gc.collect()
-    session.forward([], [], [])
+    session.run([])
     assert len(sessions(line)) == 1
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.kv_session import KvSession
@@ -70,7 +71,7 @@ def test_early_exit_is_the_first_layers() -> None:
     model = tiny("llama")
     ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        middle = model(ids, output_hidden_states=True).hidden_states[1]
+        middle = model(ids, hidden=True).hidden_states[1]
         expected = model.lm_head(model.model.norm(middle))
         got = LanguageModel(model).early_exit(1).model(ids).logits
     assert torch.allclose(got, expected, atol=1e-5)
@@ -167,7 +168,7 @@ def test_hidden_states(name: str) -> None:
     twin = Twin(language, 2, encoding)
     twin.prefill(9, 4)
     trees = [twin.tree(), twin.chain(2)]
-    for row, scores in enumerate(twin.forward(trees, [7, 2], output_hidden_states=True)):
+    for row, scores in enumerate(twin.forward(trees, [7, 2], hidden=True)):
         assert scores.hidden_states is not None
         assert {tuple(layer.shape) for layer in scores.hidden_states} == {(len(trees[row]), 32)}
         head = language.model.get_output_embeddings()
@@ -181,7 +182,7 @@ def test_attentions() -> None:
     twin = Twin(language, 2)
     twin.prefill(9, 4)
     trees = [twin.tree(), twin.chain(2)]
-    for row, scores in enumerate(twin.forward(trees, [7, 2], output_attentions=True)):
+    for row, scores in enumerate(twin.forward(trees, [7, 2], attentions=True)):
         assert scores.attentions is not None
         known = len(twin.texts[row])
         assert scores.attentions[0].shape == (4, len(trees[row]), known + len(trees[row]))
@@ -499,7 +500,7 @@ def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(buffers, "_zeros", failing)
     with pytest.raises(MemoryError):
-        twin.session.forward(twin.rows, [twin.chain(40), twin.chain(1)], [1, 1])
+        twin.forward([twin.chain(40), twin.chain(1)], [1, 1])
     monkeypatch.undo()
     twin.some([0, 1])
 
@@ -559,15 +560,15 @@ def test_bad_input() -> None:
     with pytest.raises(UnsupportedError, match="no encoder"):
         language.encode({"input_ids": torch.tensor([[3]])})
     session = language.session()
-    rows = session.add(1)
-    with pytest.raises(OptionError, match="trees"):
-        session.forward(rows, [], [])
-    with pytest.raises(OptionError, match="keep"):
-        session.forward(rows, [Tree.chain([3])], [2])
+    [row] = session.add(1)
+    with pytest.raises(OptionError, match="begins with the row's 0 branches"):
+        session.run([Work(row, Tree.chain([3]), num_cached=1)])
+    with pytest.raises(OptionError, match="num_logits"):
+        session.run([Work.text(row, [3], 2)])
     with pytest.raises(OptionError, match="rows"):
         session.remove([17])
     with pytest.raises(UnsupportedError, match="eager"):
-        session.forward(rows, [Tree.chain([3])], [1], output_attentions=True)
+        session.run([Work.text(row, [3])], attentions=True)
     with pytest.raises(OptionError, match="encoding"):
         LanguageModel(tiny("t5")).session().add(1)
 
@@ -576,7 +577,7 @@ def test_nothing_to_do() -> None:
     """When every row sits out there is no pass."""
     session = LanguageModel(tiny("llama")).session()
     rows = session.add(2)
-    scores = session.forward(rows, [Tree.chain([]), Tree.chain([])], [0, 0])
+    scores = session.run([Work.text(row, [], 0) for row in rows])
     assert session.passes == 0
     assert [tuple(s.logits.shape) for s in scores] == [(0, 64), (0, 64)]
 
@@ -605,11 +606,11 @@ def test_a_decoder_that_forgets_its_order_gets_a_mask() -> None:
 
     def logits(pieces: list[int]) -> torch.Tensor:
         session, found = language.session(), []
-        rows = session.add(1, encoding)
+        [row] = session.add(1, encoding)
         for size, start in zip(pieces, [0, *accumulate(pieces)], strict=False):
-            tree = Tree.chain(list(range(5 + start, 5 + start + size)))
-            found.append(session.forward(rows, [tree], [size])[0].logits)
-            session.commit(rows, [list(range(size))])
+            text = list(range(5 + start, 5 + start + size))
+            found.append(session.run([Work.text(row, text, size)])[0].logits)
+            session.commit([row], [list(range(size))])
         return torch.cat(found)
 
     torch.testing.assert_close(logits([2, 4]), logits([1] * 6), atol=1e-4, rtol=1e-4)

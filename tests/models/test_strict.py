@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
-from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.models import exactness
 from specdec.models.backends.order_free_activations import Sigmoid, Tanh
 from specdec.models.backends.packed_layers import replaced
@@ -135,7 +136,7 @@ def test_logits_bit_for_bit(name: str, kind: str) -> None:
     encoding = language.encode(tiny_inputs(name, 1)) if name in ENCODER_DECODERS else None
     rows = [session.add(1, encoding)[0] for _ in range(4)]
     with torch.no_grad():
-        whole = session.forward([rows[0]], [Tree.chain(text)], [len(text)])[0].logits
+        whole = session.run([Work.text(rows[0], text, len(text))])[0].logits
     found: dict[int, list[Tensor]] = {row: [] for row in rows[1:]}
     held = torch.get_num_threads()
     try:
@@ -144,9 +145,9 @@ def test_logits_bit_for_bit(name: str, kind: str) -> None:
             here = [row for row in found if session.length(row) < len(text)]
             here = source.sample(here, source.randrange(1, len(here) + 1))
             sizes = [min(source.choice([1, 2, 5, 33, 170]), len(text) - session.length(row)) for row in here]
-            trees = [Tree.chain(text[(at := session.length(row)) : at + n]) for row, n in zip(here, sizes, strict=True)]
-            for row, scores in zip(here, session.forward(here, trees, sizes), strict=True):
-                found[row].append(scores.logits)
+            texts = [text[(at := session.length(row)) : at + n] for row, n in zip(here, sizes, strict=True)]
+            for out in session.run(list(map(Work.text, here, texts, sizes))):
+                found[out.work.row].append(out.logits)
             session.commit(here, [list(range(n)) for n in sizes])
     finally:
         torch.set_num_threads(held)
@@ -267,10 +268,10 @@ def test_contradictions() -> None:
         LanguageModel(tiny("llama"), backend="eager", exactness="strict")
     language = LanguageModel(tiny("llama", attn_implementation="eager"), exactness="strict")
     session = language.session()
-    rows = session.add(1)
-    for more in ({"embeds": [torch.zeros(3, 32)]}, {"output_attentions": True}):
+    work = Work.text(session.add(1)[0], [5, 6, 7])
+    for given, how in ((replace(work, embeds=torch.zeros(3, 32)), {}), (work, {"attentions": True})):
         with pytest.raises(UnsupportedError, match="no embeddings and returns no attentions"):
-            session.forward(rows, [Tree.chain([5, 6, 7])], [1], **more)
+            session.run([given], **how)
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

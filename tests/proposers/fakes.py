@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from specdec.core.drafts import Commit, DraftSession, DraftTask, SequenceView
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
@@ -157,7 +158,7 @@ class FakeSession:
 
     cache_reset_length = None
 
-    advance, draft_chain, draft_chains = Session.advance, Session.draft_chain, Session.draft_chains
+    draft_chain, draft_chains = Session.draft_chain, Session.draft_chains
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0
@@ -183,25 +184,19 @@ class FakeSession:
     def length(self, row: int) -> int:
         return len(self.held[row])
 
-    def forward(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        *,
-        embeds: None = None,
-        text_lengths: Sequence[int] | None = None,
-        output_hidden_states: bool = False,
-    ) -> list[Scores]:
-        assert len(trees) == len(keep) == len(set(rows))
-        assert any(map(len, trees))
+    def pending(self, row: int) -> int:
+        return 0
+
+    def run(self, works: Sequence[Work], *, hidden: bool = False) -> list[Logits]:
+        assert len(works) == len({work.row for work in works})
+        assert any(len(work.tree) for work in works)
         self.model.fail_in -= 1
         if self.model.fail_in == 0:
             raise ZeroDivisionError("the fake fails on request")
         self.passes += 1
-        self.fed.append(list(map(len, trees)))
-        self._trees = dict(zip(rows, trees, strict=True))
-        return [self._scores(row, tree, n) for row, tree, n in zip(rows, trees, keep, strict=True)]
+        self.fed.append([len(work.tree) for work in works])
+        self._trees = {work.row: work.tree for work in works}
+        return list(map(self._logits, works))
 
     def commit(
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
@@ -222,16 +217,16 @@ class FakeSession:
         self.held[self._numbers], self.encodings[self._numbers] = held, encoding
         return self._numbers
 
-    def _scores(self, row: int, tree: Tree, keep: int) -> Scores:
-        assert keep <= len(tree)
+    def _logits(self, work: Work) -> Logits:
+        row, tree = work.row, work.tree
+        assert work.num_logits <= len(tree)
         assert all(0 <= token < self.model.vocab_size for token in tree.tokens)
         assert len(self.held[row]) + len(tree) <= self.model.max_positions
-        first = len(tree) - keep
         logits = [
             self.model.logits(self.held[row] + [tree.tokens[n] for n in tree.path(node)], self.encodings[row])
-            for node in range(first, len(tree))
+            for node in range(work.first, len(tree))
         ]
-        return Scores(tree, first, torch.stack(logits) if logits else torch.empty(0, self.model.vocab_size))
+        return Logits(work, torch.stack(logits) if logits else torch.empty(0, self.model.vocab_size))
 
 
 def one(session: DraftSession, row: FakeSequence, limit: int = 5) -> list[int]:

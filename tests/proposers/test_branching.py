@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from specdec.core.draft_schedules.fixed import Limit
 from specdec.core.drafts import Commit, DraftSession
 from specdec.core.tree import Tree
+from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
 from specdec.models import LanguageModel
@@ -182,13 +183,13 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Limit(1, branches=2)])
     fed, inner = [], session.cache
-    forward = inner.forward
+    run = inner.run
 
-    def counting(rows, trees, *rest, **more):  # type: ignore[no-untyped-def]
-        fed.append(len(trees[0]) - inner.pending(rows[0]))
-        return forward(rows, trees, *rest, **more)
+    def counting(works: list[Work]) -> list[Logits]:
+        fed.append(works[0].num_new)
+        return run(works)
 
-    monkeypatch.setattr(inner, "forward", counting)
+    monkeypatch.setattr(inner, "run", counting)
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
     session.commit([Commit(row, [0, 1], 0)])
     [tree] = session.propose([row], [Limit(1, branches=2)])

@@ -29,13 +29,13 @@ class SlowModel(FakeModel):
 
     def session(self):  # type: ignore[no-untyped-def]
         session, clock, seconds = super().session(), self.clock, self.seconds
-        forward = session.forward
+        run = session.run
 
         def slow(*args, **more):  # type: ignore[no-untyped-def]
             clock.now += seconds
-            return forward(*args, **more)
+            return run(*args, **more)
 
-        session.forward = slow  # type: ignore[method-assign]
+        session.run = slow  # type: ignore[method-assign]
         return session
 
 

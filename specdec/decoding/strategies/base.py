@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BranchRule, DraftRule, SequenceView
-from specdec.core.tree import Scores, Step, TopTokens
+from specdec.core.tree import Step, TopTokens
+from specdec.core.work import Logits
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedyRule, process, process_all
@@ -127,83 +128,83 @@ class TextStrategy(StrategyBase):
         rule: Any = self.rule
         return rule
 
-    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The token after `node`, from the processed logits `[vocab]` there, which are local."""
         raise NotImplementedError
 
-    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
         """The tokens `[nodes]` after all nodes with `processed` logits `[nodes, vocab]`, without reading any value.
 
         A token below 0 stands for an error, which is raised if the walk reaches it (`noise.checked`).
         """
         raise NotImplementedError
 
-    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
-        processed = self.processed(seq, new, scores, node)
-        if self.reads_once(scores):
-            token = noise.checked(self._decided(seq, scores)[0][node - scores.first])
+        processed = self.processed(seq, new, out, node)
+        if self.reads_once(out):
+            token = noise.checked(self._decided(seq, out)[0][node - out.first])
         else:
-            token = self.choose(seq, new, scores, node, processed)
-        return self.step(token, scores, node, processed)
+            token = self.choose(seq, new, out, node, processed)
+        return self.step(token, out, node, processed)
 
-    def reads_once(self, scores: Scores) -> bool:
+    def reads_once(self, out: Logits) -> bool:
         """Whether all nodes of the round are decided in one read, since every read waits for the device.
 
         Impure processors are called during the walk instead, for text that is emitted.
         """
-        return not device_reads.is_local(scores.logits) and self.processors.pure
+        return not device_reads.is_local(out.logits) and self.processors.pure
 
-    def processed(self, seq: SequenceView, new: Sequence[int], scores: Scores, node: int) -> Tensor:
+    def processed(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
         """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
-        at = node - scores.first
-        guides = scores.unconditional is not None and self.guidance_scale is not None
+        at = node - out.first
+        guides = out.unconditional is not None and self.guidance_scale is not None
         if not (len(self.processors) or guides):
-            return scores.logits[at].float()
-        is_small = not self.processors.reads_ids and scores.logits.numel() <= SMALL
-        if is_small or self.reads_once(scores):
-            return self.all_processed(seq, scores)[at]
-        unconditional = None if scores.unconditional is None else scores.unconditional[at]
-        return process(self.processors, seq, new, self.guided(scores.logits[at], unconditional))
+            return out.logits[at].float()
+        is_small = not self.processors.reads_ids and out.logits.numel() <= SMALL
+        if is_small or self.reads_once(out):
+            return self.all_processed(seq, out)[at]
+        unconditional = None if out.unconditional is None else out.unconditional[at]
+        return process(self.processors, seq, new, self.guided(out.logits[at], unconditional))
 
-    def all_processed(self, seq: SequenceView, scores: Scores) -> Tensor:
+    def all_processed(self, seq: SequenceView, out: Logits) -> Tensor:
         """The same for all nodes with logits, `[nodes, vocab]`, computed once per round."""
-        if "processed" not in scores.cache:
-            guided = self.guided(scores.logits, scores.unconditional)
-            scores.cache["processed"] = process_all(self.processors, seq, paths(scores), guided)
-        found: Tensor = scores.cache["processed"]
+        if "processed" not in out.cache:
+            guided = self.guided(out.logits, out.unconditional)
+            out.cache["processed"] = process_all(self.processors, seq, paths(out), guided)
+        found: Tensor = out.cache["processed"]
         return found
 
-    def _decided(self, seq: SequenceView, scores: Scores) -> tuple[list[int], list[float] | None]:
+    def _decided(self, seq: SequenceView, out: Logits) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if `ranked`, read once per round."""
-        if "decided" not in scores.cache:
-            tokens = self.choose_all(seq, scores, self.all_processed(seq, scores))
+        if "decided" not in out.cache:
+            tokens = self.choose_all(seq, out, self.all_processed(seq, out))
             if not self.ranked:
-                scores.cache["decided"] = tokens.tolist(), None
+                out.cache["decided"] = tokens.tolist(), None
             else:
-                own, at = scores.logits.float(), tokens.clamp(min=0).to(scores.logits.device)[:, None]
+                own, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                scores.cache["decided"] = device_reads.as_ints(read), log_probs
-        found: tuple[list[int], list[float] | None] = scores.cache["decided"]
+                out.cache["decided"] = device_reads.as_ints(read), log_probs
+        found: tuple[list[int], list[float] | None] = out.cache["decided"]
         return found
 
-    def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
+    def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
             return Step(token, node)
-        logits = scores.logits[node - scores.first].float()
+        logits = out.logits[node - out.first].float()
         own = logits.clone() if self.keep_logits else None
-        log_prob = self._log_prob(token, scores, node, logits) if self.ranked else None
+        log_prob = self._log_prob(token, out, node, logits) if self.ranked else None
         top = None if self.top is None else top_tokens(logits, self.top)
         return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob, top)
 
-    def _log_prob(self, token: int, scores: Scores, node: int, logits: Tensor) -> float:
-        tokens, log_probs = scores.cache.get("decided", (None, None))
-        if log_probs is not None and tokens[node - scores.first] == token:
-            known: float = log_probs[node - scores.first]
+    def _log_prob(self, token: int, out: Logits, node: int, logits: Tensor) -> float:
+        tokens, log_probs = out.cache.get("decided", (None, None))
+        if log_probs is not None and tokens[node - out.first] == token:
+            known: float = log_probs[node - out.first]
             return known
-        if "own" in scores.cache:  # a local copy
-            logits = scores.cache["own"][node - scores.first]
+        if "own" in out.cache:  # a local copy
+            logits = out.cache["own"][node - out.first]
         return float(logits[token] - logits.logsumexp(-1))
 
 
@@ -213,9 +214,9 @@ def top_tokens(logits: Tensor, count: int) -> TopTokens:
     return TopTokens(tokens.tolist(), (values - logits.logsumexp(-1)).tolist())
 
 
-def paths(scores: Scores) -> list[list[int]]:
+def paths(out: Logits) -> list[list[int]]:
     """The tokens from the sequence's text to each node with logits, its own included."""
-    tree, found = scores.tree, {scores.first: list[int]()}
-    for node in range(scores.first + 1, len(tree)):
+    tree, found = out.tree, {out.first: list[int]()}
+    for node in range(out.first + 1, len(tree)):
         found[node] = [*found[tree.parents[node]], tree.tokens[node]]
     return list(found.values())

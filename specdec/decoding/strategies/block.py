@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import SequenceView
-from specdec.core.tree import Scores, Step, Tree
+from specdec.core.tree import Step, Tree
+from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.samplers import generated
 from specdec.decoding.strategies.rejection import Rejection, draft_distribution, drawn_children
@@ -29,7 +30,7 @@ class _Verdict:
     `copies` `[nodes, vocab]`: the processed logits in the CPU's memory, if they had to be copied.
     """
 
-    scores: Scores
+    out: Logits
     base: int
     tokens: list[int] = field(default_factory=list)
     copies: Tensor | None = None
@@ -37,7 +38,7 @@ class _Verdict:
     def near(self, node: int, processed: Tensor | None) -> Tensor:
         """The copy of the logits `[vocab]` at `node` if there are copies, else `processed`."""
         if self.copies is not None:
-            return self.copies[node - self.scores.first]
+            return self.copies[node - self.out.first]
         assert processed is not None
         return processed
 
@@ -93,35 +94,35 @@ class Block(Rejection):
                 'not allow: use `sampling="rejection"`'
             )
 
-    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
-        verdict: _Verdict | None = scores.cache.get("verdict")
+    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
+        verdict: _Verdict | None = out.cache.get("verdict")
         if verdict is None:
-            if not _is_drawn(scores.tree, node):
-                return super().advance(seq, new, scores, node)
-            scores.cache["verdict"] = verdict = self._judge(seq, new, scores, node)
+            if not _is_drawn(out.tree, node):
+                return super().advance(seq, new, out, node)
+            out.cache["verdict"] = verdict = self._judge(seq, new, out, node)
         at = len(new) - verdict.base
-        processed = self.processed(seq, new, scores, node)
+        processed = self.processed(seq, new, out, node)
         if at < len(verdict.tokens):
-            return self.step(verdict.tokens[at], scores, node, processed)
+            return self.step(verdict.tokens[at], out, node, processed)
         # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
         # judged already and may not be used again.
         key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
-        return self.step(noise.draw(verdict.near(node, processed), key), scores, node, processed)
+        return self.step(noise.draw(verdict.near(node, processed), key), out, node, processed)
 
-    def _judge(self, seq: SequenceView, new: list[int], scores: Scores, root: int) -> _Verdict:
+    def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> _Verdict:
         """The tokens after `root`, before which this round has emitted `new`.
 
         The path goes down to first children, and back up where it does not end. Each step depends on values of the one
         before, so logits on an accelerator are copied first, in one read.
         """
-        tree, start, verdict = scores.tree, generated(seq), _Verdict(scores, len(new))
-        if self.reads_once(scores):
-            kinds = [self.all_processed(seq, scores), *([scores.logits.float()] if self.ranked else [])]
-            tree, verdict.copies, *own = _copied(tree, scores.first, kinds)
-            scores.cache.update(zip(["own"], own, strict=False))
+        tree, start, verdict = out.tree, generated(seq), _Verdict(out, len(new))
+        if self.reads_once(out):
+            kinds = [self.all_processed(seq, out), *([out.logits.float()] if self.ranked else [])]
+            tree, verdict.copies, *own = _copied(tree, out.first, kinds)
+            out.cache.update(zip(["own"], own, strict=False))
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
-            processed = self.processed(seq, new + path, scores, node) if verdict.copies is None else None
+            processed = self.processed(seq, new + path, out, node) if verdict.copies is None else None
             return _Stop.at(tree, node, weight, verdict.near(node, processed))
 
         way, path = [stop(root, 1.0, [])], list[int]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.core.drafts import DraftRule, SequenceView
-from specdec.core.tree import Scores
+from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.samplers import CoupledRule, generated
 from specdec.decoding.strategies.base import TextStrategy, paths
@@ -30,12 +30,12 @@ class Coupled(TextStrategy):
     def rule(self) -> DraftRule | None:
         return CoupledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(seq) + len(new)))
 
-    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
         start = generated(seq)
-        keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
+        keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(out)]
         return noise.draws(processed, keys)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftRule, SequenceView
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import Tree
+from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.samplers import SampledRule, generated
 from specdec.decoding.strategies.base import paths
@@ -53,9 +54,9 @@ class Rejection(Coupled):
     def rule(self) -> DraftRule | None:
         return SampledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""
-        tree, place, left = scores.tree, (generated(seq), len(new)), processed
+        tree, place, left = out.tree, (generated(seq), len(new)), processed
         for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: the residual's log-probabilities
             token = tree.tokens[child]
             p, q = torch.softmax(left, dim=-1), q.to(left.device)
@@ -65,10 +66,10 @@ class Rejection(Coupled):
             left = residual(p, q).log()
         return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
 
-    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
         """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
-        tree, start, depths = scores.tree, generated(seq), [len(path) for path in paths(scores)]
-        children = [drawn_children(tree, scores.first + at) for at in range(len(processed))]
+        tree, start, depths = out.tree, generated(seq), [len(path) for path in paths(out)]
+        children = [drawn_children(tree, out.first + at) for at in range(len(processed))]
         left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)
         for order in range(max(map(len, children))):
             nodes = [at for at, own in enumerate(children) if len(own) > order]

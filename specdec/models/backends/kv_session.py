@@ -14,16 +14,17 @@ from torch import Tensor
 
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.rounds import VOID_COLUMNS
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
-from specdec.models.backends.outputs import LogitNodes, ragged_scores, row_scores
+from specdec.models.backends.outputs import LogitNodes, padded_logits, ragged_logits
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import Buffers
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
-from specdec.models.cache.session import Session, check_paths, check_trees
+from specdec.models.cache.session import Session, check_paths, check_works
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.hf.spec import ModelSpec
@@ -136,90 +137,67 @@ class KvSession(Session):
     def pending(self, row: int) -> int:
         return self._row(row).columns.pending
 
-    def forward(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        *,
-        embeds: Sequence[Tensor | None] | None = None,
-        text_lengths: Sequence[int] | None = None,
-        output_hidden_states: bool | Sequence[int] = False,
-        output_attentions: bool = False,
-    ) -> list[Scores]:
+    def run(
+        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
+    ) -> list[Logits]:
         """One pass; several if passes are padded and rows lie far apart."""
-        if (
-            self._is_simple
-            and len(rows) == len(trees) == len(keep) == 1
-            and embeds is None
-            and not (output_hidden_states or output_attentions)
-        ):
-            row, text_length = self._row(rows[0]), text_lengths[0] if text_lengths is not None else 0
-            if not row.columns.scattered and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
-                return [self._chain_pass(row, trees[0], keep[0], text_length)]
+        if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
+            row, work = self._row(works[0].row), works[0]
+            if not row.columns.scattered and work.tree.is_chain and 0 <= work.num_logits <= len(work.tree) > 0:
+                return [self._chain_pass(row, work)]
         with torch.no_grad():
-            return self._general(rows, trees, keep, embeds, text_lengths, output_hidden_states, output_attentions)
+            return self._general(works, hidden, attentions)
 
-    def _chain_pass(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
+    def _chain_pass(self, row: _Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
-        nodes, first = len(tree), len(tree) - keep
-        row.tree = tree
-        row.columns.begin(tree, first, text_length)
-        self.buffers.point(self._index[row.number], row.columns.base, nodes)
-        ids = torch.tensor([tree.tokens], device=self._device)
+        row.tree = work.tree
+        row.columns.begin(work.tree, work.first, work.text_length)
+        self.buffers.point(self._index[row.number], row.columns.base, len(work.tree))
+        ids = torch.tensor([work.tree.tokens], device=self._device)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.buffers} | _OPTIONS
         if self._can_keep:
-            inputs["logits_to_keep"] = keep or 1
+            inputs["logits_to_keep"] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self.passes += 1
-        kept = logits if len(logits) == keep else logits[len(logits) - keep :]
-        return Scores(tree, first, kept, passes=(self.passes,))
+        kept = logits if len(logits) == work.num_logits else logits[len(logits) - work.num_logits :]
+        return Logits(work, kept, passes=(self.passes,))
 
-    def _general(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        embeds: Sequence[Tensor | None] | None,
-        text_lengths: Sequence[int] | None,
-        output_hidden_states: bool | Sequence[int],
-        output_attentions: bool,
-    ) -> list[Scores]:
+    def _general(self, works: Sequence[Work], hidden: bool | Sequence[int], attentions: bool) -> list[Logits]:
         """A pass over rows and trees of any shape."""
-        named = [self._row(row) for row in rows]
-        check_trees(rows, trees, keep, [row.columns.pending for row in named])
-        hidden = hidden_states_of(output_hidden_states)
-        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
-        if output_attentions:
-            extras["output_attentions"] = True
+        rows = [self._row(work.row) for work in works]
+        check_works(works, [row.columns.pending for row in rows])
+        if attentions:
             self._language.check_attentions()
-        parts: dict[int, _Part] = {}
-        scores: dict[int, Scores] = {}
-        for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
-            row.tree = tree
-            if len(tree) == row.columns.pending:
-                scores[row.number] = Scores(
-                    tree, len(tree), self._like.new_empty(0, self._language.vocab_size), num_cached=len(tree)
-                )
-                continue
-            row.columns.begin(tree, len(tree) - keep[i], text_lengths[i] if text_lengths is not None else 0)
-            row_index = self._index[row.number]
-            parts[row_index] = _Part.of(row_index, row, keep[i], None if embeds is None else embeds[i])
+        parts: dict[int, RowNodes] = {}
+        for row, work in zip(rows, works, strict=True):
+            row.tree = work.tree
+            if work.num_new:
+                row.columns.begin(work.tree, work.first, work.text_length)
+                row_index = self._index[row.number]
+                parts[row_index] = RowNodes(row_index, row.columns, work)
         if self._cross is not None and parts:
             self._cross.project()
-        ragged = self._backend
-        fits = ragged is not None and all((part.embeds is None) != ragged.model.reads_embeds for part in parts.values())
-        if ragged is not None and fits and parts and not output_attentions:
-            scores.update(self._ragged(ragged, parts, output_hidden_states))
-        else:
-            if self._language.is_strict and parts:
+        ragged, found = self._backend, dict[int, Logits]()
+        takes = ragged is not None and all(
+            (part.work.embeds is None) != ragged.model.reads_embeds for part in parts.values()
+        )
+        if ragged is not None and takes and parts and not attentions:
+            found = self._ragged(ragged, list(parts.values()), hidden)
+        elif parts:
+            if self._language.is_strict:
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
+            states = hidden_states_of(hidden)
+            extras = {"output_hidden_states": states} if states else {}
+            extras |= {"output_attentions": True} if attentions else {}
             for first, last in self._spans(parts):
-                scores.update(self._pass(parts, first, last, extras))
-        return [scores[row] for row in rows]
+                found |= self._padded(parts, first, last, extras)
+        return [found.get(work.row) or self._no_logits(work) for work in works]
+
+    def _no_logits(self, work: Work) -> Logits:
+        return Logits(work, self._like.new_empty(0, self._language.vocab_size))
 
     def commit(
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
@@ -235,29 +213,6 @@ class KvSession(Session):
             if row.columns.scattered:
                 moves += [(self._index[number], *move) for move in row.columns.compact(VOID_COLUMNS)]
         self._move(moves)
-
-    @torch.no_grad()
-    def advance(
-        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """A ragged pass without a layout where all rows hold text alone."""
-        ragged, named = self._backend, [self._row(row) for row in rows]
-        if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
-            return super().advance(rows, tokens, embeds)
-        row_indices, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
-        for row_index, column in zip(row_indices, columns, strict=True):
-            self.buffers.extend(row_index, column + 1)
-        inputs = RaggedInputs.next(
-            row_indices, columns, tokens, self._language.capability.kinds, self._device, self._encoders(row_indices)
-        )
-        if embeds is not None:
-            inputs = replace(inputs, ids=embeds[None])
-        logits, states = ragged(inputs, *self._pairs(ragged), embeds is not None)
-        self.passes += 1
-        for row in named:
-            row.columns.base = row.columns.top = row.columns.top + 1
-            row.tree = EMPTY
-        return logits, states[-1] if states else None
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]
@@ -284,7 +239,7 @@ class KvSession(Session):
         for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
             self.buffers.extend(row_index, begin + rule.most - 1)
         nodes = [
-            RowNodes(row_index, row.columns, tree, 1)
+            RowNodes(row_index, row.columns, Work(row.number, tree))
             for row_index, row, tree in zip(row_indices, named, trees, strict=True)
         ]
         inputs = RaggedInputs.of(nodes, kinds, self._device, self._encoders(row_indices))
@@ -332,7 +287,7 @@ class KvSession(Session):
             raise OptionError.of("rows", f"rows of this session, {sorted(self._index)}", number)
         return self._rows[self._index[number]]
 
-    def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
+    def _spans(self, parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
         """Spans `(first, last)` of rows in the buffers; each is one padded pass."""
         order = sorted(parts)
         if len(order) == 1:
@@ -343,7 +298,7 @@ class KvSession(Session):
         groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
         return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
 
-    def _cheapest(self, order: list[int], parts: dict[int, _Part]) -> list[tuple[int, int]]:
+    def _cheapest(self, order: list[int], parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
         """The spans that cover these rows at the least cost, in bytes read (dynamic programming over their ends).
 
         A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
@@ -351,7 +306,7 @@ class KvSession(Session):
         """
         room = math.inf if self.buffers.bounds is None else self.buffers.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        tops, nodes = [parts[index].columns.top for index in order], [parts[index].size for index in order]
+        tops, nodes = [parts[index].columns.top for index in order], [parts[index].work.num_new for index in order]
         reach = [top + size for top, size in zip(tops, nodes, strict=True)]
         idle = [max((row.columns.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
@@ -386,21 +341,23 @@ class KvSession(Session):
         return spans[::-1]
 
     def _ragged(
-        self, ragged: RaggedForward, parts: dict[int, _Part], hidden: bool | Sequence[int]
-    ) -> dict[int, Scores]:
-        """One ragged forward over the new nodes of all rows."""
-        rows = list(parts.values())
+        self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
+    ) -> dict[int, Logits]:
+        """One ragged pass over the new nodes of all rows."""
+        works, row_indices = [row.work for row in rows], [row.row_index for row in rows]
         for row in rows:
-            self.buffers.extend(row.row_index, row.columns.top + row.size)
-        inputs = RaggedInputs.of(
-            rows, self._language.capability.kinds, self._device, self._encoders(row.row_index for row in rows)
-        )
+            self.buffers.extend(row.row_index, row.columns.top + row.work.num_new)
+        kinds, encoders = self._language.capability.kinds, self._encoders(row_indices)
+        if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
+            tokens, columns = [work.tree.tokens[0] for work in works], [row.columns.top for row in rows]
+            inputs = RaggedInputs.next(row_indices, columns, tokens, kinds, self._device, encoders)
+        else:
+            inputs = RaggedInputs.of(rows, kinds, self._device, encoders)
         if ragged.model.reads_embeds:
-            inputs = replace(inputs, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
+            inputs = replace(inputs, ids=torch.cat([work.embeds for work in works if work.embeds is not None])[None])
         logits, states = ragged(inputs, *self._pairs(ragged), hidden)
         self.passes += 1
-        scores = ragged_scores(logits, states or None, rows, self.passes)
-        return {row.number: own for row, own in zip(rows, scores, strict=True)}
+        return {out.work.row: out for out in ragged_logits(logits, states or None, works, self.passes)}
 
     def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
         """What these rows of the buffers see of their encoders."""
@@ -410,40 +367,43 @@ class KvSession(Session):
         """Buffers of the text, and of the encoders' projections."""
         return self.buffers.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.buffers.pairs()
 
-    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
-        """One padded forward over the rows `first` to `last` of the buffers; those without a part are padding."""
-        here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
-        trees, maps = [part.tree for part in here], [part.columns for part in here]
-        layout = Layout.of(trees, maps, self._device)
+    def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
+        """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
+        here = [parts.get(index) or self._idle(index) for index in range(first, last + 1)]
+        works = [part.work for part in here]
+        layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
-        kept = LogitNodes.of(layout, [part.keep for part in here])
+        kept = LogitNodes.of(layout, [work.num_logits for work in works])
         self.buffers.prepare(layout, first)
-        output = self._forward(here, layout, kept, first, extras)
-        self.passes += 1
-        found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
-        return {part.number: scores for part, scores in zip(here, found, strict=True)}
-
-    def _forward(self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]) -> Any:
-        embedded = any(part.embeds is not None for part in parts)
-        inputs = self._inputs(parts, layout, embedded) | extras
+        inputs = self._inputs(works, layout) | extras
         if self._cross is not None:
-            inputs |= self._cross.inputs(first, first + len(parts), self.buffers)
+            inputs |= self._cross.inputs(first, first + len(works), self.buffers)
         if self._can_keep:
             inputs["logits_to_keep"] = kept.argument(self._device)
-        return self._run(inputs, layout)
+        output = self._run(inputs, layout)
+        self.passes += 1
+        found = padded_logits(output, works, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
+        return {out.work.row: out for out in found}
+
+    def _idle(self, row_index: int) -> RowNodes:
+        """A row within a span that has nothing to do."""
+        row = self._rows[row_index]
+        pending = row.columns.pending
+        tree = row.tree.part(range(pending)) if pending else EMPTY
+        return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:
             self.buffers.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
-    def _inputs(self, parts: list[_Part], layout: Layout, embedded: bool) -> dict[str, Any]:
+    def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
         inputs: dict[str, Any] = {"past_key_values": self.buffers} | _OPTIONS
-        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
+        padded = [work.new_tokens + [0] * (layout.nodes - work.num_new) for work in works]
         ids = torch.tensor(padded, device=self._device)
         prefix = "" if self._cross is None else "decoder_"
-        if embedded:
-            inputs["inputs_embeds"] = self._embed(ids, parts)
+        if any(work.embeds is not None for work in works):
+            inputs["inputs_embeds"] = self._embed(ids, works)
         else:
             inputs[prefix + "input_ids"] = ids
         if layout.view is not None:
@@ -463,15 +423,15 @@ class KvSession(Session):
         if name is not None:
             inputs[name] = view.positions
 
-    def _embed(self, ids: Tensor, parts: list[_Part]) -> Tensor:
+    def _embed(self, ids: Tensor, works: Sequence[Work]) -> Tensor:
         if self._cross is not None:
             raise UnsupportedError(
                 "an encoder-decoder takes embeddings in its encoder, not in its decoder: leave `embeds` out"
             )
         hidden = self._language.model.get_input_embeddings()(ids).clone()
-        for row, part in enumerate(parts):
-            if part.embeds is not None:
-                hidden[row, : part.embeds.shape[0]] = part.embeds.to(hidden)
+        for row, work in enumerate(works):
+            if work.embeds is not None:
+                hidden[row, : work.embeds.shape[0]] = work.embeds.to(hidden)
         return hidden
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
@@ -483,22 +443,3 @@ class KvSession(Session):
             context = language.looked_up(view.positions, view.key_positions)
         with context:
             return language.model(**inputs)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Part(RowNodes):
-    """A row's share of a pass; `embeds` `[nodes, width]` replace the embeddings of its first new nodes."""
-
-    number: int = 0
-    embeds: Tensor | None = None
-
-    @classmethod
-    def of(cls, row_index: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
-        """The new nodes of the row's tree."""
-        return cls(row_index, row.columns, row.tree, keep, row.number, embeds)
-
-    @classmethod
-    def idle(cls, row_index: int, row: _Row) -> _Part:
-        """A row within a span that has nothing to do."""
-        tree = row.tree.part(range(row.columns.pending)) if row.columns.pending else EMPTY
-        return cls(row_index, row.columns, tree, 0, row.number)

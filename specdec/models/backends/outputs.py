@@ -1,4 +1,4 @@
-"""From the output of one pass to the scores of each row."""
+"""From the output of one pass to the logits of each row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Scores, Tree
-from specdec.models.backends.ragged_inputs import RowNodes
+from specdec.core.work import Logits, Work
 from specdec.models.cache.layout import Layout
 
 
@@ -39,51 +38,45 @@ class LogitNodes:
         return len(self.nodes) if self.last else torch.tensor(self.nodes, device=device)
 
 
-def row_scores(
+def padded_logits(
     output: Any,
-    trees: Sequence[Tree],
+    works: Sequence[Work],
     layout: Layout,
     kept: LogitNodes,
     number: int,
     *,
     sliced: bool,
     extras: bool = False,
-) -> list[Scores]:
-    """The scores of every row of padded pass `number`; `sliced`: logits are those of the kept nodes only.
+) -> list[Logits]:
+    """The output of padded pass `number` for every row; `sliced`: logits are those of the kept nodes only.
 
     `extras`: the output has hidden states or attentions.
     """
     logits: Tensor = output.logits
     index = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
     found = []
-    for row, tree in enumerate(trees):
+    for row, work in enumerate(works):
         first, size = kept.first[row], layout.sizes[row]
         begin = first if index is None or first == size else index[first]
         more = _extras(output, layout, row) if extras else {}
-        num_cached = len(tree) - size
         own = logits[row, begin : begin + size - first]
-        found.append(
-            Scores(tree, num_cached + first, own, num_cached=num_cached, passes=(number,) if size else (), **more)
-        )
+        found.append(Logits(work, own, passes=(number,) if size else (), **more))
     return found
 
 
-def ragged_scores(
-    logits: Tensor, hidden: tuple[Tensor | None, ...] | None, rows: Sequence[RowNodes], number: int
-) -> list[Scores]:
-    """The scores of every row of ragged pass `number`, from logits `[kept, vocab]` and hidden states `[nodes,
+def ragged_logits(
+    logits: Tensor, hidden: tuple[Tensor | None, ...] | None, works: Sequence[Work], number: int
+) -> list[Logits]:
+    """The output of ragged pass `number` for every row, from logits `[kept, vocab]` and hidden states `[nodes,
     width]`.
     """
     found, begin, kept = [], 0, 0
-    for row in rows:
-        end = begin + row.size
-        own = logits[kept : kept + row.keep]
+    for work in works:
+        end = begin + work.num_new
+        own = logits[kept : kept + work.num_logits]
         states = hidden and tuple(None if layer is None else layer[begin:end] for layer in hidden)
-        first = len(row.tree) - row.keep
-        found.append(
-            Scores(row.tree, first, own, num_cached=row.columns.pending, passes=(number,), hidden_states=states)
-        )
-        begin, kept = end, kept + row.keep
+        found.append(Logits(work, own, hidden_states=states, passes=(number,)))
+        begin, kept = end, kept + work.num_logits
     return found
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.drafts import Chained, ChainRule
-from specdec.core.tree import Tree
+from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.fused_linear import join, readers
@@ -129,14 +129,13 @@ class RaggedForward:
         ]
         columns, logits = ColumnMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
-            tree = Tree.chain(tokens.tolist())
-            nodes = RowNodes(1, columns, tree, len(tree))
+            work = Work.text(1, tokens.tolist(), len(tokens))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
-            inputs = RaggedInputs.of([nodes], language.capability.kinds, language.device, encoders)
+            inputs = RaggedInputs.of([RowNodes(1, columns, work)], language.capability.kinds, language.device, encoders)
             inputs = replace(inputs, ids=self.model.inputs(inputs.ids))
             with readers(self.model.model) as self._fusable:
                 logits.append(self(inputs, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
-            columns.base = columns.top = columns.base + len(tree)
+            columns.base = columns.top = columns.base + len(tokens)
         blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])
 

@@ -9,35 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Tree, depths_of
+from specdec.core.tree import depths_of
+from specdec.core.work import Work
 from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
 
 _WORD = 32  # columns per word of bits
 
 
-@dataclass(frozen=True, slots=True)
-class RowNodes:
-    """The new nodes of one row: its row of the buffers, column map and tree; the last `keep` nodes need logits."""
+class RowNodes(NamedTuple):
+    """The work of one row: its row of the buffers, and its column map."""
 
     row_index: int
     columns: ColumnMap
-    tree: Tree
-    keep: int
-
-    @property
-    def size(self) -> int:
-        """The number of new nodes."""
-        return len(self.tree) - self.columns.pending
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.tree.tokens[self.columns.pending :]
+    work: Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,7 @@ class RaggedInputs:
         encoders: Sequence[list[int]] | None = None,
     ) -> RaggedInputs:
         """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
-        tokens = [token for row in rows for token in row.tokens]
+        tokens = [token for row in rows for token in row.work.new_tokens]
         placed = [_placed(row) for row in rows]
         positions = np.concatenate([own.positions for own in placed])
         wide = max(own.kin.shape[1] for own in placed)
@@ -71,14 +61,14 @@ class RaggedInputs:
         kept: list[int] = []
         end = 0
         for row in rows:
-            end += row.size
-            kept += range(end - row.keep, end)
+            end += row.work.num_new
+            kept += range(end - row.work.num_logits, end)
         return cls(
             torch.tensor([tokens], device=device),
             torch.from_numpy(positions[None]).to(device),
             [torch.from_numpy(table[None, None]).to(device) for table in tables],
             torch.tensor(kept or [end - 1], device=device),
-            [] if encoders is None else [_cross([row.size for row in rows], encoders).to(device)],
+            [] if encoders is None else [_cross([row.work.num_new for row in rows], encoders).to(device)],
         )
 
     @classmethod
@@ -184,12 +174,12 @@ def seen_columns(seen: np.ndarray) -> list[int]:
 
 
 def _placed(row: RowNodes) -> _Placed:
-    own, size = row.columns, row.size
-    if not own.scattered and row.tree.is_chain:
+    own, tree, size = row.columns, row.work.tree, row.work.num_new
+    if not own.scattered and tree.is_chain:
         columns = np.arange(own.top, own.top + size)
         none = np.zeros((size, 0), dtype=bool)
         return _Placed(row.row_index, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
-    used, parents = own.with_new(row.tree)
+    used, parents = own.with_new(tree)
     count, few = len(own.scattered), own.top + size - own.base
     at = np.array(used) - own.base
     kin = np.zeros((size, few), dtype=bool)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session, check_paths, check_trees
+from specdec.models.cache.session import Session, check_paths, check_works
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of
 from specdec.models.hf.spec import ModelSpec
@@ -141,40 +142,29 @@ class ReplaySession(Session):
         return self._row(row).pending
 
     @torch.no_grad()
-    def forward(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        *,
-        embeds: Sequence[Tensor | None] | None = None,
-        text_lengths: Sequence[int] | None = None,
-        output_hidden_states: bool | Sequence[int] = False,
-        output_attentions: bool = False,
-    ) -> list[Scores]:
+    def run(
+        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
+    ) -> list[Logits]:
         """Runs every row's paths, after the missing tokens of its cache."""
-        named = [self._row(row) for row in rows]
-        check_trees(rows, trees, keep, [row.pending for row in named])
-        hidden = hidden_states_of(output_hidden_states)
-        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
-        if output_attentions:
+        rows = [self._row(work.row) for work in works]
+        check_works(works, [row.pending for row in rows])
+        states = hidden_states_of(hidden)
+        extras: dict[str, Any] = {"output_hidden_states": states} if states else {}
+        if attentions:
             extras["output_attentions"] = True
-            self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
-        scores = []
-        for i, (row, tree, kept) in enumerate(zip(named, trees, keep, strict=True)):
-            given = embeds[i] if embeds is not None else None
-            if given is not None:  # those of earlier tokens stay, in case the row is replayed
-                before = given[:0] if row.embeds is None else row.embeds
-                row.embeds = torch.cat([before[: len(row.tokens)], given])
+            self._language.check_attentions(branched=not all(work.tree.is_chain for work in works))
+        found = []
+        for row, work in zip(rows, works, strict=True):
+            if work.embeds is not None:  # those of earlier tokens stay, in case the row is replayed
+                before = work.embeds[:0] if row.embeds is None else row.embeds
+                row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
-            row.begin(
-                tree, len(tree) - kept, text_lengths[i] if text_lengths is not None else 0, self.cache_reset_length
-            )
-            row.tree, row.ran = tree, []
+            row.begin(work.tree, work.first, work.text_length, self.cache_reset_length)
+            row.tree, row.ran = work.tree, []
             passes = self.passes
-            found = self._run_tree(row, tree, kept, extras)
-            scores.append(replace(found, passes=range(passes, self.passes)))
-        return scores
+            out = self._run_work(row, work, extras)
+            found.append(replace(out, passes=range(passes, self.passes)))
+        return found
 
     def commit(
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
@@ -221,12 +211,12 @@ class ReplaySession(Session):
             raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
         return self._rows[number]
 
-    def _run_tree(self, row: _Row, tree: Tree, kept: int, extras: dict[str, Any]) -> Scores:
-        first = len(tree) - kept
-        if len(tree) == row.pending:
-            return Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
+    def _run_work(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
+        tree, first, kept = work.tree, work.first, work.num_logits
+        if not work.num_new:
+            return Logits(work, self._no_logits())
         if not tree.is_chain:
-            return self._run_paths(row, tree, first, extras)
+            return self._run_paths(row, work, extras)
         self._get_ready(row, tentative=kept > 1)
         known = first if kept > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
@@ -237,10 +227,11 @@ class ReplaySession(Session):
         output = self._feed(row, extra, len(tree) if extras else max(kept, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
-        return Scores(tree, first, logits[len(logits) - kept :], **{k: v for k, v in output.items() if v})
+        new: dict[str, Any] = {name: _from(layers, work.num_cached) for name, layers in output.items() if layers}
+        return Logits(work, logits[len(logits) - kept :], **new)
 
-    def _run_paths(self, row: _Row, tree: Tree, first: int, extras: dict[str, Any]) -> Scores:
-        inner = set(tree.parents)
+    def _run_paths(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
+        tree, first, inner = work.tree, work.first, set(work.tree.parents)
         logits: dict[int, Tensor] = {}
         hidden: dict[int, list[Tensor | None]] = {}
         for leaf in (node for node in range(len(tree)) if node not in inner):
@@ -254,8 +245,8 @@ class ReplaySession(Session):
                 logits[node] = output["logits"][depth]
                 hidden[node] = [None if layer is None else layer[depth] for layer in output["hidden_states"]]
         wanted = [logits[node] for node in range(first, len(tree))]
-        layers = tuple(map(_stacked, zip(*(hidden[n] for n in range(len(tree))), strict=True)))
-        return Scores(tree, first, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
+        layers = tuple(map(_stacked, zip(*(hidden[n] for n in range(work.num_cached, len(tree))), strict=True)))
+        return Logits(work, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
 
     def _no_logits(self) -> Tensor:
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
@@ -348,7 +339,12 @@ class ReplaySession(Session):
         return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}
 
 
+def _from(layers: Sequence[Tensor | None], first: int) -> tuple[Tensor | None, ...]:
+    """Each layer's `[..., nodes, width]` from node `first` on."""
+    return tuple(None if layer is None else layer[..., first:, :] for layer in layers)
+
+
 def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    """One layer's hidden states of all nodes; None for layers that were not extras for."""
+    """One layer's hidden states of all nodes; None for layers that were not requested."""
     known = [node for node in nodes if node is not None]
     return torch.stack(known) if known else None

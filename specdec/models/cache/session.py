@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from specdec.core.drafts import Chained, ChainRule
-from specdec.core.tree import Scores, Tree
+from specdec.core.work import Logits, Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
@@ -73,24 +72,14 @@ class Session(ABC):
         """Nodes of the row's pending branches."""
 
     @abstractmethod
-    def forward(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        *,
-        embeds: Sequence[Tensor | None] | None = None,
-        text_lengths: Sequence[int] | None = None,
-        output_hidden_states: bool | Sequence[int] = False,
-        output_attentions: bool = False,
-    ) -> list[Scores]:
-        """One pass over a tree per row; returns the logits of its last `keep` nodes, and commits nothing.
+    def run(
+        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
+    ) -> list[Logits]:
+        """One pass over the new nodes of these rows; commits nothing.
 
-        A tree begins with the row's pending branches, which are not computed again. A node's position is the row's
-        length plus its depth. Trees without new nodes, and rows that are not named, cost nothing. `embeds[i]` `[nodes,
-        width]` replace the embeddings of the first new nodes. `text_lengths[i]` is the length of the text that the new
-        nodes are a chunk of (0 for a complete text). `output_hidden_states`: of all layers, or of
-        these numbers, as transformers counts. Runs several passes where the model cannot run all rows in one.
+        `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
+        without a work, and works without new nodes, cost nothing. Runs several passes where the model cannot run all
+        rows in one.
         """
 
     @abstractmethod
@@ -103,21 +92,6 @@ class Session(ABC):
         `final=False`: they are guesses, which `truncate` may take back.
         """
 
-    def advance(
-        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Extends each text by one guess, which `truncate` may take back; returns the logits `[rows, vocab]` after it.
-
-        A shortcut for `forward` and `commit`. With `embeds` `[rows, width]`, for models that read embeddings, it also
-        returns the last hidden states `[rows, width]`.
-        """
-        trees, inputs = [Tree.chain([token]) for token in tokens], None if embeds is None else list(embeds[:, None])
-        returned = embeds is not None
-        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=returned)
-        self.commit(rows, [[0]] * len(rows), final=False)
-        states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
-        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if returned else None
-
     def draft_chain(
         self,
         rows: Sequence[int],
@@ -127,7 +101,7 @@ class Session(ABC):
     ) -> Chained | None:
         """Extends texts and drafts a chain after each by its rule, in one call; None where that is not possible.
 
-        Rows then hold all guesses but the last, as after `advance`. `embeds` `[tokens, width]` of each text are for
+        Rows then hold all guesses but the last. `embeds` `[tokens, width]` of each text are for
         models that read embeddings.
         """
         return None
@@ -140,15 +114,15 @@ class Session(ABC):
         """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
 
 
-def check_trees(rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], pending: Sequence[int]) -> None:
-    """Raises OptionError unless every row has a tree that begins with its branches, and a valid `keep`."""
-    if len(trees) != len(rows) or len(keep) != len(rows):
-        raise OptionError.of("trees", f"one tree and one `keep` for each of {len(rows)} rows", (len(trees), len(keep)))
-    for tree, kept, held in zip(trees, keep, pending, strict=True):
-        if len(tree) < held:
-            raise OptionError.of("trees", f"trees that begin with the {held} nodes of pending branches", len(tree))
-        if not 0 <= kept <= len(tree) - held:
-            raise OptionError.of("keep", f"between 0 and the {len(tree) - held} new nodes of the row", kept)
+def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
+    """Raises OptionError unless each work begins with its row's branches, and has as many nodes as logits."""
+    for work, branches in zip(works, pending, strict=True):
+        if work.num_cached != branches or len(work.tree) < branches:
+            raise OptionError.of("works", f"a tree that begins with the row's {branches} branches", work)
+        if not 0 <= work.num_logits <= work.num_new:
+            raise OptionError.of(
+                "num_logits", f"between 0 and the {work.num_new} new nodes of the row", work.num_logits
+            )
 
 
 def check_paths(rows: Sequence[int], paths: Sequence[list[int]], texts: Sequence[int] | None) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Logits, Work
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText
-from specdec.proposers.model import ModelSession, has_one_guess_each
+from specdec.proposers.model import ModelSession
 
 if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Head, Stages
@@ -200,57 +201,42 @@ class HeadSession(ModelSession):
         *,
         text_lengths: Sequence[int] | None = None,
         level: int = 0,
-    ) -> list[Scores]:
-        """A pass of every stage that later guesses read; returns the scores of the first of them."""
+    ) -> list[Logits]:
+        """A pass of every stage that later guesses read; returns the output of the first of them."""
         session = self._stages
-        if level and len(session.stages) == 1 and has_one_guess_each(trees, texts):
-            return self._next(
-                [self._known[seq.id] for seq in seqs], [self._cached[seq.id].cache_row for seq in seqs], trees
-            )
         session.first = min(level, len(session.stages) - 1)
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        parts = [
-            _Part(seq, tree, session.pending(cache_row), text)
-            for seq, tree, cache_row, text in zip(seqs, trees, cache_rows, texts, strict=True)
-        ]
+        works = self._works(seqs, trees, keep, text_lengths)
+        parts = [_Part(seq, work, text) for seq, work, text in zip(seqs, works, texts, strict=True)]
         if not level:
             for seq in seqs:
                 self._known[seq.id].written = [{} for _ in session.stages]
-        scores: list[Scores] = []
+        outputs: list[Logits] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
-            inputs = [self._head.inputs(part.tokens, self._features(part, source)) for part in parts]
-            found = session.stages[stage].forward(
-                cache_rows,
-                trees,
-                [0] * len(keep) if scores else keep,
-                embeds=inputs,
-                text_lengths=text_lengths,
-                output_hidden_states=True,
-            )
-            scores = scores or found
-            for part, one in zip(parts, found, strict=True):
-                self._record(part, stage, one)
-        session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+            fed = [
+                replace(
+                    part.work,
+                    num_logits=0 if outputs else part.work.num_logits,
+                    embeds=self._head.inputs(part.work.new_tokens, self._features(part, source)),
+                )
+                for part in parts
+            ]
+            found = session.stages[stage].run(fed, hidden=True)
+            outputs = outputs or found
+            for part, out in zip(parts, found, strict=True):
+                self._record(part, stage, out)
+        rows = [work.row for work in works]
+        session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         for part in parts:
             self._renumber(part, guessed=level > 0)
-        return scores
-
-    def _next(self, known: Sequence[_KnownText], cache_rows: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
-        """A pass of the only stage over one more guess for each sequence."""
-        tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
-        logits, states = self._stages.advance(cache_rows, tokens, self._head.inputs(tokens, before))
-        assert states is not None
-        for one, state in zip(known, states, strict=True):
-            one.written = [{-1: state}]
-        return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
+        return outputs
 
     def _draft_chain(
         self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
     ) -> Chained | None:
-        parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
-        inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
+        parts = [_Part(seq, Work(row, text), len(text)) for seq, row, text in zip(seqs, cache_rows, texts, strict=True)]
+        inputs = [self._head.inputs(part.work.new_tokens, self._features(part, -1)) for part in parts]
         return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
@@ -259,7 +245,7 @@ class HeadSession(ModelSession):
         if source < 0:
             return torch.cat([self._text_features(part), *(one[None] for one in self._branch_features(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
-        before = [part.tree.parents[node] for node in range(part.num_cached, len(part.tree))]
+        before = [part.work.tree.parents[node] for node in range(part.work.num_cached, len(part.work.tree))]
         texts, length = known.texts[source], self._cached[part.seq.id].text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
@@ -274,17 +260,17 @@ class HeadSession(ModelSession):
     def _branch_features(self, part: _Part) -> list[Tensor]:
         """The target's features for the sequence's own branches that are fed."""
         seq, known = part.seq, self._known[part.seq.id]
-        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.num_cached)
+        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.work.num_cached)
         parents = [seq.tree.parents[node] for node in fresh]
         return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
 
-    def _record(self, part: _Part, stage: int, scores: Scores) -> None:
+    def _record(self, part: _Part, stage: int, out: Logits) -> None:
         """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
-        assert scores.hidden_states is not None
-        last = stage == len(self._stages.stages) - 1
-        first = max(part.num_cached, part.text - 1) if last else part.num_cached
-        states = scores.hidden_states[0][first - part.num_cached :]
-        self._known[part.seq.id].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
+        assert out.hidden_states is not None
+        work, last = part.work, stage == len(self._stages.stages) - 1
+        first = max(work.num_cached, part.text - 1) if last else work.num_cached
+        states = out.hidden_states[0][first - work.num_cached :]
+        self._known[part.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
 
     def _renumber(self, part: _Part, *, guessed: bool) -> None:
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
@@ -307,19 +293,12 @@ class HeadSession(ModelSession):
         return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A sequence's part of a pass: a tree with `num_cached` nodes in the cache, then `text` nodes of text."""
+class _Part(NamedTuple):
+    """A sequence's work in a pass, whose first `text` new nodes are text."""
 
     seq: SequenceView
-    tree: Tree
-    num_cached: int
+    work: Work
     text: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens of the new nodes."""
-        return self.tree.tokens[self.num_cached :]
 
 
 class BlockSession(HeadSession):
@@ -367,34 +346,32 @@ class BlockSession(HeadSession):
         *,
         text_lengths: Sequence[int] | None = None,
         level: int = 0,
-    ) -> list[Scores]:
+    ) -> list[Logits]:
         """At level 0 a pass over text and, if guesses are wanted, the block; later levels read its logits."""
         if not level:
             self._read_block(seqs, trees, guesses=any(keep), text_lengths=text_lengths)
-        found = [
-            self._logits[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
-        ]
         blank = torch.empty(0, 0)
         return [
-            Scores(tree, len(tree) - kept, blank if logits is None else logits)
-            for tree, kept, logits in zip(trees, keep, found, strict=True)
+            Logits(work, self._logits[seq.id][level].expand(work.num_logits, -1) if work.num_logits else blank)
+            for seq, work in zip(seqs, self._works(seqs, trees, keep), strict=True)
         ]
 
     def _read_block(
         self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, text_lengths: Sequence[int] | None
     ) -> None:
-        block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
+        block = self._block
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses and block.reads_itself)  # the last token is one of the block
-        texts = [len(tree) - blind for tree in trees]
-        inputs = []
-        for seq, tree, text in zip(seqs, trees, texts, strict=True):
-            known = self._text_features(_Part(seq, tree, 0, text))
-            masked = block.feature.expand(blind + len(masks), -1)
-            inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
-        fed = [Tree.chain(tree.tokens + masks) for tree in trees]
         kept = block.guesses if guesses else 0
-        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, text_lengths=text_lengths)
-        self._session.commit(cache_rows, [list(range(text)) for text in texts])
+        texts = [len(tree) - blind for tree in trees]
+        fed = []
+        for work, seq, text in zip(self._works(seqs, trees, [0] * len(seqs), text_lengths), seqs, texts, strict=True):
+            known = self._text_features(_Part(seq, work, text))
+            masked = block.feature.expand(blind + len(masks), -1)
+            tokens = work.tree.tokens + masks
+            embeds = self._head.inputs(tokens, torch.cat([known, masked.to(known)]))
+            fed.append(replace(work, tree=Tree.chain(tokens), num_logits=kept, embeds=embeds))
+        outputs = self._session.run(fed)
+        self._session.commit([work.row for work in fed], [list(range(text)) for text in texts])
         if guesses:
-            self._logits |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}
+            self._logits |= {seq.id: out.logits for seq, out in zip(seqs, outputs, strict=True)}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from specdec.core.drafts import Chained
-from specdec.core.tree import Scores, Tree
+from specdec.core.work import Logits, Work
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.layout import AttentionKind, AttentionView
@@ -313,11 +313,8 @@ class Stages(Session):
     def pending(self, row: int) -> int:
         return self.stages[-1].pending(row)
 
-    def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **more: Any) -> list[Scores]:
-        return self.stages[self.first].forward(rows, trees, keep, **more)
-
-    def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
-        return self.stages[-1].advance(*given)
+    def run(self, works: Sequence[Work], **how: Any) -> list[Logits]:
+        return self.stages[self.first].run(works, **how)
 
     def draft_chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
         return self.stages[0].draft_chain(rows, *given)

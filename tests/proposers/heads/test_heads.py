@@ -17,6 +17,7 @@ from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import SequenceView
 from specdec.core.rounds import Round
+from specdec.core.work import Work
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
@@ -69,13 +70,14 @@ def test_guesses_are_what_the_formulas_say(
     kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
-    advance, ahead = KvSession.advance, list[int]()
+    run, ahead = KvSession.run, list[int]()
 
-    def spied(self: KvSession, rows: Sequence[int], *given: Any) -> Any:
-        ahead.append(len(rows))
-        return advance(self, rows, *given)
+    def spied(self: KvSession, works: Sequence[Work], **how: Any) -> Any:
+        if all(len(work.tree) == 1 and work.embeds is not None for work in works):
+            ahead.append(len(works))
+        return run(self, works, **how)
 
-    monkeypatch.setattr(KvSession, "advance", spied)
+    monkeypatch.setattr(KvSession, "run", spied)
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference = target(), Eagle(folder)
     plain = SpecGenerator(model).generate(IDS, **RUN)

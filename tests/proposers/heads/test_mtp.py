@@ -99,8 +99,8 @@ def test_guesses_are_those_of_transformers(
         model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
     generator = SpecGenerator(model, backend=backend)
-    padded, run = [], KvSession._pass
-    monkeypatch.setattr(KvSession, "_pass", lambda self, *given: padded.append(self) or run(self, *given))
+    padded, run = [], KvSession._padded
+    monkeypatch.setattr(KvSession, "_padded", lambda self, *given: padded.append(self) or run(self, *given))
     out = generator.generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
     assert out.sequences.tolist() == expected.tolist()
     assert bool(padded) == (backend == "eager")

@@ -1,0 +1,90 @@
+"""One row's share of a pass, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specdec.core.tree import EMPTY, Tree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
+
+    The tree begins with the `num_cached` branches that the row holds already, or with `num_text` tokens that extend its
+    text; the nodes after these are numbered from 0 on (-1 is the end of the text), and `node(number)` is the number in
+    `tree`. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds` `[nodes, width]`
+    replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree` is a chunk of; 0
+    for a complete text.
+    """
+
+    row: int
+    tree: Tree
+    num_logits: int = 1
+    num_text: int = 0
+    num_cached: int = 0
+    proposal: Tree = EMPTY
+    text_length: int = 0
+    embeds: Tensor | None = None
+
+    @classmethod
+    def text(cls, row: int, tokens: list[int], num_logits: int = 1, *, text_length: int = 0) -> Work:
+        """Tokens that extend a row's text."""
+        return cls(row, Tree.chain(tokens), num_logits, len(tokens), text_length=text_length)
+
+    @property
+    def num_new(self) -> int:
+        """How many nodes the pass computes."""
+        return len(self.tree) - self.num_cached
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens of the nodes that the pass computes."""
+        return self.tree.tokens[self.num_cached :]
+
+    @property
+    def first(self) -> int:
+        """The first node with logits."""
+        return len(self.tree) - self.num_logits
+
+    def node(self, number: int) -> int:
+        """The number in `tree` of a node after the text."""
+        return self.num_text + number
+
+    def path(self, numbers: Sequence[int] = ()) -> list[int]:
+        """The new text followed by these nodes, in numbers of `tree`."""
+        return [*range(self.num_text), *map(self.node, numbers)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logits:
+    """The output of a pass for one `Work`.
+
+    `logits` `[num_logits, vocab]`: unprocessed. `unconditional`: the same of the unconditional sequence, under
+    guidance. `hidden_states` and `attentions`: per requested layer `[new nodes, width]` and `[heads, new nodes, text +
+    nodes]`, None for other layers. `passes`: the numbers of the passes that computed it. `cache`: results that the
+    strategy computed for all nodes at once.
+    """
+
+    work: Work
+    logits: Tensor
+    unconditional: Tensor | None = None
+    hidden_states: tuple[Any, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+    passes: Sequence[int] = ()
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def tree(self) -> Tree:
+        """The nodes of the pass."""
+        return self.work.tree
+
+    @property
+    def first(self) -> int:
+        """The first node with logits."""
+        return self.work.first
