@@ -81,7 +81,7 @@ class Second(select.Greedy):
     def serves(cls, options: Options) -> bool:
         return options.suppress_tokens == [63]
 
-    def advance(self, row: Any, new: list[int], scores: Any, node: int) -> Step:
+    def emit(self, row: Any, new: list[int], scores: Any, node: int) -> Step:
         processed = self.processed(row, new, scores, node)
         return self.step(int(processed.topk(2).indices[1]), scores, node, processed)
 

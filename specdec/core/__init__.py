@@ -5,9 +5,11 @@ distribution, `q` the draft's.
 
 | file | what it holds |
 | --- | --- |
-| `tree.py` | trees of candidate tokens, the target's logits at their nodes, and the steps that these decide |
-| `rounds.py` | what cached keys depend on, a sequence's part of a target pass, and the results of a round |
-| `sequence.py` | what the engine runs: a text, or a search with many live branches |
+| `tree.py` | trees of candidate tokens, and the steps that the target's logits decide |
+| `work.py` | one row's share of a pass, and its output |
+| `sequence.py` | what the engine runs: a text, or a search over branches of one prompt |
+| `outcome.py` | what a round brings one sequence |
+| `rounds.py` | what cached keys depend on, and the results of a round |
 | `traces.py` | hidden states and attentions of a step |
 | `strategies.py` | the interface of a strategy |
 | `drafts.py` | the interface of a draft, its instructions and its messages |

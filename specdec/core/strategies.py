@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,15 +13,70 @@ if TYPE_CHECKING:
     from specdec.core.work import Logits
 
 
-class Strategy(Protocol):
-    """What every strategy has: a name, and its needs.
+class Trace(NamedTuple):
+    """The hidden states `[nodes, width]` and attentions `[heads, nodes, length]` of one step, per layer.
 
-    A strategy with several live branches (`is_search`) is a `Search`, any other a `Selector`. `needs_hidden`: it reads
-    the target's last hidden states. Without `rule` and `branching` it takes no proposals.
+    Of a search: `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
+    """
+
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+
+
+class View(NamedTuple):
+    """The target's output at one leaf: row `at` of `out.logits`, and what else the request keeps."""
+
+    out: Logits
+    at: int
+    trace: Trace = Trace()
+
+    @property
+    def node(self) -> int:
+        """Its number in the tree of the pass."""
+        return self.out.first + self.at
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's logits `[vocab]`."""
+        return self.out.logits[self.at]
+
+    @property
+    def unconditional(self) -> Tensor | None:
+        """Those of the unconditional sequence, under guidance."""
+        return None if self.out.unconditional is None else self.out.unconditional[self.at]
+
+
+class Advance(NamedTuple):
+    """One step of a strategy: the state after it, and the new leaves.
+
+    New leaf i is `tokens[i]` after old leaf `parents[i]`. `step`: the emitted token, None if a search only needs
+    further nodes. `finish`: why the sequence ended, or None. `shown`: the old leaves whose traces belong to the step,
+    one per row of the outputs, -1 for a row of zeros; None: all.
+    """
+
+    state: Any
+    parents: list[int]
+    tokens: list[int]
+    step: Step | None
+    finish: str | None = None
+    shown: Sequence[int] | None = None
+
+
+class Strategy(Protocol):
+    """Turns the target's logits into tokens, step by step.
+
+    A text has one leaf, its end; a search (`is_search`) has several, in `num_beams` rows of the outputs. A state is a
+    value; a search's has `length`, `leaf_scores` and `finished` hypotheses. `needs_hidden`: it reads the target's last
+    hidden states. Without `rule` and `branching` it takes no proposals.
     """
 
     name: ClassVar[str]
+    is_search: ClassVar[bool]
     needs_hidden: ClassVar[bool]
+
+    @property
+    def num_beams(self) -> int: ...
 
     @property
     def rule(self) -> DraftRule | None:
@@ -31,66 +86,8 @@ class Strategy(Protocol):
     def branching(self) -> BranchRule | None:
         """How a draft guesses several continuations at once."""
 
-
-class Selector(Strategy, Protocol):
-    """A strategy of one text: turns the target's logits into tokens, one at a time."""
-
-    is_search: ClassVar[Literal[False]]
-
-    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
-
-
-class Trace(NamedTuple):
-    """The hidden states `[nodes, width]` and attentions `[heads, nodes, length]` of one step, per layer.
-
-    Of a search: `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
-    """
-
-    hidden_states: tuple[Tensor, ...] | None
-    attentions: tuple[Tensor, ...] | None
-    cross_attentions: tuple[Tensor, ...] | None
-
-
-class NodeOutput(NamedTuple):
-    """The target's output at one node: logits `[vocab]`, and those of the unconditional sequence.
-
-    They are row `at` of `whole.logits`, the pass's output for the whole tree, whose `cache` keeps what a search
-    computes for all nodes at once.
-    """
-
-    logits: Tensor
-    unconditional: Tensor | None
-    trace: Trace
-    whole: Logits | None = None
-    at: int = 0
-
-
-class SearchStep(NamedTuple):
-    """One step of a search: the state after it, and the new leaves.
-
-    New leaf i is `tokens[i]` after old leaf `parents[i]`. `step`: the emitted token, None if the search only needs
-    further nodes. `shown`: the old leaves whose traces belong to the step, one per row of the outputs, -1 for a row of
-    zeros; None: all.
-    """
-
-    state: Any
-    parents: list[int]
-    tokens: list[int]
-    step: Step | None
-    shown: Sequence[int] | None = None
-
-
-class Search(Strategy, Protocol):
-    """A strategy with several live branches; a state is a value with `finish`, `length` and `leaf_scores`."""
-
-    is_search: ClassVar[Literal[True]]
-
-    @property
-    def num_beams(self) -> int: ...
-
     def begin(self) -> Any:
         """The state before the first token."""
 
-    def advance(self, seq: SequenceView, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """The next step, from the target's output at every leaf."""
+    def advance(self, seq: SequenceView, state: Any, views: Sequence[View], steps: Sequence[Step]) -> Advance:
+        """The next step, from the target's output at every leaf; `steps` are those that this round has taken."""

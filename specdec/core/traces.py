@@ -8,27 +8,24 @@ import torch
 from torch import Tensor
 
 from specdec.core.strategies import Trace
-from specdec.core.tree import Step
 from specdec.core.work import Logits
 
 
-def trace_of(out: Logits, nodes: Sequence[int], columns: Sequence[int]) -> Trace:
-    """The trace of `nodes` of a pass; their attentions cover the cached text and the tree's `columns`."""
+def trace_of(out: Logits, path: Sequence[int]) -> Trace:
+    """The trace of the last node of `path` (numbered as in `Work`); of the text of the pass where the path is empty.
+
+    Attentions cover the cached text and the path.
+    """
     hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
-    own, size = [node - out.work.num_cached for node in nodes], len(out.tree)
+    if hidden is None and attentions is None:
+        return Trace()
+    columns, size = out.work.path(path), len(out.tree)
+    own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
     return Trace(
         None if hidden is None else tuple(h[own] for h in hidden),
         None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),
         None if cross is None else tuple(a[:, own] for a in cross),
     )
-
-
-def traces_of(out: Logits, steps: list[Step], path: list[int]) -> list[Trace]:
-    """One trace per step: the first covers all text of the pass, each other one node."""
-    if out.hidden_states is None and out.attentions is None:
-        return []
-    text = out.work.path()
-    return [trace_of(out, text if i == 0 else [step.node], out.work.path(path[:i])) for i, step in enumerate(steps)]
 
 
 def stacked(traces: list[Trace], void: list[bool]) -> Trace:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.outcome import accept
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
@@ -201,7 +202,7 @@ class Engine:
         return batch
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, verify, walk, commit. With `chunk`: over unread prompts, at most that many
+        """One round: propose, verify, accept, commit. With `chunk`: over unread prompts, at most that many
         tokens of each.
         """
         watch = Stopwatch(self._device)
@@ -211,14 +212,14 @@ class Engine:
         if not self._verify(turns):
             return
         watch.lap("verify")
-        walked = self._walk(turns)
+        accepted = self._accept(turns)
         watch.lap("select")
-        shares = self._commit(walked)
+        shares = self._commit(accepted)
         for turn in turns:
             if turn.error is not None:
                 self._fail([turn.seq], turn.error)
-        self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)))
-        self._release([turn.seq for turn in walked if turn.seq.finish is not None])
+        self._deliver(accepted, watch.round(shares, sum(turn.nodes for turn in turns)))
+        self._release([turn.seq for turn in accepted if turn.seq.finish is not None])
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft and at least one token.
@@ -351,7 +352,7 @@ class Engine:
         drafter, hidden = self._requests[seq.id].drafter, out.hidden_states
         return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
 
-    def _walk(self, turns: Sequence[Turn]) -> list[Turn]:
+    def _accept(self, turns: Sequence[Turn]) -> list[Turn]:
         """Runs every sequence's strategy as far as the logits reach; leaves out sequences whose strategy raised.
 
         Their requests end only after the others are committed: until then no row of the cache may move.
@@ -359,7 +360,7 @@ class Engine:
         for turn in turns:
             try:
                 if turn.complete and turn.out is not None:
-                    turn.walk = turn.seq.walk(turn.out)
+                    turn.outcome = accept(turn.seq, turn.out)
             except Exception as error:
                 turn.error = error
         return [turn for turn in turns if turn.error is None]
@@ -374,15 +375,15 @@ class Engine:
         )
         shares, commits = [], {}
         for turn in turns:
-            if turn.walk is not None or turn.hidden:
+            if turn.outcome is not None or turn.hidden:
                 commits[turn.seq.id] = turn.commit()
-            if turn.walk is None:
+            if turn.outcome is None:
                 continue
             seq, proposal = turn.seq, turn.works[0].proposal
             instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
             prefill = not seq.prefilled or (turn.asked and not seq.drafted and not instant)
-            shares.append(turn.share(prefill))
-            seq.take(turn.walk)
+            shares.append(turn.outcome.round(proposal, prefill=prefill))
+            turn.outcome.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
         for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
             try:

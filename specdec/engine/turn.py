@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Commit, Hidden
+from specdec.core.outcome import Outcome
 from specdec.core.rounds import Round, SequenceRound
-from specdec.core.sequence import RunningSequence, Walk
+from specdec.core.sequence import RunningSequence
 from specdec.core.work import Logits, Work
 
 
@@ -51,7 +52,7 @@ class Turn:
     works: list[Work]
     complete: bool = False
     out: Logits | None = None
-    walk: Walk | None = None
+    outcome: Outcome | None = None
     error: Exception | None = None
     asked: bool = False
     passes: Sequence[int] = ()
@@ -65,12 +66,13 @@ class Turn:
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
         """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
-        path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
+        path, text = ((), 0) if self.outcome is None else (self.outcome.path, self.outcome.num_text)
         return [(work.row, work.path(path), work.num_text + text) for work in self.works]
 
     def commit(self) -> Commit:
         """The message to its draft."""
-        path, text, ends = ([], 0, False) if self.walk is None else (*self.walk[1:3], self.walk.finish is not None)
+        one = self.outcome or Outcome(self.seq)
+        path, text, ends = one.path, one.num_text, one.finish is not None
         return Commit(self.seq, path, text, None if ends or not self.hidden else self._hidden(path))
 
     def _hidden(self, path: list[int]) -> Hidden:
@@ -80,24 +82,6 @@ class Turn:
         own = [node - work.num_cached for node in nodes]
         states = torch.stack([layer[_run(own)] for layer in self.hidden], dim=1)
         return Hidden(max(first, 0), work.num_cached, states)
-
-    def share(self, prefill: bool) -> SequenceRound:
-        """The round's result for this sequence; call it before the sequence takes the walk."""
-        assert self.walk is not None
-        walk, proposal = self.walk, self.works[0].proposal
-        tested, levels = self.seq.tested(proposal, walk)
-        return SequenceRound(
-            id=self.seq.id,
-            drafted=len(proposal),
-            depth=proposal.depth,
-            accepted=walk.accepted,
-            prefill=prefill,
-            source=proposal.source,
-            tested=tested,
-            levels=levels,
-            steps=walk.steps,
-            finish=walk.finish,
-        )
 
 
 def _run(numbers: list[int]) -> list[int] | slice:

@@ -15,8 +15,8 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import BatchDrafter, DraftTask
 from specdec.core.rounds import Context
-from specdec.core.sequence import RunningSequence, SearchSequence, TextSequence
-from specdec.core.strategies import Search, Selector
+from specdec.core.sequence import RunningSequence
+from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
@@ -123,7 +123,7 @@ class Call:
                 encoder_row=place,
                 allowed=allowed,
             )
-            seqs.append(self._sequence(prompt, strategy, stop, task))
+            seqs.append(self._sequence(prompt, strategy, task, stop.max_length or limit))
         self.request = Request(
             seqs=seqs,
             pacing=pacing,
@@ -199,20 +199,21 @@ class Call:
         lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
         return min(max(lengths, default=0), most)
 
-    def _sequence(
-        self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask
-    ) -> RunningSequence:
-        common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}
-        unconditional = None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common)
-        common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}
-        common |= {"embeds": prompt.embeds, "unconditional": unconditional, "tokens": list(prompt.tokens)}
-        if strategy.is_search:
-            returned = self.options.num_return_sequences or 1
-            common["history"] = [] if self.options.output_trace else None
-            return SearchSequence(search=strategy, state=strategy.begin(), returned=returned, **common)
-        return TextSequence(selector=strategy, stop=stop, **common)
+    def _sequence(self, prompt: RowPrompt, strategy: Strategy, task: DraftTask, max_length: int) -> RunningSequence:
+        common: dict[str, Any] = {"max_length": max_length, "device": self.target.device, "task": task}
+        return RunningSequence(
+            tokens=list(prompt.tokens),
+            strategy=strategy,
+            returned=self.options.num_return_sequences or 1,
+            history=[] if strategy.is_search and self.options.output_trace else None,
+            encoder_tokens=prompt.encoder_ids,
+            prediction=prompt.prediction,
+            embeds=prompt.embeds,
+            unconditional=None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common),
+            **common,
+        )
 
-    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
+    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Strategy:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.core.sequence import RunningSequence, SearchSequence
+from specdec.core.sequence import RunningSequence
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
 from specdec.generator.inputs import pad_id
@@ -97,7 +97,7 @@ def _score(call: Call, seq: RunningSequence) -> float:
 
 def _add_beams(out: Generation, call: Call) -> None:
     """Adds the beams that hypotheses went through, and with `output_scores` their scores, as transformers does."""
-    o, searches = call.options, [seq for seq in call.seqs if isinstance(seq, SearchSequence)]
+    o, searches = call.options, [seq for seq in call.seqs if seq.is_search]
     found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
     device = call.seqs[0].device
     out.beam_indices = _beam_indices([h.origins for h in found], o.beams, o.returned).to(device)

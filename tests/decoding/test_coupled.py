@@ -80,7 +80,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
     row, agreed = ToyRow(), 0
     for seed in range(2000):
         selector = Coupled(NOTHING, fold(3, seed))
-        agreed += selector.advance(row, [], scores, 0).token == selector.rule.pick(row, [], q.log())[0]
+        agreed += selector.emit(row, [], scores, 0).token == selector.rule.pick(row, [], q.log())[0]
     bound = (1 - distance) / (1 + distance)
     assert agreed / 2000 >= bound - 5 * (bound * (1 - bound) / 2000) ** 0.5
 
@@ -88,7 +88,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
 def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
     """Ties as torch.argmax breaks them; the draft's probability is its softmax."""
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
-    assert Greedy(NOTHING).advance(ToyRow(), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
+    assert Greedy(NOTHING).emit(ToyRow(), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
     token, sure, q = Greedy(NOTHING).rule.pick(ToyRow(), [], logits.bfloat16())
     assert (token, q) == (1, None)
     assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
@@ -98,7 +98,7 @@ def test_first_says_where_the_logits_begin() -> None:
     """A prompt's inner positions are not kept: logits count from `first`."""
     logits = torch.eye(4)[[2, 3]]
     scores = logits_of(Tree.chain([9, 9, 9, 2]), logits)
-    assert [Greedy(NOTHING).advance(ToyRow(), [], scores, node).token for node in (2, 3)] == [2, 3]
+    assert [Greedy(NOTHING).emit(ToyRow(), [], scores, node).token for node in (2, 3)] == [2, 3]
 
 
 @pytest.mark.parametrize("width", [3, 6])
@@ -116,7 +116,7 @@ def test_guidance_equals_transformers() -> None:
     theirs.get_unconditional_logits = lambda ids: unconditional[:1, None]
     expected = theirs(torch.tensor([[0]]), logits[:1])[0] / 0.5
     selector = Greedy(Processors((TemperatureLogitsWarper(0.5),)), guidance_scale=1.7, keep_scores=True)
-    step = selector.advance(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits, unconditional), 0)
+    step = selector.emit(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits, unconditional), 0)
     torch.testing.assert_close(step.scores, expected)
     assert step.token == int(expected.argmax())
     assert step.logits is None
@@ -125,7 +125,7 @@ def test_guidance_equals_transformers() -> None:
 def test_kept_scores_are_copies() -> None:
     """The pass's buffers may be written to again."""
     scores = logits_of(Tree.chain([0]), torch.randn(1, V))
-    step = Greedy(NOTHING, keep_scores=True, keep_logits=True).advance(ToyRow(), [], scores, 0)
+    step = Greedy(NOTHING, keep_scores=True, keep_logits=True).emit(ToyRow(), [], scores, 0)
     for kept in (step.scores, step.logits):
         assert torch.equal(kept, scores.logits[0])
         assert kept.data_ptr() != scores.logits.data_ptr()

@@ -11,7 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from specdec.core.drafts import Branch
-from specdec.core.strategies import NodeOutput, Trace
+from specdec.core.strategies import View
 from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
@@ -144,8 +144,9 @@ def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> N
         state = search.begin()
         for _ in range(3):
             texts = [[0, *beam.tokens] for beam in state.live[: 1 if not state.length else 3]]
-            outputs = [NodeOutput(target(text), None, Trace(None, None, None)) for text in texts]
-            state = search.advance(ToyRow(), state, outputs).state
+            out = logits_of(Tree.chain([0] * len(texts)), torch.stack([target(text) for text in texts]))
+            views = [View(out, at) for at in range(len(texts))]
+            state = search.advance(ToyRow(), state, views, []).state
         return state
 
     here = steps(TARGET)
@@ -170,9 +171,8 @@ def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list
         for _ in range(3):
             live = state.live if state.length else state.live[:1]
             places = [texts.index([0, *beam.tokens]) for beam in live]
-            none = Trace(None, None, None)
-            outputs = [NodeOutput(logits[place], None, none, whole, place) for place in places]
-            state = search.advance(ToyRow(), state, outputs).state
+            views = [View(whole, place) for place in places]
+            state = search.advance(ToyRow(), state, views, []).state
         return state
 
     logits = torch.stack([target(text) for text in texts])
@@ -190,11 +190,11 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     nothing = torch.full((V,), -torch.inf)
     logits = torch.stack([DRAFT([0]), nothing])
     strategy = Coupled(NOTHING, 5)
-    token = strategy.advance(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits), 0).token
+    token = strategy.emit(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits), 0).token
     out = logits_of(Tree.chain([0, token]), logits)
-    assert strategy.advance(ToyRow(), [], out, 0).token == token
+    assert strategy.emit(ToyRow(), [], out, 0).token == token
     with pytest.raises(SpecdecError, match="no token is left"):
-        strategy.advance(ToyRow(), [token], out, 1)
+        strategy.emit(ToyRow(), [token], out, 1)
 
 
 def test_decoding_is_the_same_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

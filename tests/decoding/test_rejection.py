@@ -232,7 +232,7 @@ def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) ->
 def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
     """`r * q < p` is strict: with `<=`, r = 0 let a token of target probability 0 pass."""
     monkeypatch.setattr(noise, "uniform", lambda address: 0.0)
-    step = Rejection(NOTHING, 0).advance(ToyRow(), [], scores_of([0.0, 1.0], [0], [[1.0, 0.0]]), 0)
+    step = Rejection(NOTHING, 0).emit(ToyRow(), [], scores_of([0.0, 1.0], [0], [[1.0, 0.0]]), 0)
     assert step.token == 1
 
 
@@ -240,7 +240,7 @@ def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
 def test_q_of_zero_divides_nothing(kind) -> None:
     """A draft token whose q is 0 raises nothing and yields no NaN."""
     for p, expected in (([0.0, 1.0], 1), ([1.0, 0.0], 0)):
-        assert kind(NOTHING, 0).advance(ToyRow(), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
+        assert kind(NOTHING, 0).emit(ToyRow(), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
 
 
 def test_empty_residual_falls_back_to_p() -> None:
@@ -314,7 +314,7 @@ def test_same_seed_same_text_and_kept_scores() -> None:
         selector = kind(Processors((TemperatureLogitsWarper(0.5),)), 7, width=V, keep_scores=True, keep_logits=True)
         row = ToyRow()
         scores = verify(row, propose(selector.rule, row, TARGET, 2), TARGET)
-        step = selector.advance(row, [], scores, 0)
+        step = selector.emit(row, [], scores, 0)
         torch.testing.assert_close(step.scores, scores.logits[0] / 0.5)
         assert torch.equal(step.logits, scores.logits[0])
         assert step.logits.data_ptr() != scores.logits.data_ptr()

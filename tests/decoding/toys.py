@@ -109,7 +109,7 @@ def walk(selector: Any, row: ToyRow, out: Logits) -> tuple[list[int], int]:
     """The tokens of one round, and how many of them were proposed."""
     children, node, new = out.tree.children(), 0, []
     while True:
-        new.append(selector.advance(row, new, out, node).token)
+        new.append(selector.emit(row, new, out, node).token)
         child = children.get((node, new[-1]))
         if child is None:
             return new, len(new) - 1

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import Constant, Heuristic
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
-from specdec.core.sequence import RunningSequence, TextSequence
+from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.processors import Processors
@@ -37,15 +37,15 @@ def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None,
     """Greedy rows that end at `limit` tokens, and each further one five sooner."""
     rows: list[RunningSequence] = []
     for place, prompt in enumerate(prompts):
-        selector, most = Greedy(Processors()), limit - 5 * place
+        most = limit - 5 * place
+        strategy = Greedy(Processors(), stop=Stopping(max_length=most))
         rows.append(
-            TextSequence(
+            RunningSequence(
                 tokens=list(prompt),
-                selector=selector,
-                stop=Stopping(max_length=most),
+                strategy=strategy,
                 max_length=most,
                 device=model.device,
-                task=DraftTask(selector.rule, encoder_row=place),
+                task=DraftTask(strategy.rule, encoder_row=place),
             )
         )
     return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.core.strategies import Search, Selector
+from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
@@ -23,7 +23,7 @@ from specdec.decoding.strategies.group import GroupSearch
 from specdec.decoding.strategies.rejection import Rejection
 from specdec.errors import OptionError
 
-STRATEGIES: tuple[type[Selector | Search], ...] = (
+STRATEGIES: tuple[type[Strategy], ...] = (
     Contrastive,
     GroupSearch,
     ConstrainedSearch,
@@ -37,12 +37,12 @@ STRATEGIES: tuple[type[Selector | Search], ...] = (
 """Every strategy; the first that serves the options of a sequence decodes it."""
 
 
-def make_strategy(setup: StrategySetup) -> Selector | Search:
+def make_strategy(setup: StrategySetup) -> Strategy:
     """The strategy of one sequence; raises OptionError for contradicting options, or if no strategy serves them."""
     kind: Any
     for kind in STRATEGIES:
         if kind.serves(setup.options):
-            made: Selector | Search = kind.of(setup)
+            made: Strategy = kind.of(setup)
             return made
     raise OptionError("no strategy serves these options: leave some out")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import BranchRule, DraftRule, SequenceView
+from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step, TopTokens
 from specdec.core.work import Logits
 from specdec.decoding import device_reads, noise
@@ -100,22 +101,25 @@ class StrategyBase:
 class TextStrategy(StrategyBase):
     """Base of the strategies of one text.
 
-    `seed`: the sequence's own. `ranked`: puts its token's log-probability under the target, before processors, into
-    every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and `serves(options)`.
+    `seed`: the sequence's own. `stop` ends the text. `ranked`: puts its token's log-probability under the target,
+    before processors, into every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and
+    `serves(options)`. The state is the scores of all steps, where they are kept.
     """
 
     seed: int = 0
     _: KW_ONLY
+    stop: Stopping = field(default_factory=Stopping)
     ranked: bool = False
     top: int | None = None
-    is_search: ClassVar[Literal[False]] = False
+    is_search: ClassVar[bool] = False
+    num_beams: ClassVar[int] = 1
 
     @classmethod
     def of(cls, setup: StrategySetup) -> TextStrategy:
         """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None
-        return cls(setup.processors, setup.seed, ranked=ranked, top=top, **setup.common)
+        return cls(setup.processors, setup.seed, stop=setup.stop, ranked=ranked, top=top, **setup.common)
 
     @property
     def keeps(self) -> bool:
@@ -128,6 +132,19 @@ class TextStrategy(StrategyBase):
         rule: Any = self.rule
         return rule
 
+    def begin(self) -> None:
+        """No scores yet."""
+
+    def advance(
+        self, seq: SequenceView, state: tuple[Tensor, ...] | None, views: Sequence[View], steps: Sequence[Step]
+    ) -> Advance:
+        """Emits the token after the end of the text."""
+        [view], new = views, [step.token for step in steps]
+        step = self.emit(seq, new, view.out, view.node)
+        if step.scores is not None:
+            state = (*(state or ()), step.scores[None])
+        return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
+
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The token after `node`, from the processed logits `[vocab]` there, which are local."""
         raise NotImplementedError
@@ -139,8 +156,8 @@ class TextStrategy(StrategyBase):
         """
         raise NotImplementedError
 
-    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
+    def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
+        """The step with the next token, after `node`; `new` are the tokens that this round has emitted so far."""
         processed = self.processed(seq, new, out, node)
         if self.reads_once(out):
             token = noise.checked(self._decided(seq, out)[0][node - out.first])

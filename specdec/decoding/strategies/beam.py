@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan, SequenceView
-from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding import device_reads, noise
 from specdec.decoding.strategies.base import StrategySetup
@@ -57,21 +57,21 @@ class BeamSearch(Scoring):
     def of(cls, setup: StrategySetup) -> BeamSearch:
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
-    def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         ids = self.texts(seq, state.ids)
-        scores = self._scores(ids, outputs)
-        found = self._choose(state, scores, outputs)
+        scores = self._scores(ids, views)
+        found = self._choose(state, scores, views)
         texts = None if ids is None else extended(ids, found.parents, found.tokens)
         ends = self.stop.each(found.tokens, seq.prompt_length + state.length + 1, texts, None)
         after, chosen = self._after(state, found, ends)
         if texts is not None:
             after = replace(after, ids=texts[chosen])
-        logits = self.logits(outputs, len(outputs)) if self.keep_logits else None
+        logits = self.logits(views, len(views)) if self.keep_logits else None
         step = Step(
             found.tokens[chosen[0]], -1, logits, scores.clone() if self.keep_scores and scores is not None else None
         )
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
-        return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
+        return Advance(after, leaves, [found.tokens[i] for i in chosen], step, after.finish)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's beams: by default twice as many as the target's, without ended texts."""
@@ -86,26 +86,26 @@ class BeamSearch(Scoring):
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
         return branches(found, ends)[:ahead]
 
-    def _scores(self, ids: Tensor | None, outputs: Sequence[NodeOutput]) -> Tensor | None:
+    def _scores(self, ids: Tensor | None, views: Sequence[View]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where unprocessed logits give the same order."""
-        guides = outputs[0].unconditional is not None and self.guidance_scale is not None
+        guides = views[0].unconditional is not None and self.guidance_scale is not None
         if not (len(self.processors) or guides or self.keep_scores or self.seed is not None):
             return None
-        return self.processors(ids, self.log_probs(outputs, self.num_beams))
+        return self.processors(ids, self.log_probs(views, self.num_beams))
 
-    def _choose(self, state: Beams, scores: Tensor | None, outputs: Sequence[NodeOutput]) -> Candidates:
+    def _choose(self, state: Beams, scores: Tensor | None, views: Sequence[View]) -> Candidates:
         running, count = state.pools[0].running, self.candidates(self.num_beams)
         if self.seed is not None and scores is not None:
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
             if not found.tokens:
                 raise SpecdecError(noise.NONE_LEFT)
             return found
-        leaves = self.leading(outputs, count)
+        leaves = self.leading(views, count)
         if leaves is not None:
             return best_of_leaves(leaves, running, count)
         if scores is not None:
             return best_of(scores, running, count)
-        return best_of_leaves(self.leaders(self.logits(outputs, len(outputs)), None, count), running, count)
+        return best_of_leaves(self.leaders(self.logits(views, len(views)), None, count), running, count)
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and the candidates that are its live beams."""

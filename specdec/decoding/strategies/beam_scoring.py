@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.drafts import Branch, BranchRule, Plan, SequenceView
-from specdec.core.strategies import NodeOutput
+from specdec.core.strategies import View
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import fit
 from specdec.decoding.stopping import Stopping
@@ -144,7 +144,7 @@ class Scoring(StrategyBase):
     groups: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    is_search: ClassVar[Literal[True]] = True
+    is_search: ClassVar[bool] = True
 
     @classmethod
     def parts(cls, setup: StrategySetup) -> dict[str, Any]:
@@ -194,32 +194,30 @@ class Scoring(StrategyBase):
             return None
         return ids if ids is not None else seq.prefix()[:, : seq.prompt_length].expand(self.num_beams, -1).clone()
 
-    def logits(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
+    def logits(self, views: Sequence[View], beams: int) -> Tensor:
         """The target's logits `[beams, vocab]` float32; before the first token all beams share the prompt's."""
-        return torch.stack([output.logits for output in outputs]).float().expand(beams, -1)
+        return torch.stack([view.logits for view in views]).float().expand(beams, -1)
 
-    def log_probs(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
+    def log_probs(self, views: Sequence[View], beams: int) -> Tensor:
         """Log-probabilities `[beams, vocab]` before processors, guided."""
-        unconditional = [output.unconditional for output in outputs if output.unconditional is not None]
-        return self._log_probs(self.logits(outputs, beams), torch.stack(unconditional) if unconditional else None)
+        unconditional = [view.unconditional for view in views if view.unconditional is not None]
+        return self._log_probs(self.logits(views, beams), torch.stack(unconditional) if unconditional else None)
 
     def _log_probs(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
         guided = self.guided(logits, unconditional)
         return torch.log_softmax(logits, dim=-1) if guided is logits else guided
 
-    def leading(self, outputs: Sequence[NodeOutput], count: int) -> list[LeafCandidates] | None:
+    def leading(self, views: Sequence[View], count: int) -> list[LeafCandidates] | None:
         """The `count` best tokens of every leaf, in one read for all nodes of a target pass.
 
         None for local logits, which need no such read, and where processors read the leaves' texts.
         """
-        passes = [output.whole for output in outputs if output.whole is not None]
-        is_local = any(device_reads.is_local(scores.logits) for scores in passes)
-        if len(passes) < len(outputs) or is_local or self.processors.reads_ids:
+        if self.processors.reads_ids or any(device_reads.is_local(view.out.logits) for view in views):
             return None
-        for scores in passes:
-            if "leading" not in scores.cache:
-                scores.cache["leading"] = self.leaders(scores.logits.float(), scores.unconditional, count)
-        return [scores.cache["leading"][output.at] for scores, output in zip(passes, outputs, strict=True)]
+        for out in (view.out for view in views):
+            if "leading" not in out.cache:
+                out.cache["leading"] = self.leaders(out.logits.float(), out.unconditional, count)
+        return [view.out.cache["leading"][view.at] for view in views]
 
     def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
         """The `count` best tokens after each of `logits` `[leaves, vocab]`; the processors must read no ids."""

@@ -94,11 +94,11 @@ class Block(Rejection):
                 'not allow: use `sampling="rejection"`'
             )
 
-    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
+    def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         verdict: _Verdict | None = out.cache.get("verdict")
         if verdict is None:
             if not _is_drawn(out.tree, node):
-                return super().advance(seq, new, out, node)
+                return super().emit(seq, new, out, node)
             out.cache["verdict"] = verdict = self._judge(seq, new, out, node)
         at = len(new) - verdict.base
         processed = self.processed(seq, new, out, node)

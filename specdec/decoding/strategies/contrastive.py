@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from specdec.core.drafts import SequenceView
-from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process
 from specdec.decoding.stopping import Stopping
@@ -58,7 +58,7 @@ class Contrast:
 class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
-    `keep_traces`: hidden states or attentions are outputs of the call.
+    `keep_traces`: hidden states or attentions are views of the call.
     """
 
     stop: Stopping
@@ -67,7 +67,7 @@ class Contrastive(StrategyBase):
     keep_traces: bool = False
     num_beams: ClassVar[int] = 1
     name: ClassVar[str] = "contrastive"
-    is_search: ClassVar[Literal[True]] = True
+    is_search: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = True
     rule: ClassVar[None] = None
     branching: ClassVar[None] = None
@@ -86,12 +86,12 @@ class Contrastive(StrategyBase):
     def begin(self) -> Contrast:
         return Contrast()
 
-    def advance(self, seq: SequenceView, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Contrast, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         """Emits one of the computed candidates, and chooses those of the next token; the first step only chooses."""
         if state.context is None:
-            after = self._ask(seq, Contrast(context=_directions(outputs[0])), outputs[0])
-            return SearchStep(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
-        ahead = torch.cat([_directions(output) for output in outputs])
+            after = self._ask(seq, Contrast(context=_directions(views[0])), views[0])
+            return Advance(after, [0] * len(after.candidates), list(after.candidates), None, shown=self._shown(0))
+        ahead = torch.cat([_directions(view) for view in views])
         pick = self._pick(state, ahead)
         tokens = (*state.tokens, state.candidates[pick])
         step, scores = state.step, state.scores
@@ -103,19 +103,19 @@ class Contrastive(StrategyBase):
         context = torch.cat([state.context, ahead[pick : pick + 1]])
         after = Contrast(tokens, context=context, scores=scores, finish=finish)
         if finish is not None:
-            return SearchStep(after, [], [], step, ())
-        after = self._ask(seq, after, outputs[pick])
-        return SearchStep(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
+            return Advance(after, [], [], step, finish, ())
+        after = self._ask(seq, after, views[pick])
+        return Advance(after, [pick] * len(after.candidates), list(after.candidates), step, shown=self._shown(pick))
 
-    def _ask(self, seq: SequenceView, state: Contrast, output: NodeOutput) -> Contrast:
-        """The state with the candidates for its next token, from the target's output at the end of its text."""
-        logits = self.guided(output.logits, output.unconditional)
+    def _ask(self, seq: SequenceView, state: Contrast, view: View) -> Contrast:
+        """The state with the candidates for its next token, from the target's view at the end of its text."""
+        logits = self.guided(view.logits, view.unconditional)
         processed = process(self.processors, seq, _new(seq, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(
             -1,
             -1,
-            output.logits.to(torch.float32, copy=True) if self.keep_logits else None,
+            view.logits.to(torch.float32, copy=True) if self.keep_logits else None,
             processed.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
@@ -131,10 +131,10 @@ class Contrastive(StrategyBase):
         return (leaf,) if self.keep_traces else ()
 
 
-def _directions(output: NodeOutput) -> Tensor:
-    """The last hidden states `[nodes, width]` of an output, float32, normalised to length 1."""
-    assert output.trace.hidden_states is not None
-    return normalize(output.trace.hidden_states[-1].float(), dim=-1)
+def _directions(view: View) -> Tensor:
+    """The last hidden states `[nodes, width]` of an view, float32, normalised to length 1."""
+    assert view.trace.hidden_states is not None
+    return normalize(view.trace.hidden_states[-1].float(), dim=-1)
 
 
 def _new(seq: SequenceView, tokens: Sequence[int]) -> list[int]:

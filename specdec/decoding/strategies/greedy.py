@@ -21,11 +21,11 @@ class Greedy(TextStrategy):
     def serves(cls, options: Options) -> bool:
         return not options.samples
 
-    def advance(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
+    def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
         if plain and device_reads.is_local(out.logits):
             return Step(self._best(out, node - out.first), node)
-        return super().advance(seq, new, out, node)
+        return super().emit(seq, new, out, node)
 
     def _best(self, out: Logits, at: int) -> int:
         """The likeliest token of logits number `at` (of equals the first); in small passes computed for all at once."""

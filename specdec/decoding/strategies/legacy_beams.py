@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import SequenceView
-from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
 
@@ -43,9 +43,9 @@ class PoolSearch(Scoring):
         """The open pools' steps in order, from `ids` and log-probabilities `own` of all their beams."""
         raise NotImplementedError
 
-    def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         open_ = [pool for pool in state.pools if not pool.done]
-        ids, own = self.texts(seq, state.ids), self.log_probs(outputs, len(open_) * self.size)
+        ids, own = self.texts(seq, state.ids), self.log_probs(views, len(open_) * self.size)
         turns = list(self.turns(state.pools, ids, own))
         parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.found.parents]
         tokens = [token for turn in turns for token in turn.found.tokens]
@@ -56,12 +56,12 @@ class PoolSearch(Scoring):
         step = Step(
             tokens[0],
             -1,
-            self._placed(open_, self.logits(outputs, len(own))) if self.keep_logits else None,
+            self._placed(open_, self.logits(views, len(own))) if self.keep_logits else None,
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
         leaves = [parents[i] if state.length else 0 for i in kept]
         shown = self._shown(state.pools) if state.length else None
-        return SearchStep(after, leaves, [tokens[i] for i in kept], step, shown)
+        return Advance(after, leaves, [tokens[i] for i in kept], step, after.finish, shown)
 
     def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
         """The candidates that go on, best first, and the pool with the texts that ended before them."""

@@ -143,7 +143,11 @@ class KvSession(Session):
         """One pass; several if passes are padded and rows lie far apart."""
         if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
             row, work = self._row(works[0].row), works[0]
-            if not row.columns.scattered and work.tree.is_chain and 0 <= work.num_logits <= len(work.tree) > 0:
+            if (
+                not (row.columns.scattered or work.num_cached)
+                and work.tree.is_chain
+                and 0 <= work.num_logits <= len(work.tree) > 0
+            ):
                 return [self._chain_pass(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)

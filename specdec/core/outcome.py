@@ -1,0 +1,176 @@
+"""What a round brings one sequence: the strategy's own steps, as far as the target's logits reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from specdec.core.rounds import SequenceRound
+from specdec.core.sequence import RunningSequence
+from specdec.core.strategies import Trace, View
+from specdec.core.traces import stacked, trace_of
+from specdec.core.tree import EMPTY, Step, Tree
+from specdec.core.work import Logits
+
+End = tuple[int, int]  # a new leaf: the node before it, and its token
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """A sequence's steps in one round, and what they leave of its branches and its proposal.
+
+    `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the first `num_text` of them
+    have become text. `tokens`: what the text gains. `states`: the strategy's after each step. `accepted`: the draft had
+    guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `known` are the sequence's from now on.
+    """
+
+    seq: RunningSequence
+    steps: list[Step] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    finish: str | None = None
+    accepted: int = 0
+    path: list[int] = field(default_factory=list)
+    num_text: int = 0
+    tokens: list[int] = field(default_factory=list)
+    tree: Tree = EMPTY
+    leaves: Sequence[int] = (-1,)
+    known: dict[int, View] = field(default_factory=dict)
+
+    def apply(self) -> None:
+        """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""
+        seq = self.seq
+        for own in seq.batch_seqs:
+            own.tokens += self.tokens
+            own.tree, own.num_cached, own.leaves = self.tree, len(self.path) - self.num_text, self.leaves
+        if seq.history is not None:
+            seq.history += self.states
+        seq.state, seq.known = self.states[-1], self.known
+        seq.steps += self.steps
+        seq.traces += self.traces
+        seq.finish, seq.prefilled = self.finish, True
+
+    def round(self, proposal: Tree, *, prefill: bool) -> SequenceRound:
+        """The result of the round, without tensors of a pass."""
+        tested, levels = (self._depths_tested if self.seq.is_search else self._nodes_tested)(proposal)
+        return SequenceRound(
+            id=self.seq.id,
+            drafted=len(proposal),
+            depth=proposal.depth,
+            accepted=self.accepted,
+            prefill=prefill,
+            source=proposal.source,
+            tested=tested,
+            levels=levels,
+            steps=self.steps,
+            finish=self.finish,
+        )
+
+    def _nodes_tested(self, proposal: Tree) -> tuple[list[tuple[float, bool]], int]:
+        """All children of each node after which a step was taken; not those of the step that ended the text."""
+        steps = self.steps[:-1] if self.finish else self.steps
+        accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
+        confidence = proposal.confidence or [1.0] * len(proposal)
+        nodes = [node for node, parent in enumerate(proposal.parents) if parent in reached]
+        levels = len({proposal.parents[node] for node in nodes})
+        return [(confidence[node], node in accepted) for node in nodes], levels
+
+    def _depths_tested(self, proposal: Tree) -> tuple[list[tuple[float, bool]], int]:
+        """The highest confidence of each depth that the search reached, and of the next one."""
+        levels = min(self.accepted + (self.finish is None), proposal.depth)
+        confidence = proposal.best_confidence() or [1.0] * levels
+        return [(confidence[i], i < self.accepted) for i in range(levels)], levels
+
+
+def accept(seq: RunningSequence, out: Logits) -> Outcome:
+    """The strategy's ordinary steps, for as long as the pass, or an earlier one, computed every leaf.
+
+    Without a proposal that is one step.
+    """
+    proposal, strategy, one = out.work.proposal, seq.strategy, Outcome(seq)
+    tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
+    views, children = _Views(out, tree, seq.known), tree.children()
+    state, nodes, ends = seq.state, list[int | None](seq.leaves), list[End]()
+    while one.finish is None and None not in nodes:
+        leaves = [node for node in nodes if node is not None]
+        seen = [views[leaf] for leaf in leaves]
+        move = strategy.advance(seq, state, seen, one.steps)
+        state, one.finish = move.state, move.finish
+        one.states.append(state)
+        if move.step is not None:
+            one.steps.append(move.step)
+        if views.keeps_traces:
+            one.traces += _traces(seen, move.shown) if seq.is_search else [seen[0].trace]
+        ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
+        nodes = [children.get(end) for end in ends]
+    if seq.is_search:
+        one.accepted = len(one.states) - 1
+        _settle(one, tree, views, ends, nodes)
+    else:
+        one.path = tree.path(ends[0][0] if nodes[0] is None else nodes[0])
+        one.accepted = one.num_text = len(one.path)
+        one.tokens = [step.token for step in one.steps]
+    return one
+
+
+def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[End], nodes: list[int | None]) -> None:
+    """What stays of a search's `tree`, whose new leaves are `ends`, computed as `nodes` or not yet.
+
+    The path that all leaves share becomes text.
+    """
+    paths = [tree.path(parent) for parent, _ in ends]
+    shared = _common(paths)
+    seen = _descendants(tree, {node for node in nodes if node is not None})
+    rest = {node for path in paths for node in path} | seen
+    path = [*shared, *sorted(rest - set(shared))]
+    number = {-1: -1} | {node: max(i - len(shared), -1) for i, node in enumerate(path)}  # in the new tree
+    # Two groups of beams may choose the same token: one node serves both.
+    fresh = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
+    stays = tree.part(path, len(shared))
+    one.tree = Tree(
+        stays.tokens + [token for _, token in fresh], stays.parents + [number[parent] for parent, _ in fresh]
+    )
+    made = dict(zip(fresh, range(len(stays), len(one.tree)), strict=True))
+    one.leaves = [made[end] if node is None else number[node] for end, node in zip(ends, nodes, strict=True)]
+    one.known = {number[node]: views[node] for node in seen}
+    one.path, one.num_text, one.tokens = path, len(shared), [tree.tokens[node] for node in shared]
+
+
+class _Views:
+    """The target's output at the nodes of `tree` (branches, then the proposal), from this pass or an earlier one."""
+
+    def __init__(self, out: Logits, tree: Tree, known: dict[int, View]) -> None:
+        self.keeps_traces = out.hidden_states is not None or out.attentions is not None
+        self._out, self._tree, self._known = out, tree, known
+        bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if self.keeps_traces else out
+        self._logits = bare
+
+    def __getitem__(self, node: int) -> View:
+        """The output at `node`; -1 is the end of the text."""
+        if node in self._known:
+            return self._known[node]
+        trace = trace_of(self._out, self._tree.path(node)) if self.keeps_traces else Trace()
+        return View(self._logits, self._out.work.node(node) - self._out.first, trace)
+
+
+def _traces(views: Sequence[View], shown: Sequence[int] | None) -> list[Trace]:
+    """The trace of a search's step, if any leaves are shown."""
+    leaves = range(len(views)) if shown is None else shown
+    return [stacked([views[leaf].trace for leaf in leaves], [leaf < 0 for leaf in leaves])] if leaves else []
+
+
+def _common(paths: list[list[int]]) -> list[int]:
+    """The longest common prefix of all paths."""
+    levels = zip(*paths, strict=False)
+    return [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
+
+
+def _descendants(tree: Tree, nodes: set[int]) -> set[int]:
+    """`nodes` and all nodes below them."""
+    found = set(nodes)
+    for node, parent in enumerate(tree.parents):
+        if parent in found:
+            found.add(node)
+    return found
