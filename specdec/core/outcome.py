@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+import torch
+
+from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import Trace, View
 from specdec.core.traces import stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree
-from specdec.core.work import Logits
+from specdec.core.work import Logits, Work
 
 End = tuple[int, int]  # a new leaf: the node before it, and its token
 
@@ -21,12 +24,16 @@ End = tuple[int, int]  # a new leaf: the node before it, and its token
 class Outcome:
     """A sequence's steps in one round, and what they leave of its branches and its proposal.
 
-    `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the first `num_text` of them
-    have become text. `tokens`: what the text gains. `states`: the strategy's after each step. `accepted`: the draft had
-    guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `known` are the sequence's from now on.
+    `works` and `out`: what the target computed for it, in one row or, under guidance, two. No steps and `states`: it
+    was a chunk of a prompt. `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the
+    first `num_text` of them have become text. `tokens`: what the text gains. `states`: the strategy's after each step.
+    `accepted`: the draft had guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `known` are the
+    sequence's from now on.
     """
 
     seq: RunningSequence
+    works: Sequence[Work]
+    out: Logits
     steps: list[Step] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
@@ -38,6 +45,23 @@ class Outcome:
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     known: dict[int, View] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[tuple[int, list[int], int]]:
+        """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
+        return [(work.row, work.path(self.path), work.num_text + self.num_text) for work in self.works]
+
+    def hidden(self, layers: Sequence[int], length: int) -> Hidden:
+        """The hidden states of the new text and of new nodes on the path, without positions that have no ids.
+
+        `length`: positions of text that were cached before the pass.
+        """
+        work, first = self.out.work, length - self.seq.num_embeds_only
+        nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
+        own = _run([node - work.num_cached for node in nodes])
+        assert self.out.hidden_states is not None
+        states = torch.stack([self.out.hidden_states[layer][own] for layer in layers], dim=1)
+        return Hidden(max(first, 0), work.num_cached, states)
 
     def apply(self) -> None:
         """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""
@@ -84,12 +108,12 @@ class Outcome:
         return [(confidence[i], i < self.accepted) for i in range(levels)], levels
 
 
-def accept(seq: RunningSequence, out: Logits) -> Outcome:
-    """The strategy's ordinary steps, for as long as the pass, or an earlier one, computed every leaf.
+def accept(one: Outcome, out: Logits) -> None:
+    """Takes the strategy's ordinary steps, for as long as the pass, or an earlier one, computed every leaf.
 
-    Without a proposal that is one step.
+    Without a proposal that is one step. `out` has only those hidden states and attentions that the request keeps.
     """
-    proposal, strategy, one = out.work.proposal, seq.strategy, Outcome(seq)
+    seq, proposal, strategy = one.seq, out.work.proposal, one.seq.strategy
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
     views, children = _Views(out, tree, seq.known), tree.children()
     state, nodes, ends = seq.state, list[int | None](seq.leaves), list[End]()
@@ -112,7 +136,6 @@ def accept(seq: RunningSequence, out: Logits) -> Outcome:
         one.path = tree.path(ends[0][0] if nodes[0] is None else nodes[0])
         one.accepted = one.num_text = len(one.path)
         one.tokens = [step.token for step in one.steps]
-    return one
 
 
 def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[End], nodes: list[int | None]) -> None:
@@ -159,6 +182,12 @@ def _traces(views: Sequence[View], shown: Sequence[int] | None) -> list[Trace]:
     """The trace of a search's step, if any leaves are shown."""
     leaves = range(len(views)) if shown is None else shown
     return [stacked([views[leaf].trace for leaf in leaves], [leaf < 0 for leaf in leaves])] if leaves else []
+
+
+def _run(numbers: list[int]) -> list[int] | slice:
+    """Consecutive numbers as a slice, which copies nothing."""
+    together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return slice(numbers[0], numbers[-1] + 1) if together else numbers
 
 
 def _common(paths: list[list[int]]) -> list[int]:

@@ -14,19 +14,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.outcome import accept
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
+from specdec.core.outcome import Outcome, accept
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits
+from specdec.core.work import Logits, Work
 from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import OpenDraft, Scheduler
-from specdec.engine.turn import Stopwatch, Turn
+from specdec.engine.stopwatch import Stopwatch
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
 from specdec.proposers import BestBranch
@@ -202,24 +200,25 @@ class Engine:
         return batch
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, verify, accept, commit. With `chunk`: over unread prompts, at most that many
-        tokens of each.
+        """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
+        of each.
         """
         watch = Stopwatch(self._device)
         proposals = self._propose(seqs, chunk)
         watch.lap("draft")
-        turns = [self._turn(seq, proposals.get(seq.id), chunk) for seq in seqs if seq.id in self._requests]
-        if not self._verify(turns):
-            return
+        outcomes = self._run([seq for seq in seqs if seq.id in self._requests], proposals, chunk)
         watch.lap("verify")
-        accepted = self._accept(turns)
+        if not outcomes:
+            return
+        failed = self._accept(outcomes)
         watch.lap("select")
-        shares = self._commit(accepted)
-        for turn in turns:
-            if turn.error is not None:
-                self._fail([turn.seq], turn.error)
-        self._deliver(accepted, watch.round(shares, sum(turn.nodes for turn in turns)))
-        self._release([turn.seq for turn in accepted if turn.seq.finish is not None])
+        outcomes = [one for one in outcomes if one.seq.id not in failed]
+        shares = self._commit(outcomes, proposals)
+        for seq, error in failed.values():  # until now no row of the cache could move
+            self._fail([seq], error)
+        nodes = sum(work.num_new for one in outcomes for work in one.works)
+        self._deliver(outcomes, watch.round(shares, nodes))
+        self._release([one.seq for one in outcomes if one.finish is not None])
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft and at least one token.
@@ -292,45 +291,39 @@ class Engine:
             )
         self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
 
-    def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:
-        """A sequence's turn in this round; with `chunk`, that many tokens of its prompt unless they end it."""
-        rows = [one.row for one in seq.batch_seqs]
-        self.target.refresh(rows)
-        lengths = [self.target.length(row) for row in rows]
-        if chunk is not None and not self._ends(seq, chunk):
-            return Turn(seq, lengths, seq.chunks(lengths, chunk), asked=proposal is not None)
-        works = seq.works(lengths, EMPTY if proposal is None else proposal)
-        return Turn(seq, lengths, works, complete=True, asked=proposal is not None)
-
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
         unread = max(map(self.scheduler.unread, seq.batch_seqs))
         return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
-    def _verify(self, turns: Sequence[Turn]) -> bool:
-        """One target pass over all works, whose outputs go into `turns`; False if it failed, or had none."""
-        works = [work for turn in turns for work in turn.works]
+    def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
+        """One target pass over the works of all sequences; nothing if it failed."""
+        works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
         if not works:
-            return False
-        requests = {self._requests[turn.seq.id] for turn in turns}
+            return []
+        requests = {self._requests[seq.id] for seq in seqs}
         drafts = [request.drafter for request in requests if request.drafter is not None]
         layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
         try:
-            outputs = iter(self.target.run(works, hidden=every_layer or layers, attentions=attentions))
+            found = self.target.run(
+                [work for own in works for work in own], hidden=every_layer or layers, attentions=attentions
+            )
         except Exception as error:
-            self._fail([turn.seq for turn in turns], error)
-            return False
-        for turn in turns:
-            own = next(outputs)
-            turn.out, turn.hidden = self._wanted(turn.seq, own), self._for_draft(turn.seq, own)
-            turn.passes = own.passes
-            if turn.seq.unconditional is not None:
-                other = next(outputs)
-                turn.out = replace(turn.out, unconditional=other.logits)
-                turn.passes = [*turn.passes, *other.passes]
-        return True
+            self._fail(seqs, error)
+            return []
+        outputs = iter(found)
+        return [Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)]
+
+    def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
+        """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
+        rows = [one.row for one in seq.batch_seqs]
+        self.target.refresh(rows)
+        lengths = [self.target.length(row) for row in rows]
+        if chunk is not None and not self._ends(seq, chunk):
+            return seq.chunks(lengths, chunk)
+        return seq.works(lengths, proposal)
 
     def _wanted(self, seq: RunningSequence, out: Logits) -> Logits:
         """The output with only those hidden states and attentions that the sequence's request keeps."""
@@ -347,56 +340,53 @@ class Engine:
             cross_attentions=attentions[1],
         )
 
-    def _for_draft(self, seq: RunningSequence, out: Logits) -> list[Tensor]:
-        """The hidden states of the layers that the sequence's draft reads."""
-        drafter, hidden = self._requests[seq.id].drafter, out.hidden_states
-        return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
-
-    def _accept(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Runs every sequence's strategy as far as the logits reach; leaves out sequences whose strategy raised.
-
-        Their requests end only after the others are committed: until then no row of the cache may move.
-        """
-        for turn in turns:
+    def _accept(self, outcomes: Sequence[Outcome]) -> dict[int, tuple[RunningSequence, Exception]]:
+        """Runs every sequence's strategy as far as the logits reach; returns those whose strategy raised, by id."""
+        failed = {}
+        for one in outcomes:
             try:
-                if turn.complete and turn.out is not None:
-                    turn.outcome = accept(turn.seq, turn.out)
+                if one.out.work.num_logits:
+                    accept(one, self._wanted(one.seq, one.out))
             except Exception as error:
-                turn.error = error
-        return [turn for turn in turns if turn.error is None]
+                failed[one.seq.id] = one.seq, error
+        return failed
 
-    def _commit(self, turns: Sequence[Turn]) -> list[SequenceRound]:
+    def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        committed = [part for turn in turns for part in turn.committed]
-        self.target.commit(
-            [row for row, _, _ in committed],
-            [path for _, path, _ in committed],
-            texts=[text for _, _, text in committed],
-        )
-        shares, commits = [], {}
-        for turn in turns:
-            if turn.outcome is not None or turn.hidden:
-                commits[turn.seq.id] = turn.commit()
-            if turn.outcome is None:
+        commits = {one.seq.id: commit for one in outcomes if (commit := self._message(one)) is not None}
+        kept = [part for one in outcomes for part in one.kept]
+        self.target.commit([row for row, _, _ in kept], [path for _, path, _ in kept], texts=[n for _, _, n in kept])
+        shares = []
+        for one in outcomes:
+            if not one.states:
                 continue
-            seq, proposal = turn.seq, turn.works[0].proposal
+            seq, proposal = one.seq, one.out.work.proposal
             instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
-            prefill = not seq.prefilled or (turn.asked and not seq.drafted and not instant)
-            shares.append(turn.outcome.round(proposal, prefill=prefill))
-            turn.outcome.apply()
+            prefill = not seq.prefilled or (seq.id in proposals and not seq.drafted and not instant)
+            shares.append(one.round(proposal, prefill=prefill))
+            one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
+        for draft, group in self._by_draft([one.seq for one in outcomes if one.seq.id in commits]):
             try:
                 draft.session.commit([commits[seq.id] for seq in group])
             except Exception as error:
                 self._fail(group, error)
         return shares
 
-    def _deliver(self, turns: Sequence[Turn], round_: Round) -> None:
+    def _message(self, one: Outcome) -> Commit | None:
+        """What a sequence's draft gets of the round; nothing for a chunk of a prompt that it does not read."""
+        drafter = self._requests[one.seq.id].drafter
+        layers = () if drafter is None else drafter.hidden_layers
+        if not (one.states or layers):
+            return None
+        hidden = one.hidden(layers, self.target.length(one.seq.row)) if layers and one.finish is None else None
+        return Commit(one.seq, one.path, one.num_text, hidden)
+
+    def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
         shares = {share.id: share for share in round_.seqs}
-        here = [turn.seq for turn in turns if turn.seq.id in self._requests]
-        passes = {turn.seq.id: turn.passes for turn in turns}
+        here = [one.seq for one in outcomes if one.seq.id in self._requests]
+        passes = {one.seq.id: one.out.passes for one in outcomes}
         for request, seqs in _grouped(here, lambda seq: self._requests[seq.id]):
             request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
             request.rounds.append(_of(round_, [shares[seq.id] for seq in seqs if seq.id in shares]))
@@ -455,6 +445,14 @@ def _grouped(
     for seq in seqs:
         groups.setdefault(id(of(seq)), (of(seq), []))[1].append(seq)
     return list(groups.values())
+
+
+def _guided(outputs: list[Logits]) -> Logits:
+    """A sequence's output, with the logits of its unconditional one if it has one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    own, other = outputs
+    return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
 
 
 def _allowed(seq: RunningSequence, tree: Tree) -> Tree:

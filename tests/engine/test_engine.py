@@ -21,7 +21,7 @@ from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Greedy
 from specdec.engine.engine import Engine
 from specdec.engine.request import Pacing, Request
-from specdec.engine.turn import Stopwatch
+from specdec.engine.stopwatch import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import FunctionDrafter, ModelDrafter
