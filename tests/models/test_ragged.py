@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models import Encoding, LanguageModel
-from specdec.models.backends.cross_attention import CrossAttention
-from specdec.models.backends.kv_session import KvSession
+from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, seen_columns
+from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import AttentionKind, ColumnMap
 from specdec.models.hf.shallow_copy import shallow_copy
 from tests.models.exact import Twin
@@ -60,7 +60,7 @@ def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a padded pass")
 
-    monkeypatch.setattr(KvSession, "_padded", refuse)
+    monkeypatch.setattr(PaddedPasses, "run", refuse)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,7 +143,7 @@ def test_encoders_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     twin.prefill(7, 3, 5, 2)
     for row in (2, 1):
         twin.fork(row)
-    assert len(twin.session._cross._encodings) == 4  # shared by forks
+    assert len(set(twin.session.cross.encoder_rows)) == 4  # shared by forks
     twin.step([twin.tree(), *(twin.chain(2) for _ in range(5))], [7, 2, 2, 1, 2, 2], [[0]] * 6)
     twin.leave(0, 2)
     twin.step([twin.chain(2) for _ in range(4)], [2] * 4, [[0, 1]] * 4)

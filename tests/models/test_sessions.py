@@ -71,7 +71,7 @@ def test_early_exit_is_the_first_layers() -> None:
     model = tiny("llama")
     ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        middle = model(ids, hidden=True).hidden_states[1]
+        middle = model(ids, output_hidden_states=True).hidden_states[1]
         expected = model.lm_head(model.model.norm(middle))
         got = LanguageModel(model).early_exit(1).model(ids).logits
     assert torch.allclose(got, expected, atol=1e-5)

@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.models.backends.cross_attention import Frames
 from specdec.models.backends.order_free_activations import make_order_free
 from specdec.models.backends.ragged_inputs import RaggedInputs
+from specdec.models.cache.cross_attention import Frames
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import hidden_states_of
 from specdec.models.hf.shallow_copy import shallow_copy

@@ -1,4 +1,4 @@
-"""The interface of a session: rows of one model, their caches and their passes."""
+"""The interfaces of a cache, which holds rows of one model, and of a session, which also runs its passes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
 
 
-class Session(ABC):
-    """Rows of one model with their keys and values, which belong to the session.
+class Cache(ABC):
+    """Rows of one model with their keys and values.
 
     `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
-    branches*: a tree of nodes that may become text (beams). `passes` counts forward passes. With a `cache_reset_length`
-    a text that grows beyond it must be read again from its beginning: no node of a pass may lie beyond that length
-    while the text does not. `keeps_prefixes`: whether `keep_prefix` and `read_from` work.
+    branches*: a tree of nodes that may become text (beams). With a `cache_reset_length` a text that grows beyond it
+    must be read again from its beginning: no node of a pass may lie beyond that length while the text does not.
+    `keeps_prefixes`: whether `keep_prefix` and `read_from` work.
     """
 
     cache_reset_length: int | None
-    draft_chains: bool = False  # whether `draft_chain` may return chains
-    passes: int
     keeps_prefixes = False
 
     @property
@@ -72,6 +70,30 @@ class Session(ABC):
         """Nodes of the row's pending branches."""
 
     @abstractmethod
+    def commit(
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        """Keeps the nodes `paths[i]` of the row's last tree, parents first, and drops the others.
+
+        The first `texts[i]` of them (None: all) are a chain that extends the text, the others pending branches.
+        `final=False`: they are guesses, which `truncate` may take back.
+        """
+
+    def refresh(self, rows: Sequence[int]) -> None:
+        """Empties the rows whose text has reached `cache_reset_length`, if they must be fed their text again."""
+
+    @abstractmethod
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
+
+
+class Session(Cache):
+    """A cache that runs passes over its rows; `passes` counts them."""
+
+    passes: int
+    draft_chains: bool = False  # whether `draft_chain` may return chains
+
+    @abstractmethod
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
@@ -80,16 +102,6 @@ class Session(ABC):
         `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
         without a work, and works without new nodes, cost nothing. Runs several passes where the model cannot run all
         rows in one.
-        """
-
-    @abstractmethod
-    def commit(
-        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
-    ) -> None:
-        """Keeps the nodes `paths[i]` of the row's last tree, parents first, and drops the others.
-
-        The first `texts[i]` of them (None: all) are a chain that extends the text, the others pending branches.
-        `final=False`: they are guesses, which `truncate` may take back.
         """
 
     def draft_chain(
@@ -105,13 +117,6 @@ class Session(ABC):
         models that read embeddings.
         """
         return None
-
-    def refresh(self, rows: Sequence[int]) -> None:
-        """Empties the rows whose text has reached `cache_reset_length`, if they must be fed their text again."""
-
-    @abstractmethod
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
 
 
 def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:

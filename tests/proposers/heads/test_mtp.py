@@ -18,6 +18,7 @@ from specdec.errors import LoadError
 from specdec.kernels import PackedLinear
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
+from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
 from specdec.proposers.heads import load_mtp
 from specdec.proposers.heads.proposer import HeadSession
@@ -99,8 +100,8 @@ def test_guesses_are_those_of_transformers(
         model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
     generator = SpecGenerator(model, backend=backend)
-    padded, run = [], KvSession._padded
-    monkeypatch.setattr(KvSession, "_padded", lambda self, *given: padded.append(self) or run(self, *given))
+    padded, run = [], PaddedPasses.run
+    monkeypatch.setattr(PaddedPasses, "run", lambda self, *given: padded.append(self) or run(self, *given))
     out = generator.generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
     assert out.sequences.tolist() == expected.tolist()
     assert bool(padded) == (backend == "eager")

@@ -1,0 +1,185 @@
+"""Padded passes: rows of the buffers from the first to the last that take part, as a narrow view of them costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core.tree import EMPTY
+from specdec.core.work import Logits, Work
+from specdec.errors import UnsupportedError
+from specdec.models.backends.outputs import LogitNodes, padded_logits
+from specdec.models.backends.ragged_inputs import RowNodes
+from specdec.models.cache.kv_cache import KvCache, Row
+from specdec.models.cache.layout import AttentionView, Layout
+from specdec.models.hf.private_api import TAKES_MASKS, attention_of
+from specdec.models.hf.spec import ModelSpec
+
+_OPTIONS = {"use_cache": True, "return_dict": True}
+_NODES = 64  # nodes whose computation takes as long as reading the weights
+
+
+class PaddedPasses:
+    """Passes of the model's own code over a `KvCache`; `passes` counts them."""
+
+    def __init__(self, language: ModelSpec, cache: KvCache) -> None:
+        self.passes = 0
+        self._language, self._cache = language, cache
+        self._can_keep = "logits_to_keep" in language.input_names
+
+    def chain(self, row: Row, work: Work) -> Logits:
+        """The pass of one row over a chain after its text, which needs no layout."""
+        row.tree = work.tree
+        row.columns.begin(work.tree, work.first, work.text_length)
+        self._cache.buffers.point(self._cache.index(row.number), row.columns.base, len(work.tree))
+        ids = torch.tensor([work.tree.tokens], device=self._language.device)
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
+        if self._can_keep:
+            inputs["logits_to_keep"] = work.num_logits or 1
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            logits = self._language.model(**inputs).logits[0]
+        self.passes += 1
+        kept = logits if len(logits) == work.num_logits else logits[len(logits) - work.num_logits :]
+        return Logits(work, kept, passes=(self.passes,))
+
+    def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
+        """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""
+        found: dict[int, Logits] = {}
+        for first, last in self._spans(parts):
+            found |= self._padded(parts, first, last, extras)
+        return found
+
+    def _spans(self, parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
+        """Spans `(first, last)` of rows in the buffers; each is one padded pass."""
+        order = sorted(parts)
+        if len(order) == 1:
+            return [(order[0], order[0])]
+        if self._cache.cross is None:
+            return self._cheapest(order, parts)
+        kinds = [(self._cache.cross.kind(index), index - i) for i, index in enumerate(order)]  # equal for neighbours
+        groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
+        return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
+
+    def _cheapest(self, order: list[int], parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
+        """The spans that cover these rows at the least cost, in bytes read (dynamic programming over their ends).
+
+        A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
+        nodes of the widest. No span writes padding beyond the bounds of the buffers.
+        """
+        room = math.inf if self._cache.buffers.bounds is None else self._cache.buffers.bounds[1]
+        weights, column = self._language.weight_bytes, self._language.kv_bytes
+        tops, nodes = [parts[index].columns.top for index in order], [parts[index].work.num_new for index in order]
+        reach = [top + size for top, size in zip(tops, nodes, strict=True)]
+        idle = [max((row.columns.top for row in self._cache.rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
+
+        def padded(rows: int, longest: int, widest: int) -> float:
+            return rows * (longest * column + widest * weights / _NODES)
+
+        needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
+        if not order:
+            return []
+        in_one = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
+        if in_one - needed <= weights and max(tops + idle) + max(nodes) <= room:
+            return [(order[0], order[-1])]
+        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last span begins
+        for end in range(1, len(order) + 1):
+            top = longest = widest = 0
+            options: list[tuple[float, int]] = []
+            for begin in reversed(range(end)):
+                between = idle[begin] if begin < end - 1 else 0
+                longest, widest = max(longest, reach[begin], between), max(widest, nodes[begin])
+                top = max(top, tops[begin], between)
+                if options and top + widest > room:
+                    break
+                cost = weights + padded(order[end - 1] - order[begin] + 1, longest, widest)
+                options.append((best[begin][0] + cost, begin))
+            best.append(min(options))
+        spans = []
+        end = len(order)
+        while end:
+            begin = best[end][1]
+            spans.append((order[begin], order[end - 1]))
+            end = begin
+        return spans[::-1]
+
+    def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
+        """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
+        here = [parts.get(index) or self._idle(index) for index in range(first, last + 1)]
+        works = [part.work for part in here]
+        layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
+        if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
+            layout = replace(layout, view=layout.causal())
+        kept = LogitNodes.of(layout, [work.num_logits for work in works])
+        self._cache.buffers.prepare(layout, first)
+        inputs = self._inputs(works, layout) | extras
+        if self._cache.cross is not None:
+            inputs |= self._cache.cross.inputs(first, first + len(works), self._cache.buffers)
+        if self._can_keep:
+            inputs["logits_to_keep"] = kept.argument(self._language.device)
+        output = self._run(inputs, layout)
+        self.passes += 1
+        found = padded_logits(output, works, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
+        return {out.work.row: out for out in found}
+
+    def _idle(self, row_index: int) -> RowNodes:
+        """A row within a span that has nothing to do."""
+        row = self._cache.rows[row_index]
+        pending = row.columns.pending
+        tree = row.tree.part(range(pending)) if pending else EMPTY
+        return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
+
+    def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"past_key_values": self._cache.buffers} | _OPTIONS
+        padded = [work.new_tokens + [0] * (layout.nodes - work.num_new) for work in works]
+        ids = torch.tensor(padded, device=self._language.device)
+        prefix = "" if self._cache.cross is None else "decoder_"
+        if any(work.embeds is not None for work in works):
+            inputs["inputs_embeds"] = self._embed(ids, works)
+        else:
+            inputs[prefix + "input_ids"] = ids
+        if layout.view is not None:
+            self._add_view(inputs, layout.view, prefix)
+        return inputs
+
+    def _add_view(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
+        language, capability = self._language, self._language.capability
+        if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
+            raise UnsupportedError(
+                f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
+                'load the model with attn_implementation="sdpa"'
+            )
+        masks = {kind.name: view.mask(kind, self._language.dtype) for kind in capability.kinds}
+        inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
+        name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
+        if name is not None:
+            inputs[name] = view.positions
+
+    def _embed(self, ids: Tensor, works: Sequence[Work]) -> Tensor:
+        if self._cache.cross is not None:
+            raise UnsupportedError(
+                "an encoder-decoder takes embeddings in its encoder, not in its decoder: leave `embeds` out"
+            )
+        hidden = self._language.model.get_input_embeddings()(ids).clone()
+        for row, work in enumerate(works):
+            if work.embeds is not None:
+                hidden[row, : work.embeds.shape[0]] = work.embeds.to(hidden)
+        return hidden
+
+    def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
+        language, view = self._language, layout.view
+        context: AbstractContextManager[None] = nullcontext()
+        if language.capability.boundary is not None:
+            context = language.scaled(layout.spans())
+        elif view is not None:
+            context = language.looked_up(view.positions, view.key_positions)
+        with context:
+            return language.model(**inputs)

@@ -1,0 +1,167 @@
+"""Rows over buffers of keys and values: rollback is free, and branches of a row share the columns of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec.core.rounds import VOID_COLUMNS
+from specdec.core.tree import EMPTY, Tree
+from specdec.errors import OptionError
+from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.cache.cross_attention import CrossAttention
+from specdec.models.cache.layout import ColumnMap
+from specdec.models.cache.session import Cache, check_paths
+from specdec.models.encoding import Encoding
+from specdec.models.hf.spec import ModelSpec
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A row: its number, the columns of its nodes, and the tree of its last pass."""
+
+    number: int
+    columns: ColumnMap = field(default_factory=ColumnMap)
+    tree: Tree = EMPTY
+
+
+class KvCache(Cache):
+    """Rows of one model over `KvBuffers`; it runs nothing.
+
+    Dead branches leave void columns behind, which are compacted now and then.
+    """
+
+    keeps_prefixes = True
+
+    def __init__(self, language: ModelSpec) -> None:
+        self.cache_reset_length = language.capability.cache_reset_length
+        self.buffers = KvBuffers(
+            language.num_layers,
+            column_bytes=language.kv_bytes,
+            lazy=language.device.type == "cpu",
+            held=lambda: max((row.columns.top for row in self.rows), default=0),
+        )
+        self.cross = CrossAttention(language) if language.is_encoder_decoder else None
+        self.rows: list[Row] = []  # by their index in the buffers
+        self._index: dict[int, int] = {}  # number of a row -> its index
+        self._numbers = 0
+
+    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
+        if (self.cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
+            need = "None, the model has no encoder" if self.cross is None else f"the encoding of {rows} rows"
+            raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
+        self.buffers.reserve(len(self.rows) + rows)
+        if self.cross is not None and encoding is not None:
+            self.cross.add(encoding)
+        return [self._new(ColumnMap()) for _ in range(rows)]
+
+    @torch.no_grad()
+    def fork(self, row: int, length: int | None = None) -> int:
+        source = self.row(row)
+        if length is not None and source.columns.base < length <= source.columns.length:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+        columns = source.columns.copy() if length is None else ColumnMap(base=length, top=length)
+        if length is not None and length > source.columns.base:
+            raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
+        index = len(self.rows)
+        self.buffers.reserve(index + 1)
+        self.buffers.copy_row(self._index[row], index, columns.top)
+        if self.cross is not None:
+            self.cross.fork(self._index[row])
+        columns.initial_length = source.columns.initial_length
+        number = self._new(columns)
+        self.rows[-1].tree = source.tree if length is None else EMPTY
+        return number
+
+    @torch.no_grad()
+    def read_from(self, prefix: Prefix, length: int) -> int:
+        index = len(self.rows)
+        self.buffers.reserve(index + 1)
+        self.buffers.write_prefix(index, prefix, length)
+        return self._new(ColumnMap(base=length, top=length))
+
+    @torch.no_grad()
+    def keep_prefix(self, row: int, length: int) -> Prefix:
+        source = self.row(row)
+        if length > source.columns.base:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+        return self.buffers.read_prefix(self._index[row], length)
+
+    @torch.no_grad()
+    def remove(self, rows: Sequence[int]) -> None:
+        """Moves the last row of the buffers into each gap."""
+        for row in rows:
+            index, last = self._index.pop(self.row(row).number), self.rows.pop()
+            if last.number != row:
+                self.buffers.copy_row(len(self.rows), index, last.columns.top)
+                self.rows[index], self._index[last.number] = last, index
+            if self.cross is not None:
+                self.cross.remove(index)
+            self.buffers.clear_row(len(self.rows))
+        self.buffers.shrink(len(self.rows))
+
+    def length(self, row: int) -> int:
+        return self.row(row).columns.length
+
+    def pending(self, row: int) -> int:
+        return self.row(row).columns.pending
+
+    def commit(
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
+        check_paths(rows, paths, texts)
+        moves = []
+        for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
+            row = self.row(number)
+            text = len(path) if texts is None else texts[i]
+            row.columns.keep(row.tree, path, text)
+            row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
+            if row.columns.scattered:
+                moves += [(self._index[number], *move) for move in row.columns.compact(VOID_COLUMNS)]
+        self._move(moves)
+
+    def refresh(self, rows: Sequence[int]) -> None:
+        if self.cache_reset_length is None:
+            return
+        for row in map(self.row, rows):
+            if row.columns.initial_length <= self.cache_reset_length <= row.columns.extent:
+                row.columns, row.tree = ColumnMap(), EMPTY
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        moves = []
+        for number, length in zip(rows, lengths, strict=True):
+            row = self.row(number)
+            if length < row.columns.length:
+                row.tree = EMPTY
+                moves += [(self._index[number], *move) for move in row.columns.cut(length)]
+        self._move(moves)
+
+    @property
+    def bytes(self) -> int:
+        return self.buffers.bytes + (0 if self.cross is None else self.cross.buffers.bytes)
+
+    def bound(self, rows: int, columns: int) -> None:
+        self.buffers.bound(rows, columns)
+
+    def _new(self, columns: ColumnMap) -> int:
+        self._numbers += 1
+        self._index[self._numbers] = len(self.rows)
+        self.rows.append(Row(self._numbers, columns))
+        return self._numbers
+
+    def index(self, number: int) -> int:
+        """The row's index in the buffers."""
+        return self._index[number]
+
+    def row(self, number: int) -> Row:
+        """The row of this number; OptionError if there is none."""
+        if number not in self._index:
+            raise OptionError.of("rows", f"rows of this session, {sorted(self._index)}", number)
+        return self.rows[self._index[number]]
+
+    def _move(self, moves: list[tuple[int, int, int]]) -> None:
+        if moves:
+            self.buffers.move_columns(*(list(part) for part in zip(*moves, strict=True)))
