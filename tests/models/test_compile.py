@@ -320,13 +320,13 @@ def test_weights_are_not_sent() -> None:
 def test_models_that_have_given_hidden_states() -> None:
     """They can be sent as well, as those are that stop early. (Their hooks could not be pickled.)"""
     language = LanguageModel(tiny("llama"))
-    language.model(torch.tensor([[5, 6]]), hidden=True)
+    language.model(torch.tensor([[5, 6]]), output_hidden_states=True)
     for own in (ragged(), RaggedForward(language), RaggedForward(language.early_exit(1))):
         torch.save(_without_weights(own.model), file := io.BytesIO())
         file.seek(0)
         sent = torch.load(file, weights_only=False)
         assert not any(module._forward_hooks for module in sent.modules())
-    assert language.model(torch.tensor([[5, 6]]), hidden=True).hidden_states
+    assert language.model(torch.tensor([[5, 6]]), output_hidden_states=True).hidden_states
 
 
 @pytest.mark.slow
