@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -64,3 +64,10 @@ class Round:
     select_seconds: float
     seconds: float
     others: Sequence[SequenceRound] = ()
+
+    def of(self, seqs: list[SequenceRound]) -> Round:
+        """The round with these sequences as its own, and the rest as others."""
+        if len(seqs) == len(self.seqs):
+            return self
+        ids = {seq.id for seq in seqs}
+        return replace(self, seqs=seqs, others=[seq for seq in self.seqs if seq.id not in ids])

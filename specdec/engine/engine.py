@@ -9,27 +9,22 @@ them, in passes of their own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.outcome import Outcome, accept
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
+from specdec.engine.drafts import Drafts, grouped
 from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
-from specdec.engine.scheduler import OpenDraft, Scheduler
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.stopwatch import Stopwatch
-from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
-from specdec.proposers import BestBranch
-
-_IDLE_DRAFTS = 2  # draft sessions without sequences that keep their buffers for the next request
 
 
 class Engine:
@@ -47,19 +42,22 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
-        self._device, self._is_offloaded = (
-            model.device,
-            model.is_offloaded,
-        )  # kept, since each property walks all modules
+        self._device = model.device  # kept, since the property walks all modules
         self.budget = MemoryBudget(kv_budget, model)
-        self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
-        self.scheduler = Scheduler(model, prefix_cache, self._drafts)
         self.waiting: deque[Request] = deque()
+        self._last_id = 0
+        self._others_first = False
+        self._begin(prefix_cache)
+
+    def _begin(self, prefix_cache: PrefixCache | None) -> None:
+        """Makes the engine empty."""
+        self.waiting.clear()
         self.prefilling: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
-        self._last_id = 0
-        self._others_first = False
+        self._failed: dict[Request, Exception] = {}  # requests that end with this round
+        self.drafts = Drafts(self.model, self._requests, self._blamed)
+        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
 
     @property
     def target(self) -> Session:
@@ -88,9 +86,7 @@ class Engine:
         for request in {id(request): request for request in [*self.waiting, *self._admitted]}.values():
             request.error = error
             self._finish(request)
-        self.waiting.clear()
-        self.prefilling, self.running, self._requests, self._drafts = [], [], {}, {}
-        self.scheduler = Scheduler(self.model, self.scheduler.prefix_cache, self._drafts)
+        self._begin(self.scheduler.prefix_cache)
 
     def step(self) -> None:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
@@ -111,24 +107,22 @@ class Engine:
     @property
     def _admitted(self) -> list[Request]:
         """The requests with sequences in the engine."""
-        return list({id(request): request for request in self._requests.values()}.values())
+        return list(dict.fromkeys(self._requests.values()))
 
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""
-        try:
-            if request.drafter is not None and id(request.drafter) not in self._drafts:
-                self._start_draft(request.drafter)
+        for seq in request.seqs:
+            self._last_id += 1
+            seq.id = self._last_id
+            self._requests[seq.id] = request
+        with self._blamed(request.seqs):
+            self.drafts.start(request.drafter)
             if request.encode is not None:
                 request.encoding = request.encode()
-            for seq in request.seqs:
-                self._last_id += 1
-                seq.id = self._last_id
-                self._requests[seq.id] = request
             self._make_room()
             self.scheduler.add(request)
-        except Exception as error:
-            return self._end(request, error)
-        self.prefilling += request.seqs
+            self.prefilling += request.seqs
+        self._end_failed()
 
     def _make_room(self) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
@@ -137,7 +131,7 @@ class Engine:
             return
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
-        for draft in self._drafts.values():
+        for draft in self.drafts.open.values():
             if draft.session.cache is not None:
                 draft.session.cache.bound(*ample)
         if self.scheduler.prefix_cache is not None:
@@ -147,6 +141,8 @@ class Engine:
     def _prefill(self) -> None:
         """One pass over unread prompts: the first ones, as many as fit into a chunk."""
         ready = self._ready()
+        self._end_failed()
+        ready = [seq for seq in ready if seq.id in self._requests]
         if not ready:
             return
         request = self._requests[ready[0].id]
@@ -174,15 +170,11 @@ class Engine:
         for seq in order:
             if unread >= CHUNK:
                 break  # later, a sequence may continue what is read until then
-            try:
-                if seq.id not in self._requests or not self.scheduler.follow(seq, self._requests[seq.id]):
-                    continue
-            except Exception as error:  # no cache row could be made
-                self._fail([seq], error)
-                continue
-            ready.append(seq)
-            unread += self.scheduler.unread(seq)
-        return [seq for seq in ready if seq.id in self._requests]
+            with self._blamed([seq]):  # where no cache row can be made
+                if self.scheduler.follow(seq, self._requests[seq.id]):
+                    ready.append(seq)
+                    unread += self.scheduler.unread(seq)
+        return ready
 
     def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
@@ -206,90 +198,20 @@ class Engine:
         watch = Stopwatch(self._device)
         proposals = self._propose(seqs, chunk)
         watch.lap("draft")
-        outcomes = self._run([seq for seq in seqs if seq.id in self._requests], proposals, chunk)
+        outcomes = self._run(seqs, proposals, chunk)
         watch.lap("verify")
-        if not outcomes:
-            return
-        failed = self._accept(outcomes)
+        self._accept(outcomes)
         watch.lap("select")
-        outcomes = [one for one in outcomes if one.seq.id not in failed]
-        shares = self._commit(outcomes, proposals)
-        for seq, error in failed.values():  # until now no row of the cache could move
-            self._fail([seq], error)
-        nodes = sum(work.num_new for one in outcomes for work in one.works)
-        self._deliver(outcomes, watch.round(shares, nodes))
+        nodes, outcomes = sum(work.num_new for one in outcomes for work in one.works), self._fine(outcomes)
+        rounds = self._commit(outcomes, proposals)
+        self._deliver(outcomes, watch.round(rounds, nodes))
+        self._end_failed()
         self._release([one.seq for one in outcomes if one.finish is not None])
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
-        """The proposals by sequence id, for sequences with a draft and at least one token.
-
-        While prompts are read, only instant drafts propose: a first token does not wait until a draft model has read
-        the prompt, unless the target is offloaded, whose pass takes far longer.
-        """
-        proposals: dict[int, Tree] = {}
-        for draft, group in self._by_draft(seqs):
-            if chunk is not None and not (draft.drafter.instant or self._is_offloaded):
-                continue
-            group = [seq for seq in group if seq.tokens and (chunk is None or self._ends(seq, chunk))]
-            plans = self._plans(group)
-            group = [seq for seq in group if seq.id in plans]
-            # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
-            calls = (
-                [own for _, own in _grouped(group, lambda seq: self._requests[seq.id])]
-                if draft.drafter.instant
-                else [group]
-            )
-            for together in calls:
-                proposals |= self._proposals(draft.session, together, [plans[seq.id] for seq in together])
-        return proposals
-
-    def _proposals(
-        self, session: DraftSession, seqs: Sequence[RunningSequence], plans: Sequence[Plan]
-    ) -> dict[int, Tree]:
-        """One draft's proposals by sequence id; a failure ends the requests.
-
-        Called for plans that allow no guess too: a draft that copies goes on learning how often it would be right.
-        """
-        if not seqs:
-            return {}
-        try:
-            trees = [_allowed(seq, tree) for seq, tree in zip(seqs, session.propose(seqs, plans), strict=True)]
-            for seq, tree in zip(seqs, trees, strict=True):
-                if tree.tokens and tree.depth >= seq.remaining:
-                    self._fail([seq], _too_much(seq, tree))
-                if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self.model.vocab_size:
-                    self._fail([seq], _unknown_ids(tree, self.model.vocab_size))
-        except Exception as error:
-            self._fail(seqs, error)
-            return {}
-        return {seq.id: tree for seq, plan, tree in zip(seqs, plans, trees, strict=True) if plan.limit > 0}
-
-    def _plans(self, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
-        """The plans by sequence id; a schedule that raises ends the requests that share it."""
-        plans: dict[int, Plan] = {}
-        for pacing, group in _grouped(seqs, lambda seq: self._requests[seq.id].pacing):
-            try:
-                plans |= {seq.id: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
-            except Exception as error:
-                self._fail(group, error)
-        return plans
-
-    def _by_draft(self, seqs: Iterable[RunningSequence]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
-        """The sequences grouped by their drafts; those without one are left out."""
-        drafts = _grouped(seqs, lambda seq: self._drafts.get(id(self._requests[seq.id].drafter)))
-        return [(draft, group) for draft, group in drafts if draft is not None]
-
-    def _start_draft(self, drafter: BatchDrafter) -> None:
-        """Opens a drafter's session, which all its sequences share."""
-        if drafter.hidden_layers:
-            self.model.check_hidden_states(drafter.hidden_layers)
-        session = drafter.start(self.model.vocab_size)
-        if not isinstance(session, DraftSession):
-            kind = type(session).__name__
-            raise DraftError(
-                f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
-            )
-        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
+        """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
+        asked = [seq for seq in seqs if seq.tokens and (chunk is None or self._ends(seq, chunk))]
+        return self.drafts.propose(asked, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
@@ -298,23 +220,21 @@ class Engine:
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
+        seqs = [seq for seq in seqs if self._requests[seq.id] not in self._failed]
         works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
-        if not works:
-            return []
         requests = {self._requests[seq.id] for seq in seqs}
-        drafts = [request.drafter for request in requests if request.drafter is not None]
-        layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
+        layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
-        try:
-            found = self.target.run(
-                [work for own in works for work in own], hidden=every_layer or layers, attentions=attentions
-            )
-        except Exception as error:
-            self._fail(seqs, error)
-            return []
-        outputs = iter(found)
-        return [Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)]
+        together = [work for own in works for work in own]
+        if together:
+            with self._blamed(seqs):
+                outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
+                return [
+                    Outcome(seq, own, _guided([next(outputs) for _ in own]))
+                    for seq, own in zip(seqs, works, strict=True)
+                ]
+        return []
 
     def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
         """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
@@ -325,103 +245,77 @@ class Engine:
             return seq.chunks(lengths, chunk)
         return seq.works(lengths, proposal)
 
-    def _wanted(self, seq: RunningSequence, out: Logits) -> Logits:
-        """The output with only those hidden states and attentions that the sequence's request keeps."""
-        request, hidden = self._requests[seq.id], out.hidden_states
-        if hidden is None and out.attentions is None:
-            return out
-        if not (request.output_hidden_states or request.last_hidden):
-            hidden = None
-        attentions = (out.attentions, out.cross_attentions) if request.output_attentions else (None, None)
-        return replace(
-            out,
-            hidden_states=None if hidden is None else hidden[request.layers],
-            attentions=attentions[0],
-            cross_attentions=attentions[1],
-        )
-
-    def _accept(self, outcomes: Sequence[Outcome]) -> dict[int, tuple[RunningSequence, Exception]]:
-        """Runs every sequence's strategy as far as the logits reach; returns those whose strategy raised, by id."""
-        failed = {}
+    def _accept(self, outcomes: Sequence[Outcome]) -> None:
+        """Runs every sequence's strategy as far as the logits reach."""
         for one in outcomes:
-            try:
-                if one.out.work.num_logits:
-                    accept(one, self._wanted(one.seq, one.out))
-            except Exception as error:
-                failed[one.seq.id] = one.seq, error
-        return failed
+            if one.out.work.num_logits:
+                with self._blamed([one.seq]):
+                    accept(one, self._requests[one.seq.id].wanted(one.out))
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        commits = {one.seq.id: commit for one in outcomes if (commit := self._message(one)) is not None}
+        messages = {one.seq.id: self.drafts.message(one, self.target.length(one.seq.row)) for one in outcomes}
         kept = [part for one in outcomes for part in one.kept]
         self.target.commit([row for row, _, _ in kept], [path for _, path, _ in kept], texts=[n for _, _, n in kept])
-        shares = []
+        rounds = []
         for one in outcomes:
             if not one.states:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
             instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
             prefill = not seq.prefilled or (seq.id in proposals and not seq.drafted and not instant)
-            shares.append(one.round(proposal, prefill=prefill))
+            rounds.append(one.round(proposal, prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        for draft, group in self._by_draft([one.seq for one in outcomes if one.seq.id in commits]):
-            try:
-                draft.session.commit([commits[seq.id] for seq in group])
-            except Exception as error:
-                self._fail(group, error)
-        return shares
-
-    def _message(self, one: Outcome) -> Commit | None:
-        """What a sequence's draft gets of the round; nothing for a chunk of a prompt that it does not read."""
-        drafter = self._requests[one.seq.id].drafter
-        layers = () if drafter is None else drafter.hidden_layers
-        if not (one.states or layers):
-            return None
-        hidden = one.hidden(layers, self.target.length(one.seq.row)) if layers and one.finish is None else None
-        return Commit(one.seq, one.path, one.num_text, hidden)
+        self.drafts.update([message for message in messages.values() if message is not None])
+        return rounds
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        shares = {share.id: share for share in round_.seqs}
-        here = [one.seq for one in outcomes if one.seq.id in self._requests]
+        outcomes, rounds = self._fine(outcomes), {one.id: one for one in round_.seqs}
         passes = {one.seq.id: one.out.passes for one in outcomes}
-        for request, seqs in _grouped(here, lambda seq: self._requests[seq.id]):
+        for request, seqs in grouped([one.seq for one in outcomes], lambda seq: self._requests[seq.id]):
             request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
-            request.rounds.append(_of(round_, [shares[seq.id] for seq in seqs if seq.id in shares]))
-        walked = [seq for seq in here if seq.id in shares]
-        for pacing, seqs in _grouped(walked, lambda seq: self._requests[seq.id].pacing):
-            try:
-                pacing.schedule = pacing.schedule.after(_of(round_, [shares[seq.id] for seq in seqs]))
-            except Exception as error:
-                self._fail(seqs, error)
+            request.rounds.append(round_.of([rounds[seq.id] for seq in seqs if seq.id in rounds]))
+        decided = [one.seq for one in outcomes if one.seq.id in rounds]
+        for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
+            with self._blamed(seqs):
+                pacing.schedule = pacing.schedule.after(round_.of([rounds[seq.id] for seq in seqs]))
 
-    def _release(self, seqs: Iterable[RunningSequence]) -> None:
+    def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
         gone = [seq for seq in seqs if seq.id in self._requests]
         if not gone:
             return
         self.scheduler.remove(gone, self._requests)
-        for draft, group in self._by_draft(gone):
-            try:
-                draft.session.release([seq.id for seq in group])
-            except Exception:  # a session that cannot release is dropped
-                del self._drafts[id(draft.drafter)]
+        self.drafts.release(gone)
         requests = {self._requests.pop(seq.id) for seq in gone}
         self.running = [seq for seq in self.running if seq.id in self._requests]
         self.prefilling = [seq for seq in self.prefilling if seq.id in self._requests]
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)
-        used = {id(request.drafter) for request in self._requests.values()}
-        idle = [key for key in self._drafts if key not in used]
-        for key in idle if self.budget.limit is not None else idle[:-_IDLE_DRAFTS]:
-            del self._drafts[key]
+        self.drafts.close_idle(every=self.budget.limit is not None)
 
-    def _fail(self, seqs: Sequence[RunningSequence], error: Exception) -> None:
-        """Ends the requests of these sequences."""
-        for request in {self._requests[seq.id] for seq in seqs if seq.id in self._requests}:
+    @contextmanager
+    def _blamed(self, seqs: Sequence[RunningSequence]) -> Iterator[None]:
+        """An exception within is an error of these sequences' requests, which end with this round.
+
+        Until then they sit out, and no row of the cache moves.
+        """
+        try:
+            yield
+        except Exception as error:
+            for seq in seqs:
+                self._failed.setdefault(self._requests[seq.id], error)
+
+    def _fine(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes of requests without an error."""
+        return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
+
+    def _end_failed(self) -> None:
+        failed, self._failed = self._failed, {}
+        for request, error in failed.items():
             self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
@@ -437,49 +331,9 @@ class Engine:
                 request.pacing.users -= 1
 
 
-def _grouped(
-    seqs: Iterable[RunningSequence], of: Callable[[RunningSequence], Any]
-) -> list[tuple[Any, list[RunningSequence]]]:
-    """The sequences grouped by the identity of `of(seq)`, groups in the order of their first sequence."""
-    groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
-    for seq in seqs:
-        groups.setdefault(id(of(seq)), (of(seq), []))[1].append(seq)
-    return list(groups.values())
-
-
 def _guided(outputs: list[Logits]) -> Logits:
     """A sequence's output, with the logits of its unconditional one if it has one."""
     if len(outputs) == 1:
         return outputs[0]
     own, other = outputs
     return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
-
-
-def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
-    """A chain that was not drawn, cut before the first token that processors forbid; other trees as they are."""
-    allowed = seq.task.allowed
-    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
-        return tree
-    kept = allowed(seq.tokens, tree.tokens)
-    return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)
-
-
-def _of(round_: Round, seqs: list[SequenceRound]) -> Round:
-    """The round with these sequences as its own, and the rest as others."""
-    if len(seqs) == len(round_.seqs):
-        return round_
-    ids = {seq.id for seq in seqs}
-    return replace(round_, seqs=seqs, others=[seq for seq in round_.seqs if seq.id not in ids])
-
-
-def _too_much(seq: RunningSequence, tree: Tree) -> DraftError:
-    return DraftError(
-        f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
-        f"{seq.remaining}: propose at most `seq.remaining - 1`"
-    )
-
-
-def _unknown_ids(tree: Tree, vocab_size: int) -> DraftError:
-    return DraftError(
-        f"the draft {tree.source!r} proposed ids that the target lacks: propose ids from 0 to {vocab_size - 1}"
-    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import BatchDrafter
 from specdec.core.rounds import Round
 from specdec.core.sequence import RunningSequence
+from specdec.core.work import Logits
 from specdec.models import Encoding
 
 
@@ -59,7 +60,15 @@ class Request:
         """Whether it keeps hidden states or attentions."""
         return self.output_hidden_states or self.output_attentions or self.last_hidden
 
-    @property
-    def layers(self) -> slice:
-        """The layers whose hidden states it keeps, if it keeps any."""
-        return slice(None) if self.output_hidden_states else slice(-1, None)
+    def wanted(self, out: Logits) -> Logits:
+        """The output of a pass with only those hidden states and attentions that it keeps."""
+        if out.hidden_states is None and out.attentions is None:
+            return out
+        layers = slice(None if self.output_hidden_states else -1, None)
+        keeps_hidden = (self.output_hidden_states or self.last_hidden) and out.hidden_states is not None
+        return replace(
+            out,
+            hidden_states=out.hidden_states[layers] if keeps_hidden and out.hidden_states is not None else None,
+            attentions=out.attentions if self.output_attentions else None,
+            cross_attentions=out.cross_attentions if self.output_attentions else None,
+        )

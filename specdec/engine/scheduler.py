@@ -10,24 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, DraftSession, SavedState
+from specdec.core.drafts import SavedState
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
+from specdec.engine.drafts import OpenDraft
 from specdec.engine.prefix_cache import LEAST, DrafterRef, PrefixCache, PrefixKey
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
 from specdec.options.checks import common_length
 
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
-
-
-class OpenDraft(NamedTuple):
-    """A drafter and its session."""
-
-    drafter: BatchDrafter
-    session: DraftSession
 
 
 class Scheduler:

@@ -90,13 +90,13 @@ def test_store_equals_a_recomputed_one_after_every_step(
     def stepping(self: Engine) -> None:
         nonlocal checked
         step(self)
-        inner = {key: held for d in self._drafts.values() for key, held in d.session._cached.items()}  # type: ignore
+        inner = {key: held for d in self.drafts.open.values() for key, held in d.session._cached.items()}  # type: ignore
         for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
             if row.id in inner:
-                [session] = [d.session.cache for d in self._drafts.values()]
+                [session] = [d.session.cache for d in self.drafts.open.values()]
                 held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])

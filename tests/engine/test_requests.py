@@ -203,7 +203,7 @@ def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
     engine.cancel(call.request)
     assert engine.idle
     assert not any((engine._requests, rows_in_drafts(engine)))
-    assert not engine.target._rows  # type: ignore[attr-defined]
+    assert not engine.target.rows  # type: ignore[attr-defined]
     assert call.request.pacing.users == 0
 
 

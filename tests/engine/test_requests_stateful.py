@@ -330,8 +330,8 @@ class Requests(RuleBasedStateMachine):
         assert {*engine._requests} <= keys
         assert {row.id for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
-        assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
-        for draft in engine._drafts.values():
+        assert len(slots) == len({*slots}) == len(engine.target.rows)  # type: ignore[attr-defined]
+        for draft in engine.drafts.open.values():
             for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
                 for held in ("_cached", "_readings", "_seqs"):
                     assert {*getattr(part, held, ())} <= keys, (draft, held)
@@ -361,7 +361,7 @@ class Requests(RuleBasedStateMachine):
         engine = self.engine
         assert not any((self.live, engine.prefilling, engine.running, engine.waiting))
         assert not any((engine._requests, rows_in_drafts(engine)))
-        assert not engine.target._rows  # type: ignore[attr-defined]
+        assert not engine.target.rows  # type: ignore[attr-defined]
 
 
 def machine(name: str) -> Callable[[], Requests]:

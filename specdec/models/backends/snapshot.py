@@ -107,7 +107,7 @@ class ReplaySession(Session):
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
         self._numbers = 0
         self._cautious = False
         self._proven = False
@@ -133,7 +133,7 @@ class ReplaySession(Session):
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._row(row)
-            del self._rows[row]
+            del self.rows[row]
 
     def length(self, row: int) -> int:
         return len(self._row(row).tokens)
@@ -203,13 +203,13 @@ class ReplaySession(Session):
 
     def _new(self, row: _Row) -> int:
         self._numbers += 1
-        self._rows[self._numbers] = row
+        self.rows[self._numbers] = row
         return self._numbers
 
     def _row(self, number: int) -> _Row:
-        if number not in self._rows:
-            raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
-        return self._rows[number]
+        if number not in self.rows:
+            raise OptionError.of("rows", f"rows of this session, {sorted(self.rows)}", number)
+        return self.rows[number]
 
     def _run_work(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
         tree, first, kept = work.tree, work.first, work.num_logits

@@ -1,0 +1,166 @@
+"""The drafts at work on the engine's sequences: which one proposes for whom, and what it gets of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
+from specdec.core.outcome import Outcome
+from specdec.core.sequence import RunningSequence
+from specdec.core.tree import Tree
+from specdec.engine.request import Request
+from specdec.errors import DraftError
+from specdec.models import LanguageModel
+from specdec.proposers import BestBranch
+
+_IDLE = 2  # sessions without sequences that keep their buffers for the next request
+
+Blamed = Callable[[Sequence[RunningSequence]], AbstractContextManager[None]]
+
+
+class OpenDraft(NamedTuple):
+    """A drafter and its session."""
+
+    drafter: BatchDrafter
+    session: DraftSession
+
+
+class Drafts:
+    """The open drafts of one target's sequences, by the identity of their drafters in `open`.
+
+    `requests`: the requests of running sequences, by the sequences' ids. An exception within `blamed(seqs)` ends the
+    requests of these sequences.
+    """
+
+    def __init__(self, model: LanguageModel, requests: Mapping[int, Request], blamed: Blamed) -> None:
+        self.open: dict[int, OpenDraft] = {}
+        self._model, self._requests, self._blamed = model, requests, blamed
+        self._is_offloaded = model.is_offloaded  # kept, since the property walks all modules
+
+    def start(self, drafter: BatchDrafter | None) -> None:
+        """Opens a drafter's session, which all its sequences share, unless it is open."""
+        if drafter is None or id(drafter) in self.open:
+            return
+        if drafter.hidden_layers:
+            self._model.check_hidden_states(drafter.hidden_layers)
+        session = drafter.start(self._model.vocab_size)
+        if not isinstance(session, DraftSession):
+            kind = type(session).__name__
+            raise DraftError(
+                f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
+            )
+        self.open[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
+
+    def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
+        """The proposals by sequence id, for sequences with a draft.
+
+        While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
+        has read the prompt, unless the target is offloaded, whose pass takes far longer.
+        """
+        proposals: dict[int, Tree] = {}
+        for draft, group in self._grouped(seqs):
+            if reading and not (draft.drafter.instant or self._is_offloaded):
+                continue
+            plans = self._plans(group)
+            group = [seq for seq in group if seq.id in plans]
+            # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
+            calls = [group]
+            if draft.drafter.instant:
+                calls = [own for _, own in grouped(group, lambda seq: self._requests[seq.id])]
+            for together in filter(None, calls):
+                with self._blamed(together):
+                    proposals |= self._ask(draft.session, together, [plans[seq.id] for seq in together])
+        return proposals
+
+    def _ask(self, session: DraftSession, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
+        """One draft's proposals by sequence id.
+
+        It is asked with plans that allow no guess too: a draft that copies goes on learning how often it would be
+        right.
+        """
+        trees = [_allowed(seq, tree) for seq, tree in zip(seqs, session.propose(seqs, plans), strict=True)]
+        for seq, tree in zip(seqs, trees, strict=True):
+            with self._blamed([seq]):
+                self._check(seq, tree)
+        return {seq.id: tree for seq, plan, tree in zip(seqs, plans, trees, strict=True) if plan.limit > 0}
+
+    def _plans(self, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
+        """The plans by sequence id."""
+        plans: dict[int, Plan] = {}
+        for pacing, group in grouped(seqs, lambda seq: self._requests[seq.id].pacing):
+            with self._blamed(group):
+                plans |= {seq.id: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
+        return plans
+
+    def _check(self, seq: RunningSequence, tree: Tree) -> None:
+        """Raises DraftError for a proposal that the target could not verify."""
+        if tree.tokens and tree.depth >= seq.remaining:
+            raise DraftError(
+                f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
+                f"{seq.remaining}: propose at most `seq.remaining - 1`"
+            )
+        if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._model.vocab_size:
+            raise DraftError(
+                f"the draft {tree.source!r} proposed ids that the target lacks: propose ids from 0 to "
+                f"{self._model.vocab_size - 1}"
+            )
+
+    def message(self, one: Outcome, length: int) -> Commit | None:
+        """What a sequence's draft gets of a round; None for a chunk of a prompt whose hidden states it does not read.
+
+        `length`: positions of text that were cached before the pass.
+        """
+        drafter = self._requests[one.seq.id].drafter
+        layers = () if drafter is None else drafter.hidden_layers
+        if not (one.states or layers):
+            return None
+        hidden = one.hidden(layers, length) if layers and one.finish is None else None
+        return Commit(one.seq, one.path, one.num_text, hidden)
+
+    def update(self, messages: Sequence[Commit]) -> None:
+        """Gives drafts their messages of a round."""
+        own = {message.seq.id: message for message in messages}
+        for draft, group in self._grouped(message.seq for message in messages):
+            with self._blamed(group):
+                draft.session.commit([own[seq.id] for seq in group])
+
+    def release(self, seqs: Sequence[RunningSequence]) -> None:
+        """Takes sequences away from their drafts; a session that cannot release them is dropped."""
+        for draft, group in self._grouped(seqs):
+            try:
+                draft.session.release([seq.id for seq in group])
+            except Exception:
+                del self.open[id(draft.drafter)]
+
+    def close_idle(self, *, every: bool) -> None:
+        """Drops sessions without sequences; the latest ones stay unless `every` is to go."""
+        used = {id(request.drafter) for request in self._requests.values()}
+        idle = [key for key in self.open if key not in used]
+        for key in idle if every else idle[:-_IDLE]:
+            del self.open[key]
+
+    def _grouped(self, seqs: Iterable[Any]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
+        """The sequences grouped by their drafts; those without one are left out."""
+        drafts = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].drafter)))
+        return [(draft, group) for draft, group in drafts if draft is not None]
+
+
+def grouped(
+    seqs: Iterable[RunningSequence], of: Callable[[RunningSequence], Any]
+) -> list[tuple[Any, list[RunningSequence]]]:
+    """The sequences grouped by the identity of `of(seq)`, groups in the order of their first sequence."""
+    groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
+    for seq in seqs:
+        groups.setdefault(id(of(seq)), (of(seq), []))[1].append(seq)
+    return list(groups.values())
+
+
+def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
+    """A chain that was not drawn, cut before the first token that processors forbid; other trees as they are."""
+    allowed = seq.task.allowed
+    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
+        return tree
+    kept = allowed(seq.tokens, tree.tokens)
+    return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)
