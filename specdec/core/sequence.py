@@ -105,6 +105,11 @@ class RunningSequence:
         """Positions of its text, embeddings without ids included."""
         return self.num_embeds_only + len(self.tokens)
 
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids of all positions; 0 where only an embedding is known."""
+        return [0] * self.num_embeds_only + self.tokens if self.num_embeds_only else self.tokens
+
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text followed by `extra`, as ids `[1, length]`; valid until the next call."""
         known, total = len(self.tokens), len(self.tokens) + len(extra)
@@ -120,24 +125,18 @@ class RunningSequence:
 
     def part(self, num_cached: int, proposal: Tree = EMPTY) -> RowPass:
         """Its part of a pass, where the first `num_cached` positions of the text are cached."""
-        return RowPass(self._positions(num_cached, self.length), self.tree, self.num_cached, self.leaves, proposal)
+        return RowPass(self.text_ids[num_cached:], self.tree, self.num_cached, self.leaves, proposal)
 
     def chunk(self, num_cached: int, most: int) -> RowPass:
         """At most `most` further positions of its text; never the last, whose pass needs logits."""
         end = min(num_cached + most, self.length - 1)
-        return RowPass(self._positions(num_cached, end), EMPTY, 0, (), complete=False)
+        return RowPass(self.text_ids[num_cached:end], EMPTY, 0, (), complete=False)
 
     def given(self, num_cached: int, count: int) -> Tensor | None:
         """The embeddings among the next `count` positions after `num_cached`; None without any."""
         if self.embeds is None or num_cached >= len(self.embeds):
             return None
         return self.embeds[num_cached : num_cached + count]
-
-    def _positions(self, begin: int, end: int) -> list[int]:
-        """The ids between two positions; 0 where only an embedding is known."""
-        if begin >= self.num_embeds_only:
-            return self.tokens[begin - self.num_embeds_only : end - self.num_embeds_only]
-        return [0] * (min(end, self.num_embeds_only) - begin) + self.tokens[: max(end - self.num_embeds_only, 0)]
 
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` tokens, at most one beyond the cache's reset length."""

@@ -140,9 +140,9 @@ class Engine:
         for draft in self._drafts.values():
             if draft.session.cache is not None:
                 draft.session.cache.bound(*ample)
-        if self.scheduler.prefix_cache is not None:
-            self.scheduler.prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
-            self.scheduler.prefix_cache.shrink()
+        prefix_cache = self.scheduler.prefix_cache
+        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.shrink()
 
     def _prefill(self) -> None:
         """One pass over unread prompts: the first ones, as many as fit into a chunk."""
@@ -394,6 +394,7 @@ class Engine:
             shares.append(turn.share(prefill))
             seq.take(turn.walk)
             seq.drafted |= bool(proposal.tokens or proposal.source)
+        self.scheduler.update([turn.seq for turn in turns])
         for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
             try:
                 draft.session.commit([commits[seq.id] for seq in group])
