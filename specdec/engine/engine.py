@@ -155,7 +155,9 @@ class Engine:
         chunk = min(request.prefill_chunk or limit, limit)
         if request.traced:
             chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        self._round(self._batch(ready, request, chunk), chunk)
+        batch = self._batch(ready, request, chunk)
+        self._round(batch, chunk)
+        self.scheduler.update(batch)
         self.running += [seq for seq in self.prefilling if seq.prefilled]
         self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 
@@ -394,7 +396,6 @@ class Engine:
             shares.append(turn.share(prefill))
             seq.take(turn.walk)
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        self.scheduler.update([turn.seq for turn in turns])
         for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
             try:
                 draft.session.commit([commits[seq.id] for seq in group])

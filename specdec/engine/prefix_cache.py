@@ -4,13 +4,13 @@ finished ones.
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
@@ -22,23 +22,25 @@ LEAST = 16
 _SIZE = array("i").itemsize
 
 Owner = TypeVar("Owner", bound=Hashable)
+Key = tuple[Context | None, int | None]
+"""What a saved state depends on besides the tokens, and the id of the drafter whose state it is; None: the target's."""
 
 
 class PrefixIndex(Generic[Owner]):
     """Owners of texts, one text each, in the order of the texts: a prompt's place is beside the text most like it.
 
-    A look-up is a binary search, whose comparisons are of memory. Texts of different keys have nothing in common.
+    So a look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys have nothing in
+    common.
     """
 
     def __init__(self) -> None:
         self._texts: dict[Hashable, list[tuple[bytes, int, Owner]]] = {}  # sorted; of equal ones, the latest first
-        self._keys: dict[Owner, Hashable] = {}
-        self._entries: dict[Owner, tuple[bytes, int, Owner]] = {}
+        self._places: dict[Owner, tuple[Hashable, tuple[bytes, int, Owner]]] = {}
         self._numbers = count(0, -1)
 
     def find(self, key: Hashable, ids: Sequence[int]) -> tuple[Owner | None, int]:
         """The owner of the text with the longest common beginning, and its length; (None, 0) if nothing is common."""
-        texts, wanted = self._texts.get(key, []), array("i", ids).tobytes()
+        texts, wanted = self._texts.get(key, []), _bytes(ids)
         at = bisect_left(texts, (wanted,))
         best, longest = None, 0
         for text, _, owner in texts[max(at - 1, 0) : at + 1]:
@@ -46,63 +48,69 @@ class PrefixIndex(Generic[Owner]):
                 best, longest = owner, length
         return best, longest
 
-    def put(self, owner: Owner, key: Hashable, ids: Sequence[int], length: int) -> None:
-        """Makes the first `length` ids the owner's text, once it is new or grows by `LEAST`; with key None, nothing."""
-        known = self._entries.get(owner)
-        if key is None or (known is not None and length * _SIZE < len(known[0]) + LEAST * _SIZE):
-            return
+    def put(self, owner: Owner, key: Hashable, ids: Sequence[int]) -> None:
+        """Makes `ids` the owner's text; with key None, which nobody shares, nothing happens."""
         self.drop(owner)
-        entry = array("i", ids[:length]).tobytes(), next(self._numbers), owner
-        self._keys[owner], self._entries[owner] = key, entry
-        insort(self._texts.setdefault(key, []), entry)
+        if key is not None:
+            entry = _bytes(ids), next(self._numbers), owner
+            self._places[owner] = key, entry
+            insort(self._texts.setdefault(key, []), entry)
 
     def drop(self, owner: Owner) -> None:
         """Forgets an owner, if it has a text."""
-        if owner in self._entries:
-            texts = self._texts[key := self._keys.pop(owner)]
-            del texts[bisect_left(texts, self._entries.pop(owner))]
-            if not texts:
+        if owner in self._places:
+            key, entry = self._places.pop(owner)
+            del self._texts[key][bisect_left(self._texts[key], entry)]
+            if not self._texts[key]:
                 del self._texts[key]
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
 
 
 class PrefixCache:
     """Saved states of texts whose sequences have left, at most `limit` bytes; the least recently used is dropped first.
 
-    The target's states (`drafter` None) and those of each drafter lie apart. `room`: the bytes that running sequences
-    leave.
+    `room`: the bytes that running sequences leave.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.room, self.bytes = limit, limit, 0
         self._index = PrefixIndex[SavedState]()
-        self._states: OrderedDict[SavedState, int | None] = OrderedDict()  # with the ids of their drafters
-        self._drafters: dict[int, weakref.ref[BatchDrafter]] = {}
+        self._states: OrderedDict[SavedState, Key] = OrderedDict()
+        self._drafters: WeakValueDictionary[int, BatchDrafter] = WeakValueDictionary()
 
-    def find(
-        self, context: Context | None, ids: Sequence[int], drafter: BatchDrafter | None = None
-    ) -> tuple[SavedState | None, int]:
+    def key(self, context: Context | None, drafter: BatchDrafter | None = None) -> Key:
+        """What states have in common that may continue each other: a drafter's own, or the target's."""
+        if drafter is None:
+            return context, None
+        if id(drafter) not in self._drafters:  # it may have the id of one that is gone
+            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafters}])
+            self._drafters[id(drafter)] = drafter
+        return context, id(drafter)
+
+    def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
         """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""
-        found, length = self._index.find((context, self._id(drafter)), ids)
+        found, length = self._index.find(key, ids)
         if found is None or length < LEAST:
             return None, 0
         self._states.move_to_end(found)
         return found, length
 
-    def wants(self, context: Context, ids: Sequence[int], drafter: BatchDrafter | None = None) -> bool:
+    def wants(self, key: Key, ids: Sequence[int]) -> bool:
         """Whether a text is long enough to keep, and no state covers it."""
-        return len(ids) >= LEAST and self.find(context, ids, drafter)[1] < len(ids)
+        return len(ids) >= LEAST and self.find(key, ids)[1] < len(ids)
 
-    def keep(
-        self, context: Context, ids: Sequence[int], state: SavedState, drafter: BatchDrafter | None = None
-    ) -> None:
-        """Adds the state of a wanted text, if it fits; it replaces that of a text which this one continues."""
+    def keep(self, key: Key, ids: Sequence[int], state: SavedState) -> None:
+        """Adds the state of a wanted text, if it fits, in place of that of a text which it continues."""
         if state.bytes > min(self.limit, self.room):
             return
-        known, length = self.find(context, ids, drafter)
+        known, length = self.find(key, ids)
         if known is not None and known.length == length:
             self._drop(known)
-        self._states[state] = self._id(drafter)
-        self._index.put(state, (context, self._id(drafter)), ids, len(ids))
+        self._states[state] = key
+        self._index.put(state, key, ids)
         self.bytes += state.bytes
         self.shrink()
 
@@ -113,21 +121,10 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops all states."""
-        for state in [*self._states]:
-            self._drop(state)
+        self._drop(*self._states)
 
-    def _drop(self, state: SavedState) -> None:
-        self._index.drop(state)
-        del self._states[state]
-        self.bytes -= state.bytes
-
-    def _id(self, drafter: BatchDrafter | None) -> int | None:
-        """The drafter's id, which may have been that of one that is gone: their states are dropped here."""
-        for gone in [number for number, ref in self._drafters.items() if ref() is None]:
-            del self._drafters[gone]
-            for state in [state for state, number in self._states.items() if number == gone]:
-                self._drop(state)
-        if drafter is None:
-            return None
-        self._drafters[id(drafter)] = weakref.ref(drafter)
-        return id(drafter)
+    def _drop(self, *states: SavedState) -> None:
+        for state in states:
+            self._index.drop(state)
+            del self._states[state]
+            self.bytes -= state.bytes

@@ -85,7 +85,7 @@ class Scheduler:
         request.cached_prompt_tokens += length
         for other in seq.batch_seqs[1:]:
             self._place(other, *self._nearest(other))
-        self._reading.put(seq, self._keys[seq], seq.text_ids, seq.length - 1)
+        self._reading.put(seq, self._keys[seq], seq.text_ids[:-1])
         return True
 
     def leads(self, seq: RunningSequence) -> bool:
@@ -97,9 +97,10 @@ class Scheduler:
         return seq.length - self.target.length(_row(seq))
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
-        """Lets others continue what the rows of these sequences hold by now."""
+        """Lets others continue what these sequences have read of their prompts, unless they are gone."""
         for seq in seqs:
-            self._read.put(seq, self._keys[seq], seq.text_ids, self.target.length(_row(seq)))
+            if seq.cache_row is not None:
+                self._read.put(seq, self._keys[seq], seq.text_ids[: self.target.length(seq.cache_row)])
             if seq.prefilled:
                 self._reading.drop(seq)
 
@@ -131,11 +132,11 @@ class Scheduler:
         Never the whole text: the pass over its last position computes the logits.
         """
         ids = seq.text_ids[:-1]
-        saved, kept = self.prefix_cache.find(seq.context, ids)
+        saved, kept = self.prefix_cache.find(self.prefix_cache.key(seq.context), ids)
         running, length = self._read.find(self._keys[seq], ids)
         if running is not None:
-            new = slice(length, length + LEAST)  # it may have grown
-            length = min(length + common_length(ids[new], running.text_ids[new]), self.target.length(_row(running)))
+            length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
+            length = min(length, self.target.length(_row(running)))
             if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, kept
@@ -172,7 +173,8 @@ class Scheduler:
             return 0
         if isinstance(source, RunningSequence) and (joined := draft.session.join(seq, source.id, length)):
             return joined
-        saved, length = self.prefix_cache.find(seq.context, seq.text_ids[:length], draft.drafter)
+        key = self.prefix_cache.key(seq.context, draft.drafter)
+        saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
         return 0 if saved is None else draft.session.join(seq, saved, length)
 
     def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
@@ -190,13 +192,13 @@ class Scheduler:
         draft = self._draft_of(request)
         if draft is not None and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved = draft.session.keep(seq, len(ids))
-                if saved is not None and kept.wants(context, ids[: saved.length], draft.drafter):
-                    kept.keep(context, ids[: saved.length], saved, draft.drafter)
-        if kept.wants(context, ids):
+                saved, key = draft.session.keep(seq, len(ids)), kept.key(context, draft.drafter)
+                if saved is not None and kept.wants(key, ids[: saved.length]):
+                    kept.keep(key, ids[: saved.length], saved)
+        if kept.wants(key := kept.key(context), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.target.keep_prefix(seq.cache_row, len(ids))
-                kept.keep(context, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
+                kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
 
 
 def _row(seq: RunningSequence) -> int:
