@@ -114,6 +114,11 @@ class RunningSequence:
         """Positions of its text, embeddings without ids included."""
         return self.num_embeds_only + len(self.tokens)
 
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids of all positions; 0 where only an embedding is known."""
+        return [0] * self.num_embeds_only + self.tokens if self.num_embeds_only else self.tokens
+
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text followed by `extra`, as ids `[1, length]`; valid until the next call."""
         known, total = len(self.tokens), len(self.tokens) + len(extra)
@@ -138,7 +143,7 @@ class RunningSequence:
         """The same for at most `most` further positions of the text; never the last, whose pass needs logits."""
         found = []
         for seq, length in zip(self.batch_seqs, lengths, strict=True):
-            ids = seq._positions(length, min(length + most, seq.length - 1))
+            ids = seq.text_ids[length : min(length + most, seq.length - 1)]
             embeds = seq._embeds_at(length, len(ids))
             found.append(Work(seq.row, Tree.chain(ids), 0, len(ids), text_length=seq.length, embeds=embeds))
         return found
@@ -150,7 +155,7 @@ class RunningSequence:
         return self.cache_row
 
     def _work(self, length: int, proposal: Tree) -> Work:
-        text = self._positions(length, self.length)
+        text = self.text_ids[length:]
         tree, num_text = Tree.chain(text), len(text)
         if self.tree.tokens:
             tree = tree.graft(self.tree)
@@ -165,12 +170,6 @@ class RunningSequence:
         if self.embeds is None or begin >= len(self.embeds):
             return None
         return self.embeds[begin : begin + count]
-
-    def _positions(self, begin: int, end: int) -> list[int]:
-        """The ids between two positions; 0 where only an embedding is known."""
-        if begin >= self.num_embeds_only:
-            return self.tokens[begin - self.num_embeds_only : end - self.num_embeds_only]
-        return [0] * (min(end, self.num_embeds_only) - begin) + self.tokens[: max(end - self.num_embeds_only, 0)]
 
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` tokens, at most one beyond the cache's reset length."""

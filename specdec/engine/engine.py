@@ -134,9 +134,9 @@ class Engine:
         for draft in self.drafts.open.values():
             if draft.session.cache is not None:
                 draft.session.cache.bound(*ample)
-        if self.scheduler.prefix_cache is not None:
-            self.scheduler.prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
-            self.scheduler.prefix_cache.shrink()
+        prefix_cache = self.scheduler.prefix_cache
+        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.shrink()
 
     def _prefill(self) -> None:
         """One pass over unread prompts: the first ones, as many as fit into a chunk."""
@@ -151,7 +151,9 @@ class Engine:
         chunk = min(request.prefill_chunk or limit, limit)
         if request.traced:
             chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        self._round(self._batch(ready, request, chunk), chunk)
+        batch = self._batch(ready, request, chunk)
+        self._round(batch, chunk)
+        self.scheduler.update(batch)
         self.running += [seq for seq in self.prefilling if seq.prefilled]
         self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 

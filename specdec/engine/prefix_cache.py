@@ -1,10 +1,16 @@
-"""Texts that were read before: a prompt that begins like one of them continues from its saved state."""
+"""Texts by their beginnings: `PrefixIndex` finds the one that begins like a prompt, `PrefixCache` keeps
+finished ones.
+"""
 
 from __future__ import annotations
 
-import weakref
+from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
@@ -13,106 +19,112 @@ from specdec.options.checks import common_length
 LEAST = 16
 """The fewest common positions that are worth a copy."""
 
+_SIZE = array("i").itemsize
 
-class DrafterRef:
-    """A weak reference to a drafter, which compares and hashes by identity also once the drafter is gone."""
-
-    def __init__(self, drafter: BatchDrafter) -> None:
-        self._drafter, self._hash = weakref.ref(drafter), id(drafter)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DrafterRef) and self._drafter() is other._drafter()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the drafter no longer exists."""
-        return self._drafter() is None
+Owner = TypeVar("Owner", bound=Hashable)
+Key = tuple[Context | None, int | None]
+"""What a saved state depends on besides the tokens, and the id of the drafter whose state it is; None: the target's."""
 
 
-class PrefixKey(NamedTuple):
-    """The text that a saved state covers: its tokens, and the `context` of their keys and values.
+class PrefixIndex(Generic[Owner]):
+    """Owners of texts, one text each, in the order of the texts: a prompt's place is beside the text most like it.
 
-    The first `num_embeds_only` positions have no ids; the context covers them. `drafter` is the draft whose state it
-    is, None for the target's.
+    So a look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys have nothing in
+    common.
     """
 
-    tokens: tuple[int, ...]
-    context: Context
-    num_embeds_only: int = 0
-    drafter: DrafterRef | None = None
+    def __init__(self) -> None:
+        self._texts: dict[Hashable, list[tuple[bytes, int, Owner]]] = {}  # sorted; of equal ones, the latest first
+        self._places: dict[Owner, tuple[Hashable, tuple[bytes, int, Owner]]] = {}
+        self._numbers = count(0, -1)
 
-    @property
-    def length(self) -> int:
-        """Positions."""
-        return self.num_embeds_only + len(self.tokens)
+    def find(self, key: Hashable, ids: Sequence[int]) -> tuple[Owner | None, int]:
+        """The owner of the text with the longest common beginning, and its length; (None, 0) if nothing is common."""
+        texts, wanted = self._texts.get(key, []), _bytes(ids)
+        at = bisect_left(texts, (wanted,))
+        best, longest = None, 0
+        for text, _, owner in texts[max(at - 1, 0) : at + 1]:
+            if (length := common_length(text, wanted) // _SIZE) > longest:
+                best, longest = owner, length
+        return best, longest
 
-    @property
-    def lost(self) -> bool:
-        """Whether its drafter no longer exists."""
-        return self.drafter is not None and self.drafter.gone
+    def put(self, owner: Owner, key: Hashable, ids: Sequence[int]) -> None:
+        """Makes `ids` the owner's text; with key None, which nobody shares, nothing happens."""
+        self.drop(owner)
+        if key is not None:
+            entry = _bytes(ids), next(self._numbers), owner
+            self._places[owner] = key, entry
+            insort(self._texts.setdefault(key, []), entry)
 
-    def common(self, other: PrefixKey) -> int:
-        """The length of the common beginning, in positions."""
-        if (self.context, self.drafter) != (other.context, other.drafter):
-            return 0
-        if self.num_embeds_only != other.num_embeds_only:  # one of them ends within the embeddings
-            return min(self.num_embeds_only, other.num_embeds_only)
-        return self.num_embeds_only + common_length(self.tokens, other.tokens)
+    def drop(self, owner: Owner) -> None:
+        """Forgets an owner, if it has a text."""
+        if owner in self._places:
+            key, entry = self._places.pop(owner)
+            del self._texts[key][bisect_left(self._texts[key], entry)]
+            if not self._texts[key]:
+                del self._texts[key]
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
 
 
 class PrefixCache:
     """Saved states of texts whose sequences have left, at most `limit` bytes; the least recently used is dropped first.
 
-    A text replaces those that it continues. `room`: the bytes that running sequences leave.
+    `room`: the bytes that running sequences leave.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.room, self.bytes = limit, limit, 0
-        self._entries: OrderedDict[PrefixKey, SavedState] = OrderedDict()
+        self._index = PrefixIndex[SavedState]()
+        self._states: OrderedDict[SavedState, Key] = OrderedDict()
+        self._drafters: WeakValueDictionary[int, BatchDrafter] = WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def key(self, context: Context | None, drafter: BatchDrafter | None = None) -> Key:
+        """What states have in common that may continue each other: a drafter's own, or the target's."""
+        if drafter is None:
+            return context, None
+        if id(drafter) not in self._drafters:  # it may have the id of one that is gone
+            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafters}])
+            self._drafters[id(drafter)] = drafter
+        return context, id(drafter)
 
-    def find(self, key: PrefixKey) -> tuple[SavedState | None, int]:
+    def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
         """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""
-        best = max(self._entries, key=key.common, default=None)
-        length = 0 if best is None else key.common(best)
-        if best is None or length < LEAST:
+        found, length = self._index.find(key, ids)
+        if found is None or length < LEAST:
             return None, 0
-        self._entries.move_to_end(best)
-        return self._entries[best], length
+        self._states.move_to_end(found)
+        return found, length
 
-    def wants(self, key: PrefixKey) -> bool:
-        """Whether no entry covers this text yet, and it is long enough to keep."""
-        if key.length < LEAST:
-            return False
-        covering = next((known for known in self._entries if key.common(known) == key.length), None)
-        if covering is not None:
-            self._entries.move_to_end(covering)
-        return covering is None
+    def wants(self, key: Key, ids: Sequence[int]) -> bool:
+        """Whether a text is long enough to keep, and no state covers it."""
+        return len(ids) >= LEAST and self.find(key, ids)[1] < len(ids)
 
-    def keep(self, key: PrefixKey, state: SavedState) -> None:
-        """Adds a saved state, if it fits, and drops those of texts that it continues and of drafters that are gone."""
+    def keep(self, key: Key, ids: Sequence[int], state: SavedState) -> None:
+        """Adds the state of a wanted text, if it fits, in place of that of a text which it continues."""
         if state.bytes > min(self.limit, self.room):
             return
-        for known in [known for known in self._entries if known.common(key) == known.length or known.lost]:
+        known, length = self.find(key, ids)
+        if known is not None and known.length == length:
             self._drop(known)
-        self._entries[key] = state
+        self._states[state] = key
+        self._index.put(state, key, ids)
         self.bytes += state.bytes
         self.shrink()
 
     def shrink(self) -> None:
-        """Drops the least recently used texts until the others fit."""
-        while self._entries and self.bytes > min(self.limit, self.room):
-            self._drop(next(iter(self._entries)))
+        """Drops the least recently used states until the others fit."""
+        while self._states and self.bytes > min(self.limit, self.room):
+            self._drop(next(iter(self._states)))
 
     def clear(self) -> None:
-        """Drops all texts."""
-        self._entries.clear()
-        self.bytes = 0
+        """Drops all states."""
+        self._drop(*self._states)
 
-    def _drop(self, key: PrefixKey) -> None:
-        self.bytes -= self._entries.pop(key).bytes
+    def _drop(self, *states: SavedState) -> None:
+        for state in states:
+            self._index.drop(state)
+            del self._states[state]
+            self.bytes -= state.bytes

@@ -1,21 +1,21 @@
 """The rows of the target's cache: which sequence gets one, what it continues, and what is kept when it leaves.
 
-A prompt is read once. Sequences of one request with equal prompts wait for the first of them, and fork its row. A
-prompt that begins like the text of another sequence, or of one that has left, continues from a copy of its keys and
-values, as far as its draft can continue too; while another sequence is reading what both have in common, it waits.
+A prompt is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
+of its keys and values, as far as its draft can continue too; while another sequence is reading what both have in
+common, it waits. Copies of a prompt within one request do so for every model, however short the prompt is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
 from specdec.core.drafts import SavedState
-from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
 from specdec.engine.drafts import OpenDraft
-from specdec.engine.prefix_cache import LEAST, DrafterRef, PrefixCache, PrefixKey
+from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
 from specdec.options.checks import common_length
@@ -26,151 +26,135 @@ _WORTH_WAITING = 64  # common tokens whose computation takes about as long as th
 class Scheduler:
     """Gives running sequences their rows of the cache of `target`, and takes them back.
 
-    `prefix_cache` keeps texts of sequences that have left; None: every prompt is read anew. Sequences share keys and
-    values only where the model's can be cut at any position and do not depend on the text around them. `drafts`: the
-    open drafts by the drafter's identity. One that reads hidden states gets none of positions that a sequence
-    continues, so it must continue them as well.
+    `prefix_cache` keeps texts of sequences that have left. Sequences share keys and values only where the model's can
+    be cut at any position and do not depend on the text around them. `drafts`: the open drafts by the drafter's
+    identity. One that reads hidden states gets none of positions that a sequence continues, so it must continue them as
+    well.
     """
 
     def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: Mapping[int, OpenDraft]) -> None:
         self.target = model.session()
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
-        self.prefix_cache = prefix_cache if self._shares and not model.is_encoder_decoder else None
+        keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
+        self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
         self._model, self._drafts = model, drafts
-        self._leaders: dict[RunningSequence, RunningSequence] = {}  # by sequence, the one whose equal prompt it awaits
-        self._arrived: dict[int, RunningSequence] = {}  # by id: without a row, and without a leader
-        self._open: dict[int, RunningSequence] = {}  # by id: with a row that others may continue
+        self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
+        self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)  # of one prompt, without a row; by source
+        self._read = PrefixIndex[RunningSequence]()  # what rows hold
+        self._reading = PrefixIndex[RunningSequence]()  # prompts that rows will hold
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
-        self._stop_sharing(request)
-        first: dict[object, RunningSequence] = {}
+        self._stop_sharing(request.model_state)
+        select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
-            alone = request.traced or seq.embeds is not None or seq.unconditional is not None or len(seq.tokens) < 2
-            leader = seq if alone else first.setdefault((seq.task.source, tuple(seq.tokens)), seq)
-            if leader is not seq:
-                self._leaders[seq] = leader
-                continue
-            if request.encoding is not None:
-                seq.encoding = request.encoding.select([seq.task.encoder_row])
-            self._arrived[seq.id] = seq
+            seq.encoding = select(seq.task.encoder_row)
+            for one in seq.batch_seqs:
+                self._keys[one] = one.context if self._shares else None
+            if not request.traced and seq.embeds is None and seq.unconditional is None:
+                self._copies[seq.task.source].add(seq)
+                self._keys[seq] = self._keys[seq] or seq.task.source
 
-    def _stop_sharing(self, request: Request) -> None:
-        """Sequences that began under another state of the model than the request's no longer share anything."""
-        for seq in [*self._open.values(), *self._arrived.values(), *self._leaders]:
-            if seq.context is not None and seq.context.model != request.model_state:
-                for one in seq.batch_seqs:
-                    one.context = None
+    def _stop_sharing(self, model_state: bytes) -> None:
+        """Sequences that began under another state of the model no longer share anything."""
+        for seq in self._keys:
+            if seq.context is not None and seq.context.model != model_state:
+                seq.context = self._keys[seq] = None
+                self._read.drop(seq)
+                self._reading.drop(seq)
 
     def follow(self, seq: RunningSequence, request: Request) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
         Returns whether it has one.
         """
-        if seq.id in self._arrived:
-            if self._awaits(seq):
-                return False
-            request.cached_prompt_tokens += self._continue(seq, self._draft_of(request))
-            del self._arrived[seq.id]
-            for other in seq.batch_seqs[1:]:
-                self._continue(other)
+        if seq.cache_row is not None:
             return True
-        leader = self._leaders.get(seq)
-        if leader is None:
-            return True
-        if leader.cache_row is None or self.target.length(leader.cache_row) < len(seq.tokens) - 1:
+        source, length = self._nearest(seq)
+        if self._awaits(seq, length):
             return False
-        seq.encoding = leader.encoding
-        length = self._joined(seq, leader, len(seq.tokens) - 1, self._draft_of(request))
-        self._set(seq, self.target.fork(leader.cache_row, length))
+        length = self._joined(seq, source, length, self._draft_of(request))
+        self._place(seq, source, length)
         request.cached_prompt_tokens += length
-        del self._leaders[seq]
+        for other in seq.batch_seqs[1:]:
+            self._place(other, *self._nearest(other))
+        self._reading.put(seq, self._keys[seq], seq.text_ids[:-1])
         return True
 
     def leads(self, seq: RunningSequence) -> bool:
-        """Whether other sequences wait for this one."""
-        return seq in self._leaders.values()
+        """Whether copies of its prompt have no row yet."""
+        return bool(self._copies[seq.task.source])
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
         return seq.length - self.target.length(_row(seq))
 
+    def update(self, seqs: Sequence[RunningSequence]) -> None:
+        """Lets others continue what these sequences have read of their prompts, unless they are gone."""
+        for seq in seqs:
+            if seq.cache_row is not None:
+                self._read.put(seq, self._keys[seq], seq.text_ids[: self.target.length(seq.cache_row)])
+            if seq.prefilled:
+                self._reading.drop(seq)
+
     def remove(self, seqs: Sequence[RunningSequence], request_of: dict[int, Request]) -> None:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
         state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
-            self._leaders.pop(seq, None)
-            self._arrived.pop(seq.id, None)
-            context, request = seq.context, request_of[seq.id]
-            if self.prefix_cache is None or context is None or seq.cache_row is None:
-                continue
-            if request.caller_blocks or context.model == state():  # the model did not change while the sequence ran
-                self._retain(seq, context, self.prefix_cache, self._draft_of(request))
-        rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
-        if rows:
+            self._retain(seq, request_of[seq.id], state)
+        gone = [one for seq in seqs for one in seq.batch_seqs]
+        if rows := [one.cache_row for one in gone if one.cache_row is not None]:
             self.target.remove(rows)
-        for seq in seqs:
-            self._open.pop(seq.id, None)
-            for one in seq.batch_seqs:
-                one.cache_row = None
-        self._promote({seq.id for seq in seqs})
-
-    def _promote(self, gone: Collection[int]) -> None:
-        """Of the sequences that waited for one that is gone, the first becomes the others' leader."""
-        heirs: dict[int, RunningSequence] = {}
-        for seq, leader in list(self._leaders.items()):
-            if leader.id not in gone:
-                continue
-            if leader.id in heirs:
-                self._leaders[seq] = heirs[leader.id]
-            else:
-                heirs[leader.id], seq.encoding = seq, leader.encoding
-                del self._leaders[seq]
-                self._arrived[seq.id] = seq
+        for one in gone:
+            one.cache_row = None
+            self._keys.pop(one, None)
+            self._read.drop(one)
+            self._reading.drop(one)
+            self._copies[one.task.source].discard(one)
+            if not self._copies[one.task.source]:
+                del self._copies[one.task.source]
 
     def _draft_of(self, request: Request) -> OpenDraft | None:
         """The request's draft, if it reads hidden states."""
         draft = self._drafts.get(id(request.drafter))
         return draft if draft is not None and draft.drafter.hidden_layers else None
 
-    def _set(self, seq: RunningSequence, row: int) -> None:
-        seq.cache_row, seq.cache_reset_length = row, self.target.cache_reset_length
-        if seq.id >= 0:
-            self._open[seq.id] = seq
-
-    def _awaits(self, seq: RunningSequence) -> bool:
-        """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
-        now = self._nearest(seq)[1]
-        return any(
-            _shared(seq, other, other.length - 1) >= now + _WORTH_WAITING
-            for other in self._open.values()
-            if not other.prefilled and other.max_length - len(other.tokens) > 1  # it outlives the round of its prompt
-        )
-
     def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
-        """The running sequence or saved text with the longest common beginning, and its length in positions."""
-        if seq.context is None or not self._shares:
-            return None, 0
-        lengths = {id_: _shared(seq, one, self.target.length(_row(one))) for id_, one in self._open.items()}
-        best = max(lengths, key=lambda id_: lengths[id_], default=None)
-        saved, length = None, 0
-        if self.prefix_cache is not None:
-            saved, length = self.prefix_cache.find(_prefix_key(seq, seq.context, seq.length - 1))
-        if best is not None and lengths[best] >= max(LEAST, length):
-            return self._open[best], lengths[best]
-        return saved, length
+        """The running sequence or saved text with the longest common beginning, and its length in positions.
 
-    def _continue(self, seq: RunningSequence, draft: OpenDraft | None = None) -> int:
-        """Gives a sequence a row, with what it can continue; returns how many positions these are."""
-        source, length = self._nearest(seq)
-        length = self._joined(seq, source, length, draft)
-        if not length:
-            self._set(seq, self.target.add(1, seq.encoding)[0])
-        elif isinstance(source, RunningSequence):
-            self._set(seq, self.target.fork(_row(source), length))
-        elif source is not None:
-            self._set(seq, self.target.read_from(source.state, length))
-        return length
+        Never the whole text: the pass over its last position computes the logits.
+        """
+        ids = seq.text_ids[:-1]
+        saved, kept = self.prefix_cache.find(self.prefix_cache.key(seq.context), ids)
+        running, length = self._read.find(self._keys[seq], ids)
+        if running is not None:
+            length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
+            length = min(length, self.target.length(_row(running)))
+            if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
+                return running, length
+        return saved, kept
+
+    def _awaits(self, seq: RunningSequence, now: int) -> bool:
+        """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
+        other, length = self._reading.find(self._keys[seq], seq.text_ids[:-1])
+        if other is None or self._are_copies(seq, other):
+            return length > now
+        return length >= now + _WORTH_WAITING and other.max_length - len(other.tokens) > 1  # it outlives its prompt
+
+    def _are_copies(self, seq: RunningSequence, other: RunningSequence) -> bool:
+        """Whether a sequence without a row is a copy of another one's prompt, in the same request."""
+        return seq.task.source == other.task.source and seq in self._copies[seq.task.source]
+
+    def _place(self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int) -> None:
+        """Gives a sequence a row, with the first `length` positions of `source`."""
+        if source is None or not length:
+            seq.cache_row = self.target.add(1, seq.encoding)[0]
+        elif isinstance(source, SavedState):
+            seq.cache_row = self.target.read_from(source.state, length)
+        else:
+            seq.cache_row = self.target.fork(_row(source), length)
+        seq.cache_reset_length = self.target.cache_reset_length
+        self._copies[seq.task.source].discard(seq)
 
     def _joined(
         self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft | None
@@ -180,49 +164,36 @@ class Scheduler:
             return length
         if seq.num_embeds_only:
             return 0
-        joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
-        if joined or self.prefix_cache is None or seq.context is None:
+        if isinstance(source, RunningSequence) and (joined := draft.session.join(seq, source.id, length)):
             return joined
-        saved, length = self.prefix_cache.find(_prefix_key(seq, seq.context, length, DrafterRef(draft.drafter)))
+        key = self.prefix_cache.key(seq.context, draft.drafter)
+        saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
         return 0 if saved is None else draft.session.join(seq, saved, length)
 
-    def _retain(
-        self, seq: RunningSequence, context: Context, prefix_cache: PrefixCache, draft: OpenDraft | None
-    ) -> None:
-        """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values."""
-        length = self.target.length(_row(seq))
-        if length * self._model.kv_bytes > min(prefix_cache.limit, prefix_cache.room):
+    def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
+        """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
+
+        Not if the model has changed from its `state` while the sequence ran.
+        """
+        kept, context = self.prefix_cache, seq.context
+        if not kept.limit or context is None or seq.cache_row is None:
             return
+        ids = seq.text_ids[: self.target.length(seq.cache_row)]
+        fits = len(ids) * self._model.kv_bytes <= min(kept.limit, kept.room)
+        if not fits or not (request.caller_blocks or context.model == state()):
+            return
+        draft = self._draft_of(request)
         if draft is not None and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved = draft.session.keep(seq, length)
-                if saved is not None:
-                    key = _prefix_key(seq, context, saved.length, DrafterRef(draft.drafter))
-                    if prefix_cache.wants(key):
-                        prefix_cache.keep(key, saved)
-        key = _prefix_key(seq, context, length)
-        if prefix_cache.wants(key):
+                saved, key = draft.session.keep(seq, len(ids)), kept.key(context, draft.drafter)
+                if saved is not None and kept.wants(key, ids[: saved.length]):
+                    kept.keep(key, ids[: saved.length], saved)
+        if kept.wants(key := kept.key(context), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
-                prefix = self.target.keep_prefix(_row(seq), length)
-                prefix_cache.keep(key, SavedState(length, prefix, prefix_bytes(prefix)))
+                prefix = self.target.keep_prefix(seq.cache_row, len(ids))
+                kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
 
 
 def _row(seq: RunningSequence) -> int:
     assert seq.cache_row is not None
     return seq.cache_row
-
-
-def _shared(seq: RunningSequence, other: RunningSequence, most: int) -> int:
-    """How many of the first `most` positions of `other` `seq` begins with; never its last, whose pass needs logits."""
-    if seq.context is None or seq.context != other.context:
-        return 0
-    same = min(seq.num_embeds_only, other.num_embeds_only)
-    if seq.num_embeds_only == other.num_embeds_only:
-        same += common_length(seq.tokens, other.tokens)
-    return min(same, most, seq.length - 1)
-
-
-def _prefix_key(seq: RunningSequence, context: Context, length: int, drafter: DrafterRef | None = None) -> PrefixKey:
-    """The first `length` positions of a sequence."""
-    embeds_only = min(seq.num_embeds_only, length)
-    return PrefixKey(tuple(seq.tokens[: length - embeds_only]), context, embeds_only, drafter)

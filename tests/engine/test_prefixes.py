@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
 from specdec.core.work import Work
-from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
+from specdec.engine import prefix_cache, scheduler
+from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
+from specdec.options.checks import common_length
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
@@ -100,6 +105,34 @@ def test_copies_of_a_prompt_count_as_cached() -> None:
     """Three samples of one prompt read it once."""
     out = SpecGenerator(tiny("llama")).generate(FIRST, do_sample=True, num_return_sequences=3, seed=1, **COMMON)
     assert out.stats.cached_prompt_tokens == 2 * 39
+
+
+def test_looking_for_what_prompts_share_is_linear() -> None:
+    """Four times as many prompts that begin alike cost four times as many operations. (It was twelve times as many.)"""
+
+    def operations(prompts: int) -> int:
+        counted, random = 0, Random(0)
+        begin, files = [random.randrange(5, 60) for _ in range(40)], {scheduler.__file__, prefix_cache.__file__}
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal counted
+            if frame.f_code.co_filename not in files:
+                return None
+            frame.f_trace_opcodes = True
+            counted += event == "opcode"
+            return trace
+
+        texts = [[*begin, *(random.randrange(5, 60) for _ in range(20))] for _ in range(prompts)]
+        generator, before = SpecGenerator(tiny("llama")), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            out = generator.generate(texts, **{**COMMON, "max_new_tokens": 2})
+        finally:
+            sys.settrace(before)
+        assert out.stats.cached_prompt_tokens >= 40 * (prompts - 40)
+        return counted
+
+    assert operations(400) < 5 * operations(100)
 
 
 def test_embeddings_compare_by_content() -> None:
@@ -283,47 +316,73 @@ def test_only_where_it_changes_no_text() -> None:
 def test_the_least_recently_used_gives_way() -> None:
     """Texts go when room is short, and one that goes on takes the place of what it continues."""
     kept = PrefixCache(4 * 40)
+    key = kept.key(Context(b""))
 
-    def text(begin: int, count: int = 20) -> PrefixKey:
-        return PrefixKey(tuple(range(begin, begin + count)), Context(b""))
+    def read(begin: int, count: int = 20) -> None:
+        kept.keep(key, range(begin, begin + count), SavedState(count, None, 4 * count))
 
-    def read(count: int) -> SavedState:
-        return SavedState(count, None, 4 * count)
+    def found(begin: int, count: int = 20) -> int:
+        return kept.find(key, range(begin, begin + count))[1]
 
-    kept.keep(text(0), read(20))
-    kept.keep(text(100), read(20))
-    assert kept.find(text(0, 30))[1] == 20
-    kept.keep(text(200), read(20))  # 100 was used longest ago
-    assert [kept.find(text(begin))[1] for begin in (0, 100, 200)] == [20, 0, 20]
-    kept.keep(text(0, 40), read(40))
-    assert len(kept) == 1
+    read(0)
+    read(100)
+    assert found(0, 30) == 20
+    read(200)  # 100 was used longest ago
+    assert [found(begin) for begin in (0, 100, 200)] == [20, 0, 20]
+    assert kept.find(kept.key(Context(b"", "salt")), range(20)) == (None, 0)
+    read(0, 40)
+    assert found(200) == 0
     assert kept.bytes == 160
-    assert not kept.wants(text(0, 30))
+    assert not kept.wants(key, range(30))
     kept.room = 100
     kept.shrink()
-    assert len(kept) == kept.bytes == 0
+    assert found(0) == kept.bytes == 0
 
 
 def test_readers_keep_what_they_have_read() -> None:
-    """A draft finds only texts that it has read; texts of drafts that are gone are dropped with the next text."""
+    """A draft finds only texts that it has read; texts of drafts that are gone are dropped when a new one comes."""
 
     @dataclass
     class Equal(BatchDrafter):  # neither hashable nor different from others of its kind
         def start(self, vocab_size: int) -> Any: ...
 
     one, other = Equal(), Equal()
-    kept, tokens = PrefixCache(1000), tuple(range(20))
-    for reader in (None, DrafterRef(one), DrafterRef(other)):
-        kept.keep(PrefixKey(tokens, Context(b""), drafter=reader), SavedState(20, reader, 10))
+    kept, ids, context = PrefixCache(1000), range(20), Context(b"")
+    for reader in (None, one, other):
+        kept.keep(kept.key(context, reader), ids, SavedState(20, id(reader), 10))
     for drafter in (one, other):
-        found, length = kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(drafter)))
+        found, length = kept.find(kept.key(context, drafter), ids)
         assert found is not None
-        assert (found.state, length) == (DrafterRef(drafter), 20)
-    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(Equal()))) == (None, 0)
-    del drafter, other
-    kept.keep(PrefixKey((*tokens, 1), Context(b"")), SavedState(21, None, 10))
-    assert (len(kept), kept.bytes) == (2, 20)
-    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(one)))[1] == 20
+        assert (found.state, length) == (id(drafter), 20)
+    del drafter, other, reader
+    kept.keep(kept.key(context), range(21), SavedState(21, None, 10))
+    assert kept.bytes == 30
+    assert kept.find(kept.key(context, Equal()), ids) == (None, 0)
+    assert kept.bytes == 20
+    assert kept.find(kept.key(context, one), ids)[1] == 20
+
+
+def test_longest_common_beginnings() -> None:
+    """They are those that a comparison with every text finds, while texts come, grow and go."""
+    random, index = Random(0), PrefixIndex[int]()
+    texts: dict[int, list[int]] = {}
+    for step in range(600):
+        owner = random.randrange(12)
+        if owner in texts and step % 5 == 0:
+            del texts[owner]
+            index.drop(owner)
+        elif owner in texts:
+            texts[owner].append(random.randrange(2))
+            index.put(owner, owner % 2, texts[owner])
+        else:
+            texts[owner] = [random.randrange(2) for _ in range(random.randrange(5))]
+            index.put(owner, owner % 2, texts[owner])
+        wanted = [random.randrange(2) for _ in range(random.randrange(9))]
+        for key in (0, 1, 2):
+            common = {owner: common_length(text, wanted) for owner, text in texts.items() if owner % 2 == key}
+            found, length = index.find(key, wanted)
+            assert length == max(common.values(), default=0)
+            assert common[found] == length if found is not None else not length
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])

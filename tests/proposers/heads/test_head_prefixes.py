@@ -167,9 +167,9 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
     assert prefixes is not None
     for prompt in prompts:
         generator.generate([prompt], **RUN)
-        entries = prefixes._entries.items()
-        sizes = [prefix_bytes(kept.state if key.drafter is None else kept.state[0]) for key, kept in entries]
-        assert sum(sizes) == sum(kept.bytes for kept in prefixes._entries.values()) == prefixes.bytes
+        states = prefixes._states.items()
+        sizes = [prefix_bytes(kept.state if drafter is None else kept.state[0]) for kept, (_, drafter) in states]
+        assert sum(sizes) == sum(kept.bytes for kept in prefixes._states) == prefixes.bytes
         assert each < prefixes.bytes <= prefixes.limit
     for prompt, kept in zip(prompts[::-1], (True, True, False, False), strict=True):
         out = generator.generate([prompt], **RUN)
