@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any, TypeVar
 
 import httpx
@@ -80,6 +80,37 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
     application.state.server.close()
+
+
+class Asking:
+    """A client without a loop of its caller's: one request after the other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, made: httpx.AsyncClient) -> None:
+        self._loop, self._made = loop, made
+
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """The whole answer."""
+        asked = asyncio.wait_for(self._made.request(method, path, **more), PATIENCE)
+        return self._loop.run_until_complete(asked)
+
+    get, post = partialmethod(request, "GET"), partialmethod(request, "POST")
+
+    def complete(self, **body: Any) -> Any:
+        """What a completion is answered, parsed: a whole one, or the events of a stream."""
+        found = self.post("/v1/completions", json=body)
+        return events(found.text) if body.get("stream") else found.json()
+
+
+@contextmanager
+def asking(application: FastAPI, **headers: str) -> Iterator[Asking]:
+    """As `client`, for tests that do one thing at a time."""
+    with closing(asyncio.new_event_loop()) as loop:
+        asked = client(application, **headers)
+        made = loop.run_until_complete(asked.__aenter__())
+        try:
+            yield Asking(loop, made)
+        finally:
+            loop.run_until_complete(asked.__aexit__(None, None, None))
 
 
 @asynccontextmanager

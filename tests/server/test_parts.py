@@ -24,7 +24,18 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
 from tests import speech
-from tests.server.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
+from tests.server.served import (
+    TOKENIZER,
+    Answered,
+    app,
+    asgi,
+    asking,
+    events,
+    idle,
+    model_of,
+    run,
+    speech_model,
+)
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -195,27 +206,21 @@ def test_answers_in_a_form(name: str) -> None:
     """They are in it, with every draft the same; two choices do not mix up."""
     fields, fits = FORMS[name]
 
-    async def ask(draft: str) -> list[str]:
-        async with client(app(model_of(draft))) as c:
-            body = {"prompt": "abab", "max_tokens": 60, "n": 2, "seed": 11, "top_k": 3, **fields}
-            found = (await c.post("/v1/completions", json=body)).json()
-            assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
-            return [choice["text"] for choice in found["choices"]]
-
-    texts = [run(ask(draft)) for draft in ("none", "suffix", "model")]
+    texts = []
+    for draft in ("none", "suffix", "model"):
+        with asking(app(model_of(draft))) as c:
+            found = c.complete(prompt="abab", max_tokens=60, n=2, seed=11, top_k=3, **fields)
+        assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
+        texts.append([choice["text"] for choice in found["choices"]])
     assert texts[0] == texts[1] == texts[2]
     assert all(fits(text) for text in texts[0])
 
 
 def test_beams_in_a_form() -> None:
     """Every hypothesis keeps to it."""
-
-    async def ask() -> Any:
-        async with client(app(model_of("suffix"))) as c:
-            body = {"prompt": "abab", "max_tokens": 30, "num_beams": 3, "guided_regex": "[ab]{3}-[0-9]{2}"}
-            return (await c.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-
-    text = run(ask())
+    with asking(app(model_of("suffix"))) as c:
+        found = c.complete(prompt="abab", max_tokens=30, num_beams=3, guided_regex="[ab]{3}-[0-9]{2}")
+    text = found["choices"][0]["text"]
     assert set(text[:3]) <= {"a", "b"}
     assert text[3] == "-"
 
@@ -237,12 +242,8 @@ def test_beams_in_a_form() -> None:
 )
 def test_forms_that_are_none(fields: dict[str, Any]) -> None:
     """A 400 that names the field, in no time, and nothing is fetched."""
-
-    async def ask() -> Any:
-        async with client(app()) as c:
-            return await c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
-
-    found = run(ask())
+    with asking(app()) as c:
+        found = c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
     assert found.status_code == 400, found.text
     assert next(iter(fields)) in found.json()["error"]["message"]
 
@@ -267,12 +268,8 @@ def test_every_character_may_be_in_a_choice() -> None:
 
 def test_the_schema_tells_of_forms() -> None:
     """Clients that are made from the schema can send vLLM's field: it was accepted, and not in there."""
-
-    async def ask() -> Any:
-        async with client(app()) as c:
-            return (await c.get("/openapi.json")).json()["components"]["schemas"]
-
-    schemas = run(ask())
+    with asking(app()) as c:
+        schemas = c.get("/openapi.json").json()["components"]["schemas"]
     for request in ("CompletionRequest", "ChatRequest"):
         [form, _] = schemas[request]["properties"]["structured_outputs"]["anyOf"]
         assert form == {"$ref": "#/components/schemas/StructuredOutputs"}
@@ -322,10 +319,10 @@ def recording(seconds: float, kind: str = "WAV") -> bytes:
     return file.getvalue()
 
 
-async def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions") -> Any:
+def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions", **given: Any) -> Any:
     """The answer about a recording."""
-    async with client(app(hearing())) as c:
-        return await c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
+    with asking(app(hearing(), **given)) as c:
+        return c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
 
 
 def test_transcriptions() -> None:
@@ -334,15 +331,11 @@ def test_transcriptions() -> None:
     expected = hearing().transcriber(content, language="en", task="transcribe", return_timestamps=True)
     plain = hearing().transcriber(content, language="en", task="transcribe")["text"].strip()
 
-    async def ask() -> dict[str, Any]:
-        found = {}
-        for form in ("json", "text", "srt", "vtt", "verbose_json"):
-            answer = await heard({"model": "speech", "language": "en", "response_format": form}, content)
-            assert answer.status_code == 200, answer.text
-            found[form] = answer.json() if "json" in form else answer.text
-        return found
-
-    found = run(ask())
+    found = {}
+    for form in ("json", "text", "srt", "vtt", "verbose_json"):
+        answer = heard({"model": "speech", "language": "en", "response_format": form}, content)
+        assert answer.status_code == 200, answer.text
+        found[form] = answer.json() if "json" in form else answer.text
     assert found["json"]["text"] == found["text"].strip() == plain
     assert found["srt"].startswith("1\n00:00:00,000 --> ")
     assert found["vtt"].startswith("WEBVTT\n\n00:00:00.000 --> ")
@@ -357,12 +350,9 @@ def test_streamed_transcriptions() -> None:
     """Every window's text comes when it is read, and all of it is the text of the whole answer."""
     content = recording(3.5)
 
-    async def ask() -> list[Any]:
-        whole, stream = [await heard({"language": "en", **more}, content) for more in ({}, {"stream": "true"})]
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        return [whole.json(), events(stream.text)]
-
-    whole, told = run(ask())
+    whole, stream = heard({"language": "en"}, content).json(), heard({"language": "en", "stream": "true"}, content)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    told = events(stream.text)
     assert told.pop() == "[DONE]"
     assert told.pop() == {"type": "transcript.text.done", **whole}
     assert {event["type"] for event in told} == {"transcript.text.delta"}
@@ -372,30 +362,19 @@ def test_streamed_transcriptions() -> None:
 
 def test_unread_transcriptions_have_a_bound() -> None:
     """Their pieces counted for nothing."""
-
-    async def ask() -> str:
-        async with client(app(hearing(), limits={"unread_bytes": 1})) as c:
-            files, data = {"file": ("a.wav", recording(3.5))}, {"language": "en", "stream": "true"}
-            return (await c.post("/v1/audio/transcriptions", files=files, data=data)).text
-
-    assert "reads too slowly" in run(ask())
+    found = heard({"language": "en", "stream": "true"}, recording(3.5), limits={"unread_bytes": 1})
+    assert "reads too slowly" in found.text
 
 
 def test_words_and_translations() -> None:
     """Words have times where they are asked for; a translation is another text."""
     content = recording(1.5, "FLAC")
 
-    async def ask() -> list[Any]:
-        fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
-        words = await heard(fields, content)
-        german = await heard({"language": "de"}, content)
-        english = await heard({}, content, "translations")
-        return [words.json(), german.json()["text"], english.json()["text"]]
-
-    words, german, english = run(ask())
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
+    words = heard(fields, content).json()
     assert all(one["start"] <= one["end"] for one in words["words"])
     assert "segments" not in words
-    assert german != english
+    assert heard({"language": "de"}, content).json()["text"] != heard({}, content, "translations").json()["text"]
 
 
 WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
@@ -419,7 +398,7 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
 def test_recordings_that_do_not_go(name: str) -> None:
     """Each is told what is wrong."""
     fields, content, status = WRONG[name]
-    found = run(heard(fields, content))
+    found = heard(fields, content)
     assert found.status_code == status, found.text
     assert found.json()["error"]["message"]
 
@@ -437,13 +416,9 @@ def form(content: bytes) -> bytes:
 
 def test_no_model_of_the_kind() -> None:
     """A request that names no model reads what kind is missing. ("There is no model None here", it said.)"""
-
-    async def ask() -> str:
-        async with client(app()) as c:
-            answer = await c.post(_PATH, files={"file": ("a.wav", b"no sound")})
-            return str(answer.json()["error"]["message"])
-
-    assert run(ask()) == "no model of this server is for speech"
+    with asking(app()) as c:
+        found = c.post(_PATH, files={"file": ("a.wav", b"no sound")}).json()
+    assert found["error"]["message"] == "no model of this server is for speech"
 
 
 def test_recordings_wait_on_disk_or_unread() -> None:
@@ -495,7 +470,7 @@ def test_waiting_to_arrive_has_an_end() -> None:
 def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A 503 and a line in the log; it was the client's error, and nobody's who keeps the server."""
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
-    found = run(heard({}, b"a" * 2**21))
+    found = heard({}, b"a" * 2**21)
     assert found.status_code == 503
     assert "no room" in found.json()["error"]["message"]
     assert [record.message for record in caplog.records if "/no/such/folder" in record.message]
@@ -503,13 +478,9 @@ def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_recordings_come_in_forms() -> None:
     """They are told how a recording is sent."""
-
-    async def ask() -> list[Any]:
-        async with client(app(hearing())) as c:
-            kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
-            return [await c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
-
-    found = run(ask())
+    with asking(app(hearing())) as c:
+        kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
+        found = [c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
     assert [one.status_code for one in found] == [400, 400, 415]
     assert all("curl -F file=@" in one.json()["error"]["message"] for one in found[1:])
 

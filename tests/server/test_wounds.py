@@ -24,7 +24,7 @@ from specdec.server.guards import _PUBLIC
 from specdec.server.keys import Keys
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
-from tests.server.served import TOKENIZER, app, asgi, client, events, idle, model_of, run, settings
+from tests.server.served import TOKENIZER, app, asgi, asking, client, events, idle, model_of, run, settings
 from tests.tiny import tiny
 
 KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
@@ -58,14 +58,8 @@ def test_every_route_is_closed(key_file: Path) -> None:
                 for method in route.methods:
                     found = await c.request(method, path, json=BODY if method == "POST" else None)
                     assert found.status_code in ((200,) if path in open_paths else (401,)), path
-            for path in (
-                "//v1/models",
-                "/v1/models/",
-                "/V1/models",
-                "/v1/./models",
-                "/health/../v1/models",
-                "/v1%2fmodels",
-            ):
+            ways = ("//v1/models", "/v1/models/", "/V1/models", "/v1/./models", "/health/../v1/models", "/v1%2fmodels")
+            for path in ways:
                 assert (await c.get(path)).status_code in (401, 404), path
             mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
             assert mounted.status in (401, 404)
@@ -80,29 +74,25 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """
     third = "a-third-key-that-is-new"
 
-    async def ask() -> None:
-        async with client(app(api_key_file=key_file)) as c:
+    with asking(app(api_key_file=key_file)) as c:
 
-            async def found(*keys: str) -> list[int]:
-                headers = [{"Authorization": f"Bearer {key}"} for key in keys]
-                return [(await c.get("/v1/models", headers=header)).status_code for header in headers]
+        def found(*given: str) -> list[int]:
+            return [c.get("/v1/models", headers={"Authorization": one}).status_code for one in given]
 
-            assert await found(KEY, OTHER) == [200, 200]
-            for wrong in ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY):
-                assert (await c.get("/v1/models", headers={"Authorization": wrong})).status_code == 401
-            assert {*await found(f"{KEY}x", KEY[:-1], "x y")} == {401}
-            key_file.write_text(f"new: {third}\n")
-            assert await found(KEY, third) == [401, 200]
-            for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
-                caplog.clear()
-                key_file.unlink() if broken is None else key_file.write_text(broken)
-                assert await found(third, third) == [401, 401]
-                assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
-                assert await found(KEY) == [200 if broken and KEY in broken else 401]
-            key_file.write_text(third)
-            assert await found(third) == [200]
-
-    run(ask())
+        old, other, new = (f"Bearer {key}" for key in (KEY, OTHER, third))
+        assert found(old, other) == [200, 200]
+        wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"{old}x", old[:-1], "Bearer x y")
+        assert {*found(*wrong)} == {401}
+        key_file.write_text(f"new: {third}\n")
+        assert found(old, new) == [401, 200]
+        for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
+            caplog.clear()
+            key_file.unlink() if broken is None else key_file.write_text(broken)
+            assert found(new, new) == [401, 401]
+            assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
+            assert found(old) == [200 if broken and KEY in broken else 401]
+        key_file.write_text(third)
+        assert found(new) == [200]
 
 
 def test_lines_of_keys(tmp_path: Path) -> None:
@@ -201,12 +191,9 @@ def test_nothing_is_read_without_a_key(key_file: Path) -> None:
 
 def test_large_headers() -> None:
     """Unbounded headers filled the memory (CVE-2025-48956)."""
-
-    async def ask() -> int:
-        async with client(app()) as c:
-            return (await c.get("/health", headers={"x-large": "a" * 20_000})).status_code
-
-    assert run(ask()) == 431
+    with asking(app()) as c:
+        found = c.get("/health", headers={"x-large": "a" * 20_000}).status_code
+    assert found == 431
 
 
 def test_large_bodies() -> None:
@@ -269,18 +256,14 @@ HUGE: list[dict[str, Any]] = [
 
 def test_numbers_have_bounds() -> None:
     """A huge `n` froze the loop; negative numbers went through (CVE-2026-21869): every one is a 400, and at once."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for more in HUGE:
-                found = await c.post("/v1/completions", content=json.dumps({**BODY, **more}), headers=_JSON)
-                assert found.status_code == 400, (more, found.text)
-                assert found.json()["error"]["message"], more
-            for value in ("NaN", "Infinity", "-Infinity"):
-                body = f'{{"prompt": "a", "temperature": {value}}}'
-                assert (await c.post("/v1/completions", content=body, headers=_JSON)).status_code == 400
-
-    run(ask())
+    with asking(app()) as c:
+        for more in HUGE:
+            found = c.post("/v1/completions", content=json.dumps({**BODY, **more}), headers=_JSON)
+            assert found.status_code == 400, (more, found.text)
+            assert found.json()["error"]["message"], more
+        for value in ("NaN", "Infinity", "-Infinity"):
+            body = f'{{"prompt": "a", "temperature": {value}}}'
+            assert c.post("/v1/completions", content=body, headers=_JSON).status_code == 400
 
 
 BROKEN = [b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"prompt": "a", "prompt', b"[" * 100_000, b"{}" * 10]
@@ -289,14 +272,10 @@ BROKEN = [b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"prompt": "a"
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_bodies_that_are_none(path: str) -> None:
     """Broken JSON, other types, depth without end: a 400, never a 500."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for body in BROKEN:
-                assert (await c.post(path, content=body, headers=_JSON)).status_code == 400, body[:20]
-            assert (await c.get(path)).status_code == 405
-
-    run(ask())
+    with asking(app()) as c:
+        for body in BROKEN:
+            assert c.post(path, content=body, headers=_JSON).status_code == 400, body[:20]
+        assert c.get(path).status_code == 405
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -315,19 +294,15 @@ REFUSED: list[dict[str, Any]] = [
 
 def test_what_is_not_supported_is_said() -> None:
     """Nothing is ignored: tools, images, templates of clients (CVE-2025-62426), addresses to fetch (CVE-2026-0599)."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for more in REFUSED:
-                body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **more}
-                found = await c.post("/v1/chat/completions", json=body)
-                assert found.status_code == 400, (more, found.text)
-                assert set(found.json()["error"]) == {"message", "type", "param", "code"}
-            neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
-            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
-            assert (await c.post("/v1/chat/completions", json=body)).status_code == 200
-
-    run(ask())
+    with asking(app()) as c:
+        for more in REFUSED:
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **more}
+            found = c.post("/v1/chat/completions", json=body)
+            assert found.status_code == 400, (more, found.text)
+            assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+        neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
+        assert c.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_other_sites_are_kept_out() -> None:
@@ -336,41 +311,26 @@ def test_other_sites_are_kept_out() -> None:
     (An `Origin` that is no URL was a 500, names with capitals that were allowed were not, and any page of this machine
     passed, whatever its port.)
     """
-
-    async def ask() -> list[int]:
-        async with client(app(hosts=["Models.Example.org:443", "b.example.org", "c.example.org:8443"])) as c:
-            heads = [
-                {"Host": "evil.example"},
-                *(
-                    {"Origin": origin}
-                    for origin in ("https://evil.example", "null", "", "http://[", "http://[::1", "//")
-                ),
-                *(
-                    {"Origin": origin}
-                    for origin in (
-                        "http://127.0.0.1:3000",
-                        "http://127.0.0.1",
-                        "ftp://127.0.0.1:8000",
-                        "https://b.example.org:8443",
-                        "https://c.example.org",
-                    )
-                ),
-                {"Host": "localhost", "Origin": "http://localhost:443"},
-                {"Host": "localhost", "Origin": "http://localhost:80"},
-                {"Host": "localhost:443", "Origin": "https://localhost"},
-                {"Origin": "https://b.example.org"},
-                {"Origin": "https://C.example.org:8443"},
-                {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
-                {"Origin": "http://127.0.0.1:8000"},
-                {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
-            ]
-            found = [(await c.post("/v1/completions", json=BODY, headers=head)).status_code for head in heads]
-            plain = await c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
-            preflight = await c.options("/v1/completions", headers={"Origin": "https://evil.example"})
-            assert "access-control-allow-origin" not in preflight.headers
-            return [*found, plain.status_code]
-
-    assert run(ask()) == [421, *[403] * 12, *[200] * 7, 415]
+    with asking(app(hosts=["Models.Example.org:443", "b.example.org", "c.example.org:8443"])) as c:
+        strangers = ["https://evil.example", "null", "", "http://[", "http://[::1", "//", "http://127.0.0.1:3000"]
+        strangers += ["http://127.0.0.1", "ftp://127.0.0.1:8000", "https://b.example.org:8443", "https://c.example.org"]
+        heads = [
+            {"Host": "evil.example"},
+            *({"Origin": origin} for origin in strangers),
+            {"Host": "localhost", "Origin": "http://localhost:443"},
+            {"Host": "localhost", "Origin": "http://localhost:80"},
+            {"Host": "localhost:443", "Origin": "https://localhost"},
+            {"Origin": "https://b.example.org"},
+            {"Origin": "https://C.example.org:8443"},
+            {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
+            {"Origin": "http://127.0.0.1:8000"},
+            {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
+        ]
+        found = [c.post("/v1/completions", json=BODY, headers=head).status_code for head in heads]
+        plain = c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
+        preflight = c.request("OPTIONS", "/v1/completions", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in preflight.headers
+    assert [*found, plain.status_code] == [421, *[403] * 12, *[200] * 7, 415]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -466,16 +426,11 @@ def test_a_pass_that_fails(error: Exception, expected: int, stream: bool) -> Non
     def fail(*_: Any) -> None:
         raise error
 
-    async def ask() -> list[Any]:
-        async with client(create_app(settings(), [model])) as c:
-            hook = model.generator.target.model.register_forward_pre_hook(fail)
-            broken = await c.post("/v1/completions", json={**BODY, "stream": stream})
-            hook.remove()
-            sound = await c.post("/v1/completions", json={**BODY, "stream": stream})
-            return [broken, sound.status_code]
-
-    broken, sound = run(ask())
-    assert sound == 200
+    with asking(create_app(settings(), [model])) as c:
+        hook = model.generator.target.model.register_forward_pre_hook(fail)
+        broken = c.post("/v1/completions", json={**BODY, "stream": stream})
+        hook.remove()
+        assert c.post("/v1/completions", json={**BODY, "stream": stream}).status_code == 200
     assert "secret" not in broken.text
     if stream:
         assert events(broken.text)[-1]["error"]["type"] == "server_error"
@@ -503,38 +458,14 @@ def test_requests_that_take_too_long() -> None:
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Nor are answers, unknown paths or queries; the id of the request is."""
-
-    async def ask() -> None:
-        async with client(app(), **{"x-request-id": "id-1"}) as c:
-            found = await c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
-            assert found.headers["x-request-id"] == "id-1"
-            await c.get("/a-secret-path")
-            odd = await c.get("/health", headers={"x-request-id": "a b\tc"})
-            assert odd.headers["x-request-id"] != "a b\tc"
-
-    with caplog.at_level(logging.INFO, "specdec.server"):
-        run(ask())
+    with caplog.at_level(logging.INFO, "specdec.server"), asking(app(), **{"x-request-id": "id-1"}) as c:
+        found = c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
+        assert found.headers["x-request-id"] == "id-1"
+        c.get("/a-secret-path")
+        odd = c.get("/health", headers={"x-request-id": "a b\tc"})
+        assert odd.headers["x-request-id"] != "a b\tc"
     assert "id-1" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_texts_of_keys_are_kept_apart(key_file: Path) -> None:
-    """Whether a prompt was read before tells nobody about another's (arXiv 2411.01076 tells what timing gives away)."""
-    prompt = "a long prompt that two clients have in common by chance " * 2
-    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=TOKENIZER), context=512)
-
-    async def ask() -> list[int]:
-        async with client(create_app(settings(api_key_file=key_file), [model])) as c:
-            found = []
-            for key in (KEY, OTHER, KEY):
-                head = {"Authorization": f"Bearer {key}"}
-                answer = await c.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=head)
-                found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-            return found
-
-    first, other, again = run(ask())
-    assert (first, other) == (0, 0)
-    assert again > 50
 
 
 def test_the_example_is_understood() -> None:
