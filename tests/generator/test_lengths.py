@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from specdec import SpecGenerator
+from tests.matrix import pairwise
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 9, 12, 7]])
@@ -22,7 +22,7 @@ def named(length: int, new: int) -> list[Lengths]:
     return [{}, {"max_length": length}, {"max_new_tokens": new}, {"max_length": length, "max_new_tokens": new}]
 
 
-CASES = [*itertools.product(named(9, 7), [None, *named(10, 8)], named(11, 9))]
+CASES = pairwise(call=named(9, 7), config=[None, *named(10, 8)], checkpoint=named(11, 9))
 
 
 @pytest.mark.parametrize(("call", "config", "checkpoint"), CASES, ids=str)

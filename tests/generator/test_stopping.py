@@ -27,8 +27,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def answer(model: Any) -> list[int]:
-    out = SpecGenerator(model).generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0)
-    return out.sequences[0].tolist()
+    return SpecGenerator(model).generate(PROMPT, **endless(LENGTH)).sequences[0].tolist()
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -89,14 +88,11 @@ def test_max_length_inside_a_block(model: Any, answer: list[int]) -> None:
 def test_min_new_tokens(model: Any, answer: list[int]) -> None:
     """End-of-text is not taken before the least number of tokens."""
     eos = answer[8]
-    plain = SpecGenerator(model).generate(
-        PROMPT, max_new_tokens=LENGTH, min_new_tokens=20, eos_token_id=eos, pad_token_id=0
-    )
-    text = plain.sequences[0].tolist()
+    options = endless(LENGTH, min_new_tokens=20, eos_token_id=eos)
+    [text] = SpecGenerator(model).generate(PROMPT, **options).sequences.tolist()
     assert eos not in text[4:24]
-    draft = SpecGenerator(model, oracle("perfect", [text], 64))
-    assisted = draft.generate(PROMPT, max_new_tokens=LENGTH, min_new_tokens=20, eos_token_id=eos, pad_token_id=0)
-    assert assisted.sequences.tolist() == plain.sequences.tolist()
+    assisted = SpecGenerator(model, oracle("perfect", [text], 64)).generate(PROMPT, **options)
+    assert assisted.sequences.tolist() == [text]
 
 
 def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
@@ -104,9 +100,7 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
     lengths = []
     for draft in (None, oracle("perfect", [answer], 64)):
         criterion = AtLength(17)
-        out = SpecGenerator(model, draft).generate(
-            PROMPT, max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0, stopping_criteria=[criterion]
-        )
+        out = SpecGenerator(model, draft).generate(PROMPT, **endless(LENGTH, stopping_criteria=[criterion]))
         assert out.sequences[0].tolist() == answer[:17]
         assert out.stats.finish_reasons == ("criteria",)
         lengths.append(criterion.seen)
@@ -132,9 +126,8 @@ def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
     for draft in (None, oracle("perfect", [answer], 64)):
         for kept in (True, False):
             seen.clear()
-            out = SpecGenerator(model, draft).generate(
-                PROMPT, max_new_tokens=9, pad_token_id=0, eos_token_id=[], output_scores=kept, stopping_criteria=look
-            )
+            options = endless(9, output_scores=kept, stopping_criteria=look)
+            out = SpecGenerator(model, draft).generate(PROMPT, **options)
             assert len(seen) == 9
             for count, scores in enumerate(seen, 1):
                 if not kept:
@@ -153,12 +146,10 @@ def test_stop_strings_inside_a_block(model: Any, answer: list[int]) -> None:
     assert plain.stats.finish_reasons == ("stop",)
 
 
-KINDS: dict[str, dict[str, Any]] = {
+SAMPLED = ("coupled", "match", "rejection", "block")
+KINDS = {
     "greedy": {},
-    **{
-        kind: {"do_sample": True, "sampling": kind, "seed": 3, "temperature": 0.5}
-        for kind in ("coupled", "match", "rejection", "block")
-    },
+    **{kind: {"do_sample": True, "sampling": kind, "seed": 3, "temperature": 0.5} for kind in SAMPLED},
 }
 TREES: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": 4, "num_assistant_branches": 3}
 ROWS = [[5, 9, 12, 7], [8, 30, 31, 7, 22, 9], [11]]
@@ -217,7 +208,7 @@ def test_stop_strings_inside_a_search(model: Any, search: dict[str, Any]) -> Non
 
 def test_max_time(model: Any) -> None:
     """A time limit ends the text after the running round."""
-    out = SpecGenerator(model).generate(PROMPT, max_new_tokens=500, max_time=1e-6, eos_token_id=[], pad_token_id=0)
+    out = SpecGenerator(model).generate(PROMPT, **endless(500, max_time=1e-6))
     assert out.stats.finish_reasons == ("time",)
     assert out.stats.num_new_tokens == 1
 
