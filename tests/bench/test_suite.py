@@ -80,13 +80,8 @@ def test_strategies() -> None:
     """Presets, files and mappings; what is compared, what has a draft, and whose text grows."""
     ranked = Path(__file__).parents[2] / "configs" / "strategies" / "sample-and-rank.yaml"
     contrastive = ranked.parent / "contrastive-search.yaml"
-    entries = [
-        "greedy",
-        str(ranked),
-        str(contrastive),
-        {"num_beams": 3},
-        {"name": "law", "do_sample": True, "sampling": "block"},
-    ]
+    law = {"name": "law", "do_sample": True, "sampling": "block"}
+    entries = ["greedy", str(ranked), str(contrastive), {"num_beams": 3}, law]
     groups = read_suite({"targets": "t", "strategies": entries, "max_new_tokens": 8}).groups()
     names = ["greedy", "sample-and-rank", "contrastive-search", "num_beams 3", "law"]
     assert [g.strategy.label for g in groups] == names
