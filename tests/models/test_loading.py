@@ -205,6 +205,8 @@ def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> No
 
 def test_a_loaded_model_takes_no_loading_options() -> None:
     """Neither as target nor as draft."""
+    with pytest.raises(OptionError, match="dtype"):
+        load(tiny("llama"), Loading(dtype="bfloat16"))
     with pytest.raises(OptionError, match=r"quantization.*loaded already"):
         SpecGenerator.from_pretrained(tiny("llama"), quantization="int8-weight")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="draft_options"):
@@ -303,6 +305,8 @@ def test_weights_that_are_in_no_file(share: float, tmp_path: Path) -> None:
 
 def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     """The reason is told, whatever the kind of error."""
+    with pytest.raises(OptionError, match="cannot be loaded"):
+        load(tmp_path)
     folder = saved("llama", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(OptionError, match="safetensors"):
@@ -427,10 +431,8 @@ def test_the_pair_of_the_package(way: str) -> None:
     assisted = generator.generate(prompt, **options)
     assert assisted.stats.exactness == "exact"
     assert assisted.stats.num_accepted_draft_tokens > 0
-    assert (
-        assisted.texts
-        == SpecGenerator(generator.target, tokenizer=generator.tokenizer).generate(prompt, **options).texts
-    )
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    assert plain.generate(prompt, **options).texts == assisted.texts
 
 
 # ------------------------------------------------------------------------------------------------ types, devices, names
@@ -493,17 +495,12 @@ def test_a_type_that_is_named_is_honoured(dtype: Any, tmp_path: Path, caplog: py
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
-@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}])
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}, "gpu"])
 def test_devices_that_are_not_here(place: Any) -> None:
-    """`device_map="cuda"` without CUDA was an AssertionError of torch."""
-    with pytest.raises(OptionError, match=r"`device_map` names .*no accelerator here: pass 'auto' or 'cpu'"):
+    """`device_map="cuda"` without CUDA was an AssertionError of torch; of what is none, the known ones are told."""
+    told = "must be one of auto, .*got 'gpu'" if place == "gpu" else "names .*no accelerator here: pass 'auto' or 'cpu'"
+    with pytest.raises(OptionError, match=f"`device_map` {told}"):
         load("no-such-model", Loading(device_map=place))
-
-
-def test_a_device_that_is_none() -> None:
-    """The known ones are told."""
-    with pytest.raises(OptionError, match=r"`device_map` must be one of auto, .*got 'gpu'"):
-        load("no-such-model", Loading(device_map="gpu"))
 
 
 @pytest.mark.parametrize("source", ["/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent")])
@@ -513,10 +510,11 @@ def test_a_folder_that_is_not_there(source: Any) -> None:
         load(source, name="draft")
 
 
-def test_a_file_is_no_folder() -> None:
-    """Said of what is there."""
-    with pytest.raises(OptionError, match="it is a file"):
-        load(__file__)
+def test_what_is_no_folder() -> None:
+    """A file, and what is no name."""
+    for source, said in ((__file__, "it is a file"), (3, "hub name")):
+        with pytest.raises(OptionError, match=said):
+            load(source)
 
 
 def test_a_misspelt_word() -> None:
