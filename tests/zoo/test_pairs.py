@@ -109,17 +109,9 @@ def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneratio
     """A recording longer than a window is read window after window; segments are in order and within it."""
     recordings = bundled_models.recordings()
     samples = np.concatenate([samples_of(file) for file, _ in recordings])
-    heard = processor(
-        samples,
-        sampling_rate=16_000,
-        return_tensors="pt",
-        truncation=False,
-        padding="longest",
-        return_attention_mask=True,
-    )
-    out = whisper.generate(
-        heard.input_features, attention_mask=heard.attention_mask, return_timestamps=True, return_segments=True
-    )
+    how = {"return_tensors": "pt", "truncation": False, "padding": "longest", "return_attention_mask": True}
+    heard = processor(samples, sampling_rate=16_000, **how)
+    out = whisper.generate(**heard, return_timestamps=True, return_segments=True)
     times = [float(t) for segment in out["segments"][0] for t in (segment["start"], segment["end"])]
     assert len(times) > 8
     assert times == sorted(times)
