@@ -87,6 +87,14 @@ def test_heuristic() -> None:
     assert [plan.limit for plan in schedule.plan([Key(0), Key(1)])] == [1, 5]
 
 
+def test_finished_rows_leave_the_heuristic() -> None:
+    """A generator that runs for days keeps no lengths of texts that ended."""
+    whole = outcome(5, 5, key=3)
+    schedule = Heuristic().after(whole)
+    assert schedule.lengths == {3: 7}
+    assert schedule.after(replace(whole, seqs=[replace(whole.seqs[0], finish="eos")])).lengths == {}
+
+
 def test_heuristic_trees_stop_growing() -> None:
     """At 1,024 nodes; a schedule that begins beyond is refused."""
     schedule = Heuristic(60, branches=16)
