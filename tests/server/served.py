@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partialmethod
@@ -56,10 +56,15 @@ def speech_model(name: str = "speech") -> SpeechModel:
     return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
 
 
+async def until(true: Callable[[], Any]) -> None:
+    """Waits until something is so."""
+    while not true():
+        await asyncio.sleep(0.001)
+
+
 async def idle(model: TextModel | SpeechModel) -> None:
     """Waits until nothing of any request is left, as the thread that decodes sees to within a round."""
-    while not model.generator.engine.idle:
-        await asyncio.sleep(0.001)
+    await until(lambda: model.generator.engine.idle)
 
 
 def settings(*names: str, **given: Any) -> ServeSettings:
@@ -80,6 +85,11 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
     application.state.server.close()
+
+
+def state_of(server: uvicorn.Server) -> Any:
+    """The server's own state, with the turns of its models."""
+    return server.config.app.state.server  # type: ignore[union-attr]
 
 
 class Asking:

@@ -13,7 +13,7 @@ from specdec import SpecGenerator
 from specdec.server.state import origin_of
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
-from tests.server.served import TOKENIZER, app, asgi, asking, run
+from tests.server.served import TOKENIZER, app, asgi, asking, run, until
 from tests.tiny import tiny
 
 PATH = "/v1/completions"
@@ -37,41 +37,34 @@ async def beside(application: FastAPI, *asked: tuple[dict[str, Any], dict[str, s
     gone = asyncio.Event()
     first = asgi(application, "POST", PATH, body={**LONG, "stream": True}, leave=gone, **asked[0][1])
     work = asyncio.ensure_future(first)
-    while not application.state.server.hosts.all["text"].turns.running:
-        await asyncio.sleep(0.001)
+    await until(lambda: application.state.server.hosts.all["text"].turns.running)
     found = [(await asgi(application, "POST", PATH, body=body, **headers)).status for body, headers in asked]
     gone.set()
     await work
     return found
 
 
-def test_a_client_has_so_many_requests() -> None:
+async def test_a_client_has_so_many_requests() -> None:
     """Prompts of one request are one request. (They were counted one by one: nine where eight may be were a 429.)"""
-
-    async def ask() -> list[int]:
-        application = app(limits={"per_key": 1})
-        many = {**SHORT, "prompt": ["ab"] * 9}
-        alone = [(await asgi(application, "POST", PATH, body=body)).status for body in (many, many, {"n": 0}, many)]
-        return [
-            *alone,
-            *await beside(application, (SHORT, {})),
-            (await asgi(application, "POST", PATH, body=many)).status,
-        ]
-
-    assert run(ask()) == [200, 200, 400, 200, 429, 200]
+    application = app(limits={"per_key": 1})
+    many = {**SHORT, "prompt": ["ab"] * 9}
+    alone = [(await asgi(application, "POST", PATH, body=body)).status for body in (many, many, {"n": 0}, many)]
+    found = [
+        *alone,
+        *await beside(application, (SHORT, {})),
+        (await asgi(application, "POST", PATH, body=many)).status,
+    ]
+    assert found == [200, 200, 400, 200, 429, 200]
 
 
-def test_uploads_are_requests_under_way() -> None:
+async def test_uploads_are_requests_under_way() -> None:
     """Also while their body is on its way, and until it has been given up."""
-
-    async def ask() -> list[int]:
-        application = app(limits={"per_key": 1, "upload_seconds": 0.2})
-        slow = asyncio.ensure_future(asgi(application, "POST", PATH, chunks=[b"{", None]))
-        await asyncio.sleep(0.01)
-        beside = await asgi(application, "POST", PATH, body=SHORT)
-        return [beside.status, (await slow).status, (await asgi(application, "POST", PATH, body=SHORT)).status]
-
-    assert run(ask()) == [429, 408, 200]
+    application = app(limits={"per_key": 1, "upload_seconds": 0.2})
+    slow = asyncio.ensure_future(asgi(application, "POST", PATH, chunks=[b"{", None]))
+    await asyncio.sleep(0.01)
+    beside = await asgi(application, "POST", PATH, body=SHORT)
+    found = [beside.status, (await slow).status, (await asgi(application, "POST", PATH, body=SHORT)).status]
+    assert found == [429, 408, 200]
 
 
 def test_new_tokens_are_bounded() -> None:
@@ -114,15 +107,11 @@ def test_users_behind_a_proxy_are_clients() -> None:
     assert run(ask("10.0.0.0/8")) == [429] * (len(ALICE) + len(OTHERS))  # the proxy itself is not trusted
 
 
-def test_a_network_of_one_host_is_one_client() -> None:
+async def test_a_network_of_one_host_is_one_client() -> None:
     """Whoever has a /64 of IPv6 was as many clients as that has addresses."""
     users = ["2001:db9::1", "2001:db9::2", "[2001:db9:0:0:ffff::1]:80", "2001:db9:0:1::1", "1.2.3.4"]
-
-    async def ask() -> list[int]:
-        application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
-        return await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users))
-
-    assert run(ask()) == [429, 429, 429, 200, 200]
+    application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
+    assert await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users)) == [429, 429, 429, 200, 200]
     assert origin_of("::ffff:1.2.3.4") == origin_of("1.2.3.4") == "1.2.3.4"  # as connections are counted, too
 
 
@@ -139,12 +128,9 @@ def test_clients_read_for_themselves(heads: list[tuple[str, str]], keys: Path) -
     assert found[2] > 50
 
 
-def test_keys_are_clients_behind_proxies_too(keys: Path) -> None:
+async def test_keys_are_clients_behind_proxies_too(keys: Path) -> None:
     """A user with a key has one share, whatever addresses it asks from."""
-
-    async def ask() -> list[int]:
-        application = app(trusted_proxies=PROXIES, limits={"per_key": 1}, api_key_file=keys)
-        heads = [(KEY_HEADS[0], "1.2.3.4"), (KEY_HEADS[0], "5.6.7.8"), (KEY_HEADS[1], "1.2.3.4")]
-        return await beside(application, *((SHORT, {**dict([key]), "x-forwarded-for": user}) for key, user in heads))
-
-    assert run(ask()) == [429, 429, 200]
+    application = app(trusted_proxies=PROXIES, limits={"per_key": 1}, api_key_file=keys)
+    heads = [(KEY_HEADS[0], "1.2.3.4"), (KEY_HEADS[0], "5.6.7.8"), (KEY_HEADS[1], "1.2.3.4")]
+    found = await beside(application, *((SHORT, {**dict([key]), "x-forwarded-for": user}) for key, user in heads))
+    assert found == [429, 429, 200]

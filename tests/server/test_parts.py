@@ -35,12 +35,13 @@ from tests.server.served import (
     model_of,
     run,
     speech_model,
+    until,
 )
 
 soundfile = pytest.importorskip("soundfile")
 
 
-def test_turns_go_round() -> None:
+async def test_turns_go_round() -> None:
     """One client's hundred requests do not keep another's one waiting for more than a turn."""
     order: list[str] = []
 
@@ -49,58 +50,48 @@ def test_turns_go_round() -> None:
             order.append(client)
             await asyncio.sleep(0)
 
-    async def all_of_them() -> tuple[int, int]:
-        turns = Admission(2, 200)
-        many = [asyncio.ensure_future(ask(turns, "many")) for _ in range(100)]
-        await asyncio.sleep(0)
-        few = [asyncio.ensure_future(ask(turns, "few")) for _ in range(3)]
-        await asyncio.gather(*many, *few)
-        return turns.running, turns.waiting
-
-    assert run(all_of_them()) == (0, 0)
+    turns = Admission(2, 200)
+    many = [asyncio.ensure_future(ask(turns, "many")) for _ in range(100)]
+    await asyncio.sleep(0)
+    few = [asyncio.ensure_future(ask(turns, "few")) for _ in range(3)]
+    await asyncio.gather(*many, *few)
+    assert (turns.running, turns.waiting) == (0, 0)
     assert len(order) == 103
     assert max(i for i, name in enumerate(order) if name == "few") < 10
 
 
-def test_turns_are_bounded() -> None:
+async def test_turns_are_bounded() -> None:
     """Beyond the queue a 429 says when to try again."""
-
-    async def ask() -> list[Any]:
-        turns, found = Admission(1, 1), []
-        async with turns.turn("a"):
-            for name in ("b", "c"):
-                waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
-                await asyncio.sleep(0)
-                if waiting.done():
-                    error = waiting.exception()
-                    assert isinstance(error, ApiError)
-                    found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
-        return found
-
-    assert run(ask()) == [("c", 429, True)]
-
-
-def test_who_waits_most_makes_room() -> None:
-    """One client's many that wait, or have left, locked all others out."""
-
-    async def ask() -> list[Any]:
-        turns = Admission(1, 4)
-        async with turns.turn("first"):
-
-            async def wait(client: str) -> str:
-                async with turns.turn(client):
-                    return client
-
-            waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
-            for client in ("few", "few", "few", "other"):
-                await asyncio.sleep(0)
-                waiting.append(asyncio.ensure_future(wait(client)))
+    turns, found = Admission(1, 1), []
+    async with turns.turn("a"):
+        for name in ("b", "c"):
+            waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
             await asyncio.sleep(0)
-            assert turns.waiting == 4
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        return [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+            if waiting.done():
+                error = waiting.exception()
+                assert isinstance(error, ApiError)
+                found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
+    assert found == [("c", 429, True)]
 
-    assert run(ask()) == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
+
+async def test_who_waits_most_makes_room() -> None:
+    """One client's many that wait, or have left, locked all others out."""
+    turns = Admission(1, 4)
+    async with turns.turn("first"):
+
+        async def wait(client: str) -> str:
+            async with turns.turn(client):
+                return client
+
+        waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
+        for client in ("few", "few", "few", "other"):
+            await asyncio.sleep(0)
+            waiting.append(asyncio.ensure_future(wait(client)))
+        await asyncio.sleep(0)
+        assert turns.waiting == 4
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    answered = [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+    assert answered == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
 
 
 def test_turns_given_up() -> None:
@@ -129,27 +120,24 @@ def test_turns_given_up() -> None:
     assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
 
 
-def test_work_tells_everything_and_then_its_error() -> None:
+async def test_work_tells_everything_and_then_its_error() -> None:
     """In the order in which it came."""
 
     def work(cancel: Cancel) -> Generator[int]:
         yield from range(3)
         raise OptionError("no")
 
-    async def ask() -> list[int]:
-        found = []
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                async for item in ThreadStream(pool, work):
-                    found.append(item)
-            except OptionError:
-                found.append(-1)
-        return found
-
-    assert run(ask()) == [0, 1, 2, -1]
+    found = []
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            async for item in ThreadStream(pool, work):
+                found.append(item)
+        except OptionError:
+            found.append(-1)
+    assert found == [0, 1, 2, -1]
 
 
-def test_work_that_is_given_up() -> None:
+async def test_work_that_is_given_up() -> None:
     """Its generator is closed in its own thread, and callbacks run, also late ones."""
     told, closed = [], []
 
@@ -161,15 +149,12 @@ def test_work_that_is_given_up() -> None:
         finally:
             closed.append(threading.get_ident())
 
-    async def ask() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            running = ThreadStream(pool, work)
-            async for _ in running:
-                break
-            await running.close()
-            await running.close()
-
-    run(ask())
+    with ThreadPoolExecutor(1) as pool:
+        running = ThreadStream(pool, work)
+        async for _ in running:
+            break
+        await running.close()
+        await running.close()
     assert told == [threading.get_ident()]
     assert len(closed) == 1
     assert closed != told
@@ -421,50 +406,41 @@ def test_no_model_of_the_kind() -> None:
     assert found["error"]["message"] == "no model of this server is for speech"
 
 
-def test_recordings_wait_on_disk_or_unread() -> None:
+async def test_recordings_wait_on_disk_or_unread() -> None:
     """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
     body, size = form(b"no sound" * 2**19), 2**22
-
-    async def ask() -> None:
-        application = app(hearing(), limits={"recordings": 1, "per_key": 20})
-        turns = application.state.server.hosts.all["speech"].turns
-        asked = [Answered() for _ in range(20)]
-        tracemalloc.start()
-        async with turns.turn("somebody"):
-            work = [
-                asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
-                for one in asked
-            ]
-            while turns.waiting < 7:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
-            held, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert sum(one.received for one in asked) == 7
-            assert held < 7 * size / 2
-        await asyncio.gather(*work)
-        assert {one.status for one in asked} == {400}
-        application.state.server.draining = True
-        late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
-        assert (late.status, late.received) == (503, 0)
-
-    run(ask())
+    application = app(hearing(), limits={"recordings": 1, "per_key": 20})
+    turns = application.state.server.hosts.all["speech"].turns
+    asked = [Answered() for _ in range(20)]
+    tracemalloc.start()
+    async with turns.turn("somebody"):
+        work = [
+            asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
+            for one in asked
+        ]
+        await until(lambda: turns.waiting >= 7)
+        await asyncio.sleep(0.05)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert sum(one.received for one in asked) == 7
+        assert held < 7 * size / 2
+    await asyncio.gather(*work)
+    assert {one.status for one in asked} == {400}
+    application.state.server.draining = True
+    late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
+    assert (late.status, late.received) == (503, 0)
 
 
-def test_waiting_to_arrive_has_an_end() -> None:
+async def test_waiting_to_arrive_has_an_end() -> None:
     """A recording that is not its turn to arrive is told so after as long as a request may take."""
-
-    async def ask() -> list[int]:
-        application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
-        never = [b"--", None]
-        slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
-        work = [asyncio.ensure_future(one) for one in slow]
-        done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        for one in rest:
-            one.cancel()
-        return [one.result().status for one in done]
-
-    assert run(ask()) == [504]
+    application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
+    never = [b"--", None]
+    slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
+    work = [asyncio.ensure_future(one) for one in slow]
+    done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    for one in rest:
+        one.cancel()
+    assert [one.result().status for one in done] == [504]
 
 
 def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -485,20 +461,15 @@ def test_recordings_come_in_forms() -> None:
     assert all("curl -F file=@" in one.json()["error"]["message"] for one in found[1:])
 
 
-def test_a_recording_nobody_waits_for() -> None:
+async def test_a_recording_nobody_waits_for() -> None:
     """Its decoding ends within two rounds."""
     body = form(recording(19.0))
-
-    async def ask() -> None:
-        gone, application = asyncio.Event(), app(hearing())
-        work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
-        engine = hearing().generator.engine
-        while not engine.running:
-            await asyncio.sleep(0.001)
-        gone.set()
-        await work
-        await idle(hearing())
-        assert application.state.server.hosts.all["speech"].load.running == 0
-        application.state.server.close()
-
-    run(ask())
+    gone, application = asyncio.Event(), app(hearing())
+    work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
+    engine = hearing().generator.engine
+    await until(lambda: engine.running)
+    gone.set()
+    await work
+    await idle(hearing())
+    assert application.state.server.hosts.all["speech"].load.running == 0
+    application.state.server.close()

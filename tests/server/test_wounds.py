@@ -24,7 +24,7 @@ from specdec.server.guards import _PUBLIC
 from specdec.server.keys import Keys
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
-from tests.server.served import TOKENIZER, app, asgi, asking, client, events, idle, model_of, run, settings
+from tests.server.served import TOKENIZER, app, asgi, asking, client, events, idle, model_of, run, settings, until
 from tests.tiny import tiny
 
 KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
@@ -39,7 +39,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_route_is_closed(key_file: Path) -> None:
+async def test_every_route_is_closed(key_file: Path) -> None:
     """Keys were asked for by path, and a mounted prefix went round that (CVE-2026-48746, CVE-2026-48710).
 
     Here every route that does not say it is public answers 401, whatever path it is reached by.
@@ -50,21 +50,17 @@ def test_every_route_is_closed(key_file: Path) -> None:
     assert {found for route in application.routes if (found := getattr(route, "path", None))} <= paths
     open_paths = {route.path for route in routes if hasattr(route.endpoint, _PUBLIC)}
     assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
-
-    async def ask() -> None:
-        async with client(application) as c:
-            for route in routes:
-                path = route.path.replace("{name:path}", "text")
-                for method in route.methods:
-                    found = await c.request(method, path, json=BODY if method == "POST" else None)
-                    assert found.status_code in ((200,) if path in open_paths else (401,)), path
-            ways = ("//v1/models", "/v1/models/", "/V1/models", "/v1/./models", "/health/../v1/models", "/v1%2fmodels")
-            for path in ways:
-                assert (await c.get(path)).status_code in (401, 404), path
-            mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
-            assert mounted.status in (401, 404)
-
-    run(ask())
+    async with client(application) as c:
+        for route in routes:
+            path = route.path.replace("{name:path}", "text")
+            for method in route.methods:
+                found = await c.request(method, path, json=BODY if method == "POST" else None)
+                assert found.status_code in ((200,) if path in open_paths else (401,)), path
+        ways = ("//v1/models", "/v1/models/", "/V1/models", "/v1/./models", "/health/../v1/models", "/v1%2fmodels")
+        for path in ways:
+            assert (await c.get(path)).status_code in (401, 404), path
+        mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
+        assert mounted.status in (401, 404)
 
 
 def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,14 +175,10 @@ def test_other_machines_need_keys(key_file: Path) -> None:
         assert settings(host=host).is_local
 
 
-def test_nothing_is_read_without_a_key(key_file: Path) -> None:
+async def test_nothing_is_read_without_a_key(key_file: Path) -> None:
     """A stranger's body is not even received."""
-
-    async def ask() -> tuple[int, int]:
-        found = await asgi(app(api_key_file=key_file), "POST", "/v1/completions", chunks=[b"{"] * 50)
-        return found.status, found.received
-
-    assert run(ask()) == (401, 0)
+    found = await asgi(app(api_key_file=key_file), "POST", "/v1/completions", chunks=[b"{"] * 50)
+    assert (found.status, found.received) == (401, 0)
 
 
 def test_large_headers() -> None:
@@ -196,48 +188,36 @@ def test_large_headers() -> None:
     assert found == 431
 
 
-def test_large_bodies() -> None:
+async def test_large_bodies() -> None:
     """By what the header says, and by what comes where it lies or says nothing."""
-
-    async def ask() -> list[int]:
-        application = app(limits={"body_bytes": 1000})
-        async with client(application) as c:
-            declared = await c.post("/v1/completions", json={"prompt": "a" * 2000})
-        chunks = [b'{"prompt": "', *[b"a" * 100] * 50]
-        unsaid = await asgi(application, "POST", "/v1/completions", chunks=chunks)
-        lying = await asgi(application, "POST", "/v1/completions", chunks=chunks, length="5")
-        senseless = [
-            await asgi(application, "POST", "/v1/completions", chunks=[b"{}"], length=length)
-            for length in ("-5", "9" * 5000)
-        ]
-        assert unsaid.received <= 12
-        return [declared.status_code, unsaid.status, lying.status, *(one.status for one in senseless)]
-
-    assert run(ask()) == [413] * 5
+    application = app(limits={"body_bytes": 1000})
+    async with client(application) as c:
+        declared = await c.post("/v1/completions", json={"prompt": "a" * 2000})
+    chunks = [b'{"prompt": "', *[b"a" * 100] * 50]
+    unsaid = await asgi(application, "POST", "/v1/completions", chunks=chunks)
+    lying = await asgi(application, "POST", "/v1/completions", chunks=chunks, length="5")
+    senseless = [
+        await asgi(application, "POST", "/v1/completions", chunks=[b"{}"], length=length)
+        for length in ("-5", "9" * 5000)
+    ]
+    assert unsaid.received <= 12
+    assert [declared.status_code, unsaid.status, lying.status, *(one.status for one in senseless)] == [413] * 5
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "multipart/x", "multipart/form-data; boundary=x"])
-def test_bodies_of_another_kind(kind: str) -> None:
+async def test_bodies_of_another_kind(kind: str) -> None:
     """A 415 names the header, and nothing is read. (Of a form as much was read as a recording may have, 25 MiB.)"""
-
-    async def ask() -> Any:
-        return await asgi(app(), "POST", "/v1/completions", chunks=[b"{"] * 9, content_type=kind)
-
-    found = run(ask())
+    found = await asgi(app(), "POST", "/v1/completions", chunks=[b"{"] * 9, content_type=kind)
     assert (found.status, found.received) == (415, 0)
     error = json.loads(found.body)["error"]
     assert error["param"] == "Content-Type"
     assert "`Content-Type: application/json`" in error["message"]
 
 
-def test_slow_bodies() -> None:
+async def test_slow_bodies() -> None:
     """A body that never ends holds nothing for longer than it may."""
-
-    async def ask() -> int:
-        application = app(limits={"upload_seconds": 0.2})
-        return (await asgi(application, "POST", "/v1/completions", chunks=[b"{", None])).status
-
-    assert run(ask()) == 408
+    application = app(limits={"upload_seconds": 0.2})
+    assert (await asgi(application, "POST", "/v1/completions", chunks=[b"{", None])).status == 408
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -334,62 +314,51 @@ def test_other_sites_are_kept_out() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave(stream: bool) -> None:
+async def test_clients_that_leave(stream: bool) -> None:
     """Their requests went on for ever (llama.cpp #24496), or nothing did (#27604): all is freed within two rounds.
 
     (They were counted once for each prompt.)
     """
     model = model_of("suffix")
     long = {"prompt": ["abc", "ab"], "max_tokens": 450, "ignore_eos": True, "stream": stream}
-
-    async def ask() -> None:
-        application = app(model)
-        state = application.state.server
-        engine = model.generator.engine
-        for _ in range(3):
-            gone = asyncio.Event()
-            asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
-            while not engine.running:
-                await asyncio.sleep(0.001)
-            reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
-            gone.set()
-            await asked
-            await idle(model)
-            assert state.hosts.all["text"].load.running == 0
-            assert reached < 450
-        async with client(application) as c:
-            assert (await c.post("/v1/completions", json=BODY)).status_code == 200
-            text = (await c.get("/metrics")).text
-        assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 3.0' in text
-
-    run(ask())
-
-
-def test_leaving_while_waiting() -> None:
-    """A client that gives up in the queue leaves no trace, and those behind it move up."""
-
-    async def ask() -> list[int]:
-        application = app(limits={"running": 1, "waiting": 2})
-        long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
-        first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
-        turns = application.state.server.hosts.all["text"].turns
-        while not turns.running:
-            await asyncio.sleep(0.001)
+    application = app(model)
+    state = application.state.server
+    engine = model.generator.engine
+    for _ in range(3):
         gone = asyncio.Event()
-        second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
-        third = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY))
-        while turns.waiting < 2:
-            await asyncio.sleep(0.001)
-        refused = await asgi(application, "POST", "/v1/completions", body=BODY)
-        assert refused.headers["retry-after"]
+        asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
+        await until(lambda: engine.running)
+        reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
         gone.set()
-        await second
-        assert turns.waiting <= 1
-        found = [(await one).status for one in (first, third)]
-        application.state.server.close()
-        return [*found, refused.status, turns.running, turns.waiting]
+        await asked
+        await idle(model)
+        assert state.hosts.all["text"].load.running == 0
+        assert reached < 450
+    async with client(application) as c:
+        assert (await c.post("/v1/completions", json=BODY)).status_code == 200
+        text = (await c.get("/metrics")).text
+    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 3.0' in text
 
-    assert run(ask()) == [200, 200, 429, 0, 0]
+
+async def test_leaving_while_waiting() -> None:
+    """A client that gives up in the queue leaves no trace, and those behind it move up."""
+    application = app(limits={"running": 1, "waiting": 2})
+    long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+    first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
+    turns = application.state.server.hosts.all["text"].turns
+    await until(lambda: turns.running)
+    gone = asyncio.Event()
+    second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
+    third = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY))
+    await until(lambda: turns.waiting >= 2)
+    refused = await asgi(application, "POST", "/v1/completions", body=BODY)
+    assert refused.headers["retry-after"]
+    gone.set()
+    await second
+    assert turns.waiting <= 1
+    found = [(await one).status for one in (first, third)]
+    application.state.server.close()
+    assert [*found, refused.status, turns.running, turns.waiting] == [200, 200, 429, 0, 0]
 
 
 def test_stuck_is_not_ready() -> None:
@@ -438,20 +407,16 @@ def test_a_pass_that_fails(error: Exception, expected: int, stream: bool) -> Non
         assert broken.status_code == expected
 
 
-def test_requests_that_take_too_long() -> None:
+async def test_requests_that_take_too_long() -> None:
     """They end with a 504, or an event that says so, and free what they held. (They were counted as left.)"""
-
-    async def ask() -> list[Any]:
-        application = app(limits={"request_seconds": 0.15})
-        long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
-        async with client(application) as c:
-            whole = await c.post("/v1/completions", json=long)
-            stream = await c.post("/v1/completions", json={**long, "stream": True})
-            await idle(model_of("suffix"))
-            assert "requests_aborted_total{" not in (await c.get("/metrics")).text
-            return [whole.status_code, events(stream.text)[-1]]
-
-    status_code, last = run(ask())
+    application = app(limits={"request_seconds": 0.15})
+    long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+    async with client(application) as c:
+        whole = await c.post("/v1/completions", json=long)
+        stream = await c.post("/v1/completions", json={**long, "stream": True})
+        await idle(model_of("suffix"))
+        assert "requests_aborted_total{" not in (await c.get("/metrics")).text
+        status_code, last = [whole.status_code, events(stream.text)[-1]]
     assert status_code == 504
     assert last["error"]["code"] == "timeout"
 
