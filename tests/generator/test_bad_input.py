@@ -21,8 +21,9 @@ from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
 from specdec.options.generate import Options
 from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
+from specdec.proposers import SuffixDrafter
 from tests.folders import WIDTH, byte_tokenizer
-from tests.generator.conftest import Letters, silent
+from tests.generator.conftest import Letters, idle
 from tests.matrix import endless
 from tests.tiny import tiny
 
@@ -31,7 +32,7 @@ IDS = torch.tensor([[5, 6, 7]])
 
 @pytest.fixture(scope="module")
 def generator() -> SpecGenerator:
-    return silent("llama")
+    return idle("llama")
 
 
 WRONG_OPTIONS = [
@@ -299,23 +300,34 @@ def test_text_without_a_limit() -> None:
     assert generator.generate("hello", max_new_tokens=3, eos_token_id=[]).texts == ["xxx"]
 
 
-@pytest.mark.parametrize(
-    "draft", [3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix")], ids=str
-)
-def test_wrong_drafts(draft: Any) -> None:
-    """What cannot be a draft is refused when the generator is made."""
-    with pytest.raises(OptionError):
-        SpecGenerator(tiny("llama"), draft)
+class Guess:
+    """A draft of one's own."""
+
+    def propose(self, tokens: list[int], k: int) -> list[int]:
+        return tokens[:k]
 
 
-def test_wrong_targets() -> None:
-    """So is what cannot be a target."""
-    with pytest.raises(OptionError, match="target"):
-        SpecGenerator(3)
-    with pytest.raises(OptionError, match="nowhere"):
-        SpecGenerator("/nowhere/at/all")
-    with pytest.raises(OptionError, match="eval"):
-        SpecGenerator(tiny("llama").train())
+NO_DRAFTS = (3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix"))
+WRONG_MODELS: list[tuple[Any, Any, str]] = [
+    *((tiny("llama"), draft, "`draft`") for draft in NO_DRAFTS),
+    *(
+        (tiny("llama"), draft, r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)")
+        for draft in (Guess, SuffixDrafter, ("suffix", Guess))  # it was a TypeError in the middle of the call
+    ),
+    (tiny("llama"), tiny("t5"), r"encoder-decoder model.*name a decoder-only model"),  # told after the first token
+    (tiny("llama"), tiny("llama", vocab=50), r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"),
+    (3, None, "target"),
+    ("/nowhere/at/all", None, "nowhere"),
+    (tiny("llama").train(), None, "eval"),
+]
+
+
+@pytest.mark.parametrize(("target", "draft", "message"), WRONG_MODELS, ids=lambda value: str(value)[:40])
+def test_wrong_models(target: Any, draft: Any, message: str) -> None:
+    """What cannot be a target or its draft is refused when the generator is made."""
+    with pytest.raises(OptionError, match=message) as found:
+        SpecGenerator(target, draft)
+    assert isinstance(found.value, VocabularyError) == ("vocabulary" in message)
 
 
 @pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer, Transcriber])
@@ -325,12 +337,6 @@ def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) 
     way_out = re.escape(f"`{next(iter(option))}` is an option of loading: pass it to {kind.__name__}.from_pretrained")
     with pytest.raises(OptionError, match=way_out):
         kind("some/model", **option)
-
-
-def test_vocabularies_that_differ() -> None:
-    """Another vocabulary without its tokenizer is refused, with the way out."""
-    with pytest.raises(VocabularyError, match=r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"):
-        SpecGenerator(tiny("llama"), tiny("llama", vocab=50))
 
 
 # Every field of transformers' GenerationConfig and every argument of `generate`: what becomes of it, and a call.

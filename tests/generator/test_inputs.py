@@ -15,7 +15,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.drafts import BatchDrafter, DraftSession
 from specdec.core.tree import Tree
 from specdec.generator.inputs import Prompts, RowPrompt
-from tests.generator.conftest import Letters, silent
+from tests.generator.conftest import Letters, idle
 from tests.matrix import pairwise
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
@@ -38,18 +38,20 @@ def ours(model: Any, *args: Any, draft: Any = "suffix", **options: Any) -> list[
 # --- decoder prompts of encoder-decoders
 
 
-@pytest.mark.parametrize("prompt", [[[0, 7, 9], [0, 8, 8]], [[7, 9], [8, 8]], [[0, 7], [8, 8]]])
-def test_a_start_id_that_is_the_padding_id_stays(prompt: list[list[int]]) -> None:
-    """T5 starts with its padding id. (A leading start token was taken for padding, stripped, and put back twice.)"""
-    model = tiny("t5", decoder_start_token_id=0)
-    inputs = {**tiny_inputs("t5", rows=2), "decoder_input_ids": torch.tensor(prompt)}
-    assert ours(model, **inputs) == theirs(model, **inputs)
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        *(("t5", prompt) for prompt in ([[0, 7, 9], [0, 8, 8]], [[7, 9], [8, 8]], [[0, 7], [8, 8]])),
+        ("bart", [[1, 0, 9, 0]]),
+    ],
+)
+def test_padding_ids_in_a_decoder_prompt_stay(name: str, prompt: list[list[int]]) -> None:
+    """Only a mask says what is padding there, and T5 starts with its padding id.
 
-
-def test_padding_id_inside_a_decoder_prompt_stays() -> None:
-    """Only a mask says what is padding in a decoder prompt. (It was told by the padding id.)"""
-    model = tiny("bart")
-    inputs = {**tiny_inputs("bart"), "decoder_input_ids": torch.tensor([[1, 0, 9, 0]])}
+    (It was told by the id: a leading start token was stripped, and put back twice.)
+    """
+    model = tiny(name, **({"decoder_start_token_id": 0} if name == "t5" else {}))
+    inputs = {**tiny_inputs(name, rows=len(prompt)), "decoder_input_ids": torch.tensor(prompt)}
     assert ours(model, **inputs) == theirs(model, **inputs)
 
 
@@ -187,15 +189,11 @@ def test_embeddings_equal_transformers(options: dict[str, Any]) -> None:
         assert ours(model, inputs_embeds=embeds, draft=draft, **{"eos_token_id": [], **options}) == expected, draft
 
 
-def test_encoder_penalty_does_not_see_embeddings() -> None:
-    """There is no prompt to prefer. (The placeholder 0 was taken for it.)"""
-    model = tiny("llama")
-    plain = ours(model, inputs_embeds=embedded(model))
-    assert ours(model, inputs_embeds=embedded(model), encoder_repetition_penalty=5.0) == plain
-
-
 def test_processors_see_the_new_ids_alone() -> None:
-    """The first call sees ids of shape [1, 0]; a user's draft is asked once there is text."""
+    """The first call sees ids of shape [1, 0]; a user's draft is asked once there is text.
+
+    There is no prompt for an encoder's penalty to prefer. (The placeholder 0 was taken for it.)
+    """
     model, seen, asked = tiny("llama"), Seen(), []
 
     def draft(tokens: list[int], k: int) -> list[int]:
@@ -203,6 +201,7 @@ def test_processors_see_the_new_ids_alone() -> None:
         return []
 
     new = ours(model, inputs_embeds=embedded(model), draft=draft, logits_processor=seen)[0]
+    assert ours(model, inputs_embeds=embedded(model), encoder_repetition_penalty=5.0) == [new]
     assert seen.ids == [new[:n] for n in range(10)]
     assert asked[0] == new[:1]
 
@@ -260,21 +259,14 @@ def test_guidance_equals_transformers(negative: list[list[int]] | None) -> None:
 
 
 def test_negative_prompts_of_several_answers() -> None:
-    """Each copy of a prompt keeps the prompt's own negative. (Row 1 took the second prompt's.)"""
+    """Each copy of a prompt keeps the prompt's own negative, without its padding. (Row 1 took the second prompt's.)"""
     model = tiny("llama")
     options = {"guidance_scale": 1.7, "do_sample": True, "top_k": 1, "seed": 0}
     negative = [[4, 9, 9], [6, 8]]
-    twice = ours(model, IDS, **options, negative_prompt_ids=negative, num_return_sequences=2)
+    padded = {"negative_prompt_ids": [[4, 9, 9], [0, 6, 8]], "negative_prompt_attention_mask": [[1, 1, 1], [0, 1, 1]]}
+    twice = ours(model, IDS, **options, **padded, num_return_sequences=2)
     assert twice[:2] == [ours(model, IDS[:1], **options, negative_prompt_ids=negative[:1])[0]] * 2
     assert twice[2:] == [ours(model, IDS[1:], **options, negative_prompt_ids=negative[1:])[0]] * 2
-
-
-def test_negative_mask() -> None:
-    """Padding that the mask names is left out."""
-    model = tiny("llama")
-    masked = {"negative_prompt_ids": [[0, 4, 9]], "negative_prompt_attention_mask": torch.tensor([[0, 1, 1]])}
-    expected = ours(model, IDS, guidance_scale=1.7, negative_prompt_ids=[4, 9])
-    assert ours(model, IDS, guidance_scale=1.7, **masked) == expected
 
 
 # --- shapes that tokenizers and processors give
@@ -349,7 +341,7 @@ def test_repeated_prompts_keep_all_their_parts() -> None:
 
 @pytest.fixture(scope="module")
 def generators() -> dict[str, SpecGenerator]:
-    return {name: silent(name, Letters()) for name in ("llama", "t5", "whisper")}
+    return {name: idle(name, Letters()) for name in ("llama", "t5", "whisper")}
 
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -10,9 +10,8 @@ import torch
 from transformers import GenerationMixin, TextStreamer
 
 from specdec import SpecGenerator, UnsupportedError
-from tests.generator.conftest import never
 from tests.oracle import oracle
-from tests.tiny import tiny, tiny_inputs
+from tests.tiny import never, tiny, tiny_inputs
 
 KEPT = ("scores", "logits", "hidden_states", "attentions")
 FIELDS = {"return_dict_in_generate": True, **{f"output_{kind}": True for kind in KEPT}}

@@ -205,14 +205,13 @@ def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> No
 
 def test_a_loaded_model_takes_no_loading_options() -> None:
     """Neither as target nor as draft."""
-    with pytest.raises(OptionError, match="dtype"):
-        load(tiny("llama"), Loading(dtype="bfloat16"))
-    with pytest.raises(OptionError, match=r"quantization.*loaded already"):
-        SpecGenerator.from_pretrained(tiny("llama"), quantization="int8-weight")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="draft_options"):
         SpecGenerator.from_pretrained("no-such-model", tiny("llama"), draft_options={"dtype": "bfloat16"})
-    with pytest.raises(OptionError, match="from_pretrained"):
-        SpecGenerator(tiny("llama"), quantization="int8-weight")
+    for given in ({"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"gguf_file": "model.gguf"}):
+        with pytest.raises(OptionError, match=f"`{next(iter(given))}` applies to loading, but the model is loaded al"):
+            SpecGenerator.from_pretrained(tiny("llama"), **given)
+        with pytest.raises(OptionError, match=r"pass it to SpecGenerator\.from_pretrained"):
+            SpecGenerator(tiny("llama"), **given)
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,19 +404,14 @@ def test_temporary_files_live_as_long_as_the_model(tmp_path: Path, temporary: Pa
     assert not list(temporary.iterdir())
 
 
-def test_an_offload_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is told before anything is loaded."""
+def test_offloading_that_cannot_be(tmp_path: Path) -> None:
+    """A folder that cannot be written is told before anything is loaded; weights out of reach are not quantized."""
     folder = saved("llama", tmp_path / "model")
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"offload_folder.*written to"):
         load(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
-
-
-def test_weights_out_of_reach_are_not_quantized(tmp_path: Path) -> None:
-    """A device map that leaves some on disk says what to use instead."""
-    how = Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off")
     with pytest.raises(UnsupportedError, match="offload"):
-        load(saved("llama", tmp_path / "model"), how)
+        load(folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off"))
 
 
 @pytest.mark.parametrize("way", ["int8-weight", "nf4"])
