@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def endless(max_new_tokens: int, /, **more: Any) -> dict[str, Any]:
     """Options of a call that no token ends, so that its texts are as long as they may be."""
@@ -41,6 +43,11 @@ def pairwise(**parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         cases.append(max(every, key=lambda case: len(pairs(case) & left)))
         left -= pairs(cases[-1])
     return [tuple(values[i] for values, i in zip(parameters.values(), case, strict=True)) for case in cases]
+
+
+def in_pairs(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by `pairwise`."""
+    return pytest.mark.parametrize(tuple(parameters), pairwise(**parameters))
 
 
 def some(*names: str) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
 from specdec.decoding.tree_samplers import likeliest_children
 from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, propose, sprout, table, verify, walk
+from tests.matrix import in_pairs
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
@@ -39,6 +40,9 @@ def own(ids: Any, logits: Any) -> Any:
 
 OWN = Processors((own, *WARPED.items))
 PROCESSORS = {"none": NOTHING, "warpers": WARPED, "ids": READING}
+
+
+GUESSING = ("greedy", "coupled", "rejection")  # the others guess as one of these
 
 
 class Far(torch.Tensor):
@@ -67,12 +71,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return Far.looks
 
 
-@pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
-@pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_one_look_in_a_round(name: str, branches: int, processors: Any, looks: list[str]) -> None:
+@in_pairs(name=[*STRATEGIES], processors=[*PROCESSORS], branches=[1, 3])
+def test_one_look_in_a_round(name: str, processors: str, branches: int, looks: list[str]) -> None:
     """Chains and trees, with processors that read ids or do not; log-probabilities come with it."""
-    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](processors, ranked=True)
+    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](PROCESSORS[processors], ranked=True)
     if branches == 1:
         proposal = propose(strategy.rule, row, far(TARGET), 5)
     else:
@@ -105,7 +107,7 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
 
 
 @pytest.mark.parametrize("confident", [True, False])
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("name", GUESSING)
 def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) -> None:
     """Token, confidence and whether there is a guess at all come together."""
     rule = STRATEGIES[name](WARPED).rule
@@ -115,10 +117,7 @@ def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) ->
     assert 0 <= token < V
 
 
-@pytest.mark.parametrize("confident", [True, False])
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@in_pairs(name=GUESSING, bad=[math.nan, math.inf], local=[True, False], confident=[True, False])
 def test_a_draft_that_overflowed_has_no_guess(
     name: str, bad: float, local: bool, confident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +128,7 @@ def test_a_draft_that_overflowed_has_no_guess(
     assert math.isnan(STRATEGIES[name](NOTHING).rule.pick(ToyRow(), [], logits, confident=confident)[1])
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("name", GUESSING)
 def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
     """The likeliest children are found together; those of one end are drawn without looking."""
     ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]

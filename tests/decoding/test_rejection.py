@@ -29,6 +29,7 @@ from tests.decoding.toys import (
     walk,
     wrong,
 )
+from tests.matrix import in_pairs
 
 V = 3
 TARGET = table(1, V)
@@ -95,11 +96,10 @@ def test_law_with_several_drawn_children(monkeypatch, kind, replace) -> None:
     assert_law(law, target_law(TARGET, 2))
 
 
-@pytest.mark.parametrize("kind", [Rejection, Block])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize(("branches", "length"), [(1, 3), (2, 3), (3, 2)])
-def test_law_is_the_targets(monkeypatch, kind, draft, branches, length) -> None:
+@in_pairs(kind=[Rejection, Block], draft=[*DRAFTS], branches=[1, 2, 3])
+def test_law_is_the_targets(monkeypatch, kind, draft, branches) -> None:
     """Chains, and trees drawn without replacement, of two levels; every decision of the first tokens enumerated."""
+    length = 3 if branches < 3 else 2
 
     def play():
         selector = kind(NOTHING, 0, width=V)
