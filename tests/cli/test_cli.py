@@ -116,8 +116,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    """Looking up a flag takes no model library, and so no seconds."""
-    code = "from specdec.cli.commands import run; run(['generate', '--help'])"
+    """Looking up a flag takes no model library, and so no seconds; nor do options and the names of schedules."""
+    code = "import specdec.options.generate, specdec.core.draft_schedules"
+    code += "; from specdec.cli.commands import run; run(['generate', '--help'])"
     code += "; import sys; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -269,12 +270,16 @@ def test_a_prompt_that_is_no_text(
     assert error_of(["generate", "t", "-p", "-"], capsys).startswith("error: standard input is not text in UTF-8")
 
 
-def test_a_config_file_in_latin_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is a usage error that names the file. (It was an internal one.)"""
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder and a config in Latin-1 are a wrong use of the command, a broken checkpoint is a failure."""
+    error_of(["generate", str(tmp_path), "-p", "x"], capsys)
     file = tmp_path / "c.yaml"
     file.write_bytes("# Höhe\ntop_k: 3\n".encode("latin-1"))
     err = error_of(["generate", "t", "-p", "x", "--config", str(file)], capsys)
     assert err.startswith("error: `config` must be a YAML file in UTF-8, got ")
+    model, weights = saved_model(tmp_path / "model"), tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert "broken or incomplete" in error_of(["generate", model, "-p", "ab", "--quiet"], capsys, 1)
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,21 +413,17 @@ def chatty(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_chat(live: bool, chatty: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The prompt as a message, behind what the system says."""
+def test_chat(live: bool, chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt as a message, behind what the system says; without a template the error says so."""
+    code, _, err = generate("--chat", *NEW)
+    assert code == 2
+    assert "chat template" in err
     generator = SpecGenerator.from_pretrained(chatty)
     user = {"role": "user", "content": "def f"}
     for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
         assert run(["generate", chatty, "-p", "def f", *NEW, *flags, *([] if live else ["--no-stream"])]) == 0
         expected = generator.generate(messages=[*system, user], max_new_tokens=12)
         assert capsys.readouterr() == (expected.texts[0] + "\n", "")
-
-
-def test_a_chat_needs_a_template(generate: Any) -> None:
-    """The error says so."""
-    code, _, err = generate("--chat", *NEW)
-    assert code == 2
-    assert "chat template" in err
 
 
 def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -487,19 +488,14 @@ def test_json(method: str, generate: Any, target: str, draft: str) -> None:
 
 
 def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
-    """A sampled call without a seed can be repeated from its JSON, with any draft."""
+    """A sampled call without a seed can be repeated from its JSON, with any draft; several samples are numbered."""
     first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2")[1])
     assert len(first["texts"]) == len(first["token_ids"]) == 2
     again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
     second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again)[1])
     assert second["texts"] == first["texts"]
-
-
-def test_several_texts_have_headings(generate: Any) -> None:
-    """Several samples are numbered."""
-    out = generate(*NEW, "--sample", "--seed", "1", "--num-return-sequences", "2")[1]
-    assert out.startswith("── 1/2 ──\n")
-    assert "\n── 2/2 ──\n" in out
+    out = generate(*NEW, "--num-return-sequences", "2", *again)[1]
+    assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
 
 
 def test_stop_strings(generate: Any) -> None:
@@ -546,11 +542,6 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     assert specdec(*writing) == (0, f"note: no kernels, so passes and sampling on the CPU are slower: {words}")
     assert specdec(*writing, "--quiet") == (0, "")
     assert specdec("compile", "zoo:python-code") == (1, f"error: nothing can be compiled here, {words}")
-
-
-def test_a_target_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder is one clean error line."""
-    error_of(["generate", str(tmp_path), "-p", "x"], capsys)
 
 
 def test_show_draft_without_colours_marks_the_draft(generate: Any, target: str) -> None:
@@ -820,11 +811,3 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stats"]["num_draft_tokens"]
     assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
     assert "there are draft.gguf, model.gguf" in capsys.readouterr().err
-
-
-def test_a_broken_checkpoint_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a wrong use of the command."""
-    model = saved_model(tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    assert "broken or incomplete" in error_of(["generate", model, "-p", "ab", "--quiet"], capsys, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.core.draft_schedules import WIDEST, Confidence, Constant, Cost, Heuristic
+from specdec.core.draft_schedules.cost import CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.rounds import Round, SequenceRound
 from specdec.core.tree import Step
@@ -162,6 +163,14 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
     """A round with a draft may cost more than its parts say: what was measured decides."""
     assert simulate(Cost(), 0.1, 0.01, 0.001, 512, hidden=hidden) < bound
     assert simulate(Cost(), 0.9, 0.01, 0.001, 512, hidden=hidden) < 0.6
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
+    """Its tokens count by the mean of what came true: how sure the draft is of them is not known yet."""
+    worth = paths * Acceptance().mean
+    assert CostPlan(9, Acceptance(), 0.99 * worth, 0.0).go_on([[]] * paths)
+    assert not CostPlan(9, Acceptance(), 1.01 * worth, 0.0).go_on([[]] * paths)
 
 
 def test_cost_tries_again() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TextIteratorStreamer
 
-from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec import LanguageModel, SpecGenerator
 from specdec.decoding.strategies import beam
 from specdec.errors import SpecdecError
 from tests.matrix import endless
@@ -212,17 +211,6 @@ def test_beam_sample_draws_without_replacement() -> None:
     then = sum(law[i] * law / (1 - law[i]) * (torch.arange(6) != i) for i in range(6))
     assert (first / runs - law).abs().max() < 0.03
     assert (second / runs - then).abs().max() < 0.03
-
-
-def test_beams_stream_at_the_end() -> None:
-    """Text of a search is final only at the end: a stream brings it then; a transformers streamer is refused."""
-    generator = SpecGenerator(tiny("llama", vocab=VOCAB))
-    options = endless(5, num_beams=3, num_return_sequences=2)
-    events = list(generator.stream([[5, 6]], **options))
-    out = generator.generate([[5, 6]], **options)
-    assert [event.token_ids for event in events] == out.new_tokens()
-    with pytest.raises(OptionError, match="streamer"):
-        generator.generate([[5, 6]], **{**options, "streamer": TextIteratorStreamer(None)})
 
 
 def test_the_documented_example() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextIteratorStreamer
 
 from specdec import (
     DisjunctiveConstraint,
@@ -121,12 +121,16 @@ def test_contrastive_equals_the_formula(name: str) -> None:
         assert out.stats.num_target_passes == 11
 
 
-def test_contrastive_streams() -> None:
-    """Every token is final when it is chosen, so it can be shown."""
-    model, options = tiny("llama", vocab=VOCAB), endless(6)
-    whole = SpecGenerator(model).generate(RAGGED[:1], **KINDS["contrastive"], **options)
-    events = list(SpecGenerator(model).stream(RAGGED[:1], **KINDS["contrastive"], **options))
-    assert [event.token_ids for event in events] == [[token] for token in whole.new_tokens()[0]]
+@pytest.mark.parametrize("kind", ["beams", "contrastive"])
+def test_streams(kind: str) -> None:
+    """Beams are final at the end: a stream brings them then, and none to a streamer. Contrastive tokens are at once."""
+    generator, options = SpecGenerator(tiny("llama", vocab=VOCAB)), endless(6, **KINDS[kind])
+    texts = generator.generate(RAGGED[:1], **options).new_tokens()
+    expected = texts if kind == "beams" else [[token] for token in texts[0]]
+    assert [event.token_ids for event in generator.stream(RAGGED[:1], **options)] == expected
+    if kind == "beams":
+        with pytest.raises(OptionError, match="streamer"):
+            generator.generate(RAGGED[:1], **options, streamer=TextIteratorStreamer(None))
 
 
 @pytest.mark.parametrize("kind", KINDS)

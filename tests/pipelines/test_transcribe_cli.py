@@ -120,12 +120,18 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "word error rate" in err
 
 
-def test_recordings_need_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """(The package's own, of 299 words, answered nonsense that looked like what might have been said.)"""
-    assert run(["transcribe", str(folder / "short.wav")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "no model was named: pass --model, for example --model openai/whisper-base" in err
+def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """(The package's own, of 299 words, answered nonsense; a text model was asked for its `processor=`.)"""
+    text = ["--demo", "--model", saved_model(tmp_path / "llama")]
+    for arguments, words in (
+        ([str(folder / "short.wav")], "no model was named: pass --model, for example --model openai/whisper-base"),
+        (text, "must be a Whisper model"),
+        (text, "is of the kind 'llama'"),
+    ):
+        assert run(["transcribe", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert words in err
 
 
 def test_folders_are_the_recordings_in_them(folder: Path, tmp_path: Path, typed: Any) -> None:
@@ -170,14 +176,6 @@ def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, typed:
     assert "got 'nowhere.wav': there is no such file" in err
     assert "2 recordings" in err
     assert typed(bad, "--quiet")[:2] == (1, "")
-
-
-def test_a_text_model_is_no_speech_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was asked for its `processor=`."""
-    assert run(["transcribe", "--demo", "--model", saved_model(tmp_path / "llama")]) == 2
-    err = capsys.readouterr().err
-    assert "must be a Whisper model" in err
-    assert "is of the kind 'llama'" in err
 
 
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> None:

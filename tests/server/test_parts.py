@@ -24,6 +24,7 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
 from tests import speech
+from tests.folders import WIDTH
 from tests.server.served import (
     TOKENIZER,
     Answered,
@@ -39,6 +40,7 @@ from tests.server.served import (
 )
 
 soundfile = pytest.importorskip("soundfile")
+VOCABULARY = pytest.importorskip("llguidance.hf").from_tokenizer(TOKENIZER, WIDTH)
 
 
 async def test_turns_go_round() -> None:
@@ -237,15 +239,14 @@ def test_forms_that_are_none(fields: dict[str, Any]) -> None:
 def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
     """Clients read of `start: /(/`, which they had not sent."""
     with pytest.raises(OptionError, match=said) as found:
-        Grammar(Form("regex", source, "guided_regex"), model_of("none")._grammars, 0)
+        Grammar(Form("regex", source, "guided_regex"), VOCABULARY, 0)
     assert "start" not in str(found.value)
 
 
 def test_every_character_may_be_in_a_choice() -> None:
     """One of them was an error that named the grammar within."""
     points = [*range(0x300), 0x2028, 0xFEFF, 0xFFFD, 0x1F600, 0x10FFFF]
-    form, tokenizer = Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), model_of("none")
-    grammar = Grammar(form, tokenizer._grammars, 0)
+    grammar = Grammar(Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), VOCABULARY, 0)
     for point in points:
         ids = TOKENIZER(f"{chr(point)}x", add_special_tokens=False)["input_ids"]
         assert grammar.allowed([], ids) == len(ids), hex(point)
@@ -265,7 +266,7 @@ def test_the_schema_tells_of_forms() -> None:
 
 def test_a_grammar_goes_back() -> None:
     """A draft asks about texts that never come true; the mask depends on the text alone."""
-    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), model_of("none")._grammars, 2)
+    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), VOCABULARY, 2)
     ids = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcx"}
 
     def allowed(text: str) -> set[str]:

@@ -230,12 +230,6 @@ def test_chunks_of_equal_size() -> None:
     assert [size % 128 for size in sizes] == [len("data: ")] * 7
 
 
-def test_echo() -> None:
-    """The prompt stands before the text."""
-    with asking(app()) as c:
-        assert c.complete(**asked(echo=True, seed=1, max_tokens=4))["choices"][0]["text"].startswith(PROMPT)
-
-
 @pytest.mark.parametrize("draft", ["none", "suffix"])
 def test_scores_of_a_prompt(draft: str) -> None:
     """`echo` with `logprobs` tells the target's own of all its tokens but the first, then those of the answer."""
@@ -244,6 +238,7 @@ def test_scores_of_a_prompt(draft: str) -> None:
         body = asked(echo=True, logprobs=2, temperature=0, max_tokens=4, ignore_eos=True)
         [choice] = c.complete(**body)["choices"]
         first = c.complete(**body, stream=True)[0]["choices"][0]["logprobs"]
+    assert choice["text"].startswith(PROMPT)
     found = choice["logprobs"]
     ids = TOKENIZER(choice["text"])["input_ids"]
     assert found["tokens"] == [TOKENIZER.decode([token]) for token in ids]

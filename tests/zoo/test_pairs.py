@@ -85,7 +85,9 @@ def test_the_drafts_encoder_is_the_targets(whisper: WhisperForConditionalGenerat
 
 
 def test_whispers_tokens(processor: WhisperProcessor, whisper: WhisperForConditionalGeneration) -> None:
-    """Prompts, languages and timestamps are where Whisper's generation looks for them."""
+    """Prompts, languages and timestamps are where Whisper's generation looks for them; windows fill the encoder."""
+    assert processor.feature_extractor.chunk_length == speech.WINDOW
+    assert whisper.config.max_source_positions == speech.WINDOW * 50
     tokenizer, settings = processor.tokenizer, whisper.generation_config
     prefix = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
     assert tokenizer.convert_ids_to_tokens(tokenizer.prefix_tokens) == prefix
@@ -156,14 +158,6 @@ def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
     with pytest.raises(bundled_models.SpecdecError, match="the recordings are not in"):
         bundled_models.recordings()
-
-
-def test_the_window_of_the_extractor_is_the_models(
-    whisper: WhisperForConditionalGeneration, processor: WhisperProcessor
-) -> None:
-    """The extractor fills exactly the positions that the encoder has."""
-    assert processor.feature_extractor.chunk_length == speech.WINDOW
-    assert whisper.config.max_source_positions == speech.WINDOW * 50
 
 
 # ---------------------------------------------------------------------------------------------------------- summaries
