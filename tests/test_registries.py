@@ -15,7 +15,6 @@ from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
-from specdec.core.rounds import Round
 from specdec.core.tree import Step
 from specdec.decoding import strategies as select
 from specdec.decoding.processors import Processors
@@ -33,19 +32,18 @@ from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
 from specdec.proposers.copying import TextDrafter
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import STRATEGIES as COMMON
+from tests.matrix import some
 from tests.proposers.heads.test_mtp import with_layers
 from tests.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": {"do_sample": True},
+    **some("greedy", "coupled", "contrastive"),
     **{name: {"do_sample": True, "sampling": name} for name in SAMPLING},
-    "beamsearch": {"num_beams": 3},
-    "groupsearch": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "constrainedsearch": {"num_beams": 2, "force_words_ids": [[5, 6]]},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    **{f"{kind}search": COMMON[name] for kind, name in (("beam", "beams"), ("group", "groups"))},
+    "constrainedsearch": COMMON["constrained"],
 }
 
 
@@ -162,20 +160,6 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     assert make_schedule(options, learned=Constant(3)).patience != 99
     assert not learns(resolve({}))
     assert not learns(resolve({"schedule": Cost()}))
-
-
-def test_finished_rows_leave_the_heuristic() -> None:
-    """A generator that runs for days keeps no lengths of texts that ended."""
-    from tests.core.test_schedule import outcome
-
-    schedule = SCHEDULES["heuristic"]()
-    round_ = outcome(5, 5, key=3)
-    schedule = schedule.after(round_)
-    assert schedule.lengths == {3: 7}
-    from dataclasses import replace
-
-    ended = Round([replace(round_.seqs[0], finish="eos")], 6, 0.1, 1.0, 0.0, 1.1)
-    assert schedule.after(ended).lengths == {}
 
 
 def test_a_threshold_alone_needs_confidence() -> None:

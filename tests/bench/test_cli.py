@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from specdec.bench import group as group_module
 from specdec.bench.systems import measure
 from specdec.bench.tune import best, candidates, ranked, snippet
-from specdec.cli.bench import suite_keys
+from specdec.cli.bench import bench, suite_keys
 from specdec.cli.commands import run
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
 from tests.folders import saved_model
@@ -36,20 +37,7 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
-    names = ("target", "config", "draft", "schedule", "num_draft_tokens", "strategy", "temperature", "prompts", "count")
-    more = (
-        "batch",
-        "dtype",
-        "quantization",
-        "gguf_file",
-        "offload",
-        "offload_folder",
-        "backend",
-        "exactness",
-        "max_new_tokens",
-        "repeats",
-    )
-    return {**dict.fromkeys((*names, *more, "repeats", "seed", "near_tie")), **given}
+    return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
 
 
 def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,23 +150,15 @@ def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.
     assert run([*arguments, "--seed", "5", "--restart"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (["--schedule", "fast"], "`schedule`"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
-        (["--repeats", "0"], "--repeats"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_usage_errors(arguments: list[str], extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 before anything is loaded."""
-    assert run([*arguments, *extra]) == 2
-    assert words in capsys.readouterr().err
+WRONG = [("--schedule", "fast", "`schedule`"), ("--repeats", "0", "--repeats")]
+WRONG += [("--prompts", "nowhere.txt", "nowhere.txt"), ("--config", "nowhere.yaml", "nowhere.yaml")]
 
 
-def test_no_target(capsys: pytest.CaptureFixture[str]) -> None:
-    """The way out is named."""
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 before anything is loaded, with the way out."""
+    for *flag, words in WRONG:
+        assert run([*arguments, *flag]) == 2
+        assert words in capsys.readouterr().err
     assert run(["bench"]) == 2
     assert "pass TARGET" in capsys.readouterr().err
 

@@ -91,13 +91,12 @@ def averaged_weights(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+@torch.no_grad()
 def written_weights(model: Any) -> Iterator[None]:
     weight = model.model.layers[0].mlp.down_proj.weight
-    with torch.no_grad():
-        weight.mul_(-1)
+    weight.mul_(-1)
     yield
-    with torch.no_grad():
-        weight.mul_(-1)
+    weight.mul_(-1)
 
 
 @contextmanager
