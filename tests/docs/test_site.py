@@ -9,8 +9,10 @@ import pytest
 import typer.main
 import yaml
 
+import specdec
 from docs.make import figures
 from docs.make import pages as made
+from recipes import functions
 from specdec import errors
 from specdec.cli import request
 from specdec.cli.commands import app
@@ -159,6 +161,31 @@ def test_every_page_has_a_place() -> None:
 
     written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page != README}
     assert sorted(leaves(nav)) == sorted(written | {*made.PAGES})
+
+
+def test_the_table_of_papers_names_all_of_the_source() -> None:
+    """And files and options that exist; the bundled models' licences name what they were trained on."""
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
+    cited = {
+        paper
+        for path in (ROOT / "specdec").rglob("*.py")
+        for line in re.findall(r"arXiv.*", path.read_text(encoding="utf-8"))
+        for paper in re.findall(r"\b\d{4}\.\d{5}\b", line)
+    }
+    assert len(cited) > 20
+    assert cited - {"2411.01076"} <= {*re.findall(r"arxiv.org/abs/(\d{4}\.\d{5})", page)}  # an attack, in Serving
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert (ROOT / "specdec" / name).is_file(), name
+    known = {*Options.model_fields, "draft", "assistant_tokenizer", "return_timestamps"}
+    assert {*re.findall(r"`(\w+)=", page)} <= known
+    licences = (ROOT / "specdec" / "zoo" / "README.md").read_text(encoding="utf-8")
+    assert all(name in licences for name in (*functions.PACKAGES, "python_code", "python_summary", "speech"))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """Where people cite it."""
+    assert f"\nversion: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {specdec.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_every_spelling_exists() -> None:
