@@ -9,11 +9,13 @@ stands below the tables. A test makes the tables again and compares.
 from __future__ import annotations
 
 import logging
+import random
 import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,38 @@ def filled(page: str, made: Mapping[str, str]) -> str:
         start, mark, rest = page.partition(f"<!-- made: {name} -->\n\n")
         page = f"{start}{mark}{table}\n\n{rest[rest.index('<!-- /made -->') :]}"
     return page
+
+
+def combinations(page: str) -> list[tuple[str, str, str, str]]:
+    """Every draft, call, quantization and loading of which the page refuses no pair."""
+    names = ("drafts and calls", "drafts and loading", "drafts and weights", "weights and loading")
+    calls, loading, weights, both = (_cells(page, name) for name in names)
+    return [
+        (draft, call, weight, how)
+        for draft, call, weight, how in product(DRAFTS, {**STRATEGIES, **MORE}, QUANTIZATIONS, LOADINGS)
+        if (calls[draft, call], loading[draft, how]) == ("✓", "✓")
+        and (weight == "none" or weights[draft, weight] == "✓")
+        and not both[weight, how].isdecimal()
+    ]
+
+
+def _cells(page: str, name: str) -> dict[tuple[str, str], str]:
+    """The cells of a table of the page, by row and column."""
+    lines = page.split(f"<!-- made: {name} -->\n\n")[1].split("\n\n<!--")[0].splitlines()
+    (_, *columns), _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+    return {(row, column): cell for row, *cells in rows for column, cell in zip(columns, cells, strict=True)}
+
+
+def try_combinations(count: int, seed: int = 0) -> None:
+    """Tries `count` of them, drawn at random; each must run, and its text be that without a draft."""
+    disable_progress_bar()
+    chosen = random.Random(seed).sample(combinations(PAGE.read_text(encoding="utf-8")), count)
+    with tempfile.TemporaryDirectory() as folder:
+        models = Models(Path(folder))
+        for draft, call, weight, how in chosen:
+            options = {**STRATEGIES, **MORE}[call]
+            cell = models.tried(DRAFTS[draft], options, {**LOADINGS[how], "quantization": weight})
+            assert not cell.isdecimal(), (draft, call, weight, how, models.refusals)
 
 
 if __name__ == "__main__":

@@ -129,3 +129,11 @@ def test_what_goes_together() -> None:
     """`python -m docs.make.compatibility` would change nothing."""
     page = compatibility.PAGE.read_text(encoding="utf-8")
     assert compatibility.filled(page, compatibility.tables()) == page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_combination_goes_if_its_pairs_do() -> None:
+    """As the page says; the page tells of more that were tried."""
+    assert len(compatibility.combinations(compatibility.PAGE.read_text(encoding="utf-8"))) == 2333
+    compatibility.try_combinations(20)

@@ -118,7 +118,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+REPOSITORY = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), ROOT / "specdec" / "zoo" / "README.md"]
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *REPOSITORY}), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     """To files of the repository, or to pages that are made while the site is built."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
