@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec.bench.tune import best, candidates, ranked, snippet
 from specdec.cli.bench import bench, suite_keys
 from specdec.cli.commands import run
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
+from specdec.proposers import DRAFTS
 from tests.folders import saved_model
 
 
@@ -38,6 +40,38 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
     return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
+
+
+OWN = """
+from specdec.proposers import DRAFTS, FunctionDrafter
+
+class Echo(FunctionDrafter):
+    @classmethod
+    def of(cls, target, argument, name="draft"):
+        return cls(lambda tokens, k: tokens[-1:] * k)
+
+DRAFTS["echo"] = Echo
+"""
+
+
+def test_a_draft_of_ones_own(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module registers it before the suite is read; samples of other code are not continued."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(DRAFTS, "echo", DRAFTS["suffix"])  # what the module sets is undone
+    Path("own_echo.py").write_text(OWN)
+    arguments += ["--draft", "echo", "--import", "own_echo"]
+    assert run(arguments) == 0
+    assert re.search(r"echo, cost +\d+\.\d\d ms per token", capsys.readouterr().out)
+    assert DRAFTS["echo"].__module__ == "own_echo"
+    Path("own_echo.py").write_text(f"{OWN}# better")
+    assert run(arguments) == 2
+    assert "another configuration" in capsys.readouterr().err
+    assert run([*arguments, "--import", "own_missing"]) == 2
+    assert "module 'own_missing' cannot be imported (ModuleNotFoundError" in capsys.readouterr().err
+    del sys.modules["own_echo"]
 
 
 def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
