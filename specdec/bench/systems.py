@@ -133,9 +133,6 @@ class _Recording(BatchDrafter, DraftSession):
         [self._last] = trees = self._session.propose(rows, plans)
         return trees
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        self._session.rewind(row, length)
-
     def commit(self, commits: Sequence[Commit]) -> None:
         self.proposed.append(self._last)
         self._last = EMPTY

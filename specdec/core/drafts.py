@@ -89,10 +89,11 @@ class Chained(NamedTuple):
 class SequenceView(Protocol):
     """One sequence or search as drafts and strategies see it.
 
-    `tokens`: its text; of a search, the text that all its branches share, from which `tree` grows. `leaves`: the nodes
-    to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens may
-    follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that the
-    output may resemble. `task`: the draft's instructions.
+    `tokens`: its text, a list that only grows; a text that is written anew (another best branch, another tokenizer's
+    tokens) is another list. Of a search, the text that all its branches share, from which `tree` grows. `leaves`: the
+    nodes to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens
+    may follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that
+    the output may resemble. `task`: the draft's instructions.
     """
 
     id: int
@@ -235,12 +236,7 @@ class SavedState:
 
 
 class DraftSession(ABC):
-    """A draft at work on sequences of one target, which come and go; it owns all its buffers.
-
-    `guesses_branches`: it proposes for all branches of a search; otherwise it is asked to continue the best one.
-    """
-
-    guesses_branches = False
+    """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
     @property
     def cache(self) -> Any:
@@ -252,8 +248,8 @@ class DraftSession(ABC):
         """One tree per sequence, possibly empty, from the sequence's leaves.
 
         A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
-        be 0 or less.
-        A sequence with an unknown `seq.id` is new.
+        be 0 or less. A sequence with an unknown `seq.id` is new. Compare the texts with what you have read: nothing
+        else says which of your guesses stayed.
         """
 
     def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
@@ -274,12 +270,6 @@ class DraftSession(ABC):
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in a round's results, also of sequences that another draft proposed for."""
-
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        """Called when the text of `seq` changes (the best beam, another tokenizer).
-
-        Only its first `length` tokens are the same as before; `seq.tokens` is already the new text.
-        """
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""

@@ -27,7 +27,6 @@ from specdec.engine.scheduler import OpenDraft, Scheduler
 from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
-from specdec.proposers import BestBranch
 
 _IDLE_DRAFTS = 2  # draft sessions without sequences that keep their buffers for the next request
 
@@ -288,7 +287,7 @@ class Engine:
             raise DraftError(
                 f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
             )
-        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
+        self._drafts[id(drafter)] = OpenDraft(drafter, session)
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:
         """A sequence's turn in this round; with `chunk`, that many tokens of its prompt unless they end it."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.best_branch import BestBranch
+from specdec.proposers.best_branch import best_branch
 from specdec.proposers.early_exit import EarlyExitDrafter
 from specdec.proposers.function import FunctionDrafter
 from specdec.proposers.heads.mtp import MtpDrafter
@@ -40,7 +40,6 @@ def is_word(draft: object) -> bool:
 __all__ = [
     "COPYING",
     "DRAFTS",
-    "BestBranch",
     "EarlyExitDrafter",
     "FunctionDrafter",
     "HeadDrafter",
@@ -52,5 +51,6 @@ __all__ = [
     "SuffixDrafter",
     "TextBridge",
     "VocabularyIntersection",
+    "best_branch",
     "is_word",
 ]

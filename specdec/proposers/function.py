@@ -41,8 +41,6 @@ class FunctionDrafter(BatchDrafter):
 class FunctionSession(DraftSession):
     """Calls the user's function once per leaf."""
 
-    guesses_branches = True
-
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 

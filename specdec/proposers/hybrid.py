@@ -94,10 +94,6 @@ class HybridSession(DraftSession):
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
 
-    @property
-    def guesses_branches(self) -> bool:  # type: ignore[override]
-        return self._model.guesses_branches
-
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if self._ended is not None:
@@ -132,10 +128,6 @@ class HybridSession(DraftSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
         self._model.commit(commits)
-
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        self._text.rewind(seq, length)
-        self._model.rewind(seq, length)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:

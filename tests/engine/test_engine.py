@@ -89,7 +89,10 @@ def test_store_equals_a_recomputed_one_after_every_step(
     def stepping(self: Engine) -> None:
         nonlocal checked
         step(self)
-        inner = {key: held for d in self._drafts.values() for key, held in d.session._cached.items()}  # type: ignore
+        inner: dict[int, Any] = {}
+        for drafting in self._drafts.values():
+            drafting.session._settle([*self.prefilling, *self.running])  # type: ignore[attr-defined]
+            inner |= drafting.session._cached  # type: ignore[attr-defined]
         for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:

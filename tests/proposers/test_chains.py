@@ -142,10 +142,10 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
         lengths.add(len(one))
         accepted = chance.randrange(len(one) + 1)
         bonus = chance.randrange(50)
+        held = [next(iter(model.sessions[-1].held.values())) for model in models]
+        assert [*rows[0].tokens, *one.tokens][: len(held[0])] == held[0] == held[1]
         for session, row, tree in zip(sessions, rows, trees, strict=True):
             follow(session, row, tree.tokens, accepted, bonus)
-        held = [next(iter(model.sessions[-1].held.values())) for model in models]
-        assert rows[0].tokens[: len(held[0])] == held[0] == held[1]
     assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
     assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence

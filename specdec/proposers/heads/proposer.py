@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
-from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.core.tree import Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText
 from specdec.proposers.model import ModelSession, has_one_guess_each
@@ -45,15 +45,14 @@ class HeadDrafter(BatchDrafter):
 class _KnownText:
     """What the head may read of a sequence: features `states` `[tokens, width]` of its tokens from number `first` on.
 
-    `branches`: the features of the sequence's own branches. `own`: how many branches the sequence had when it was last
-    drafted for. `written`: by stage and node (-1: the end of the text), the features that stages wrote in this round.
-    `texts`: by stage, except the last, the features that it wrote at the tokens of the text, for the next stage.
+    `branches`: the features of the sequence's own branches. `written`: by stage and node (-1: the end of the text), the
+    features that stages wrote in this round. `texts`: by stage, except the last, the features that it wrote at the
+    tokens of the text, for the next stage.
     """
 
     first: int
     states: Tensor
     branches: list[Tensor] = field(default_factory=list)
-    own: int = 0
     written: list[dict[int, Tensor]] = field(default_factory=list)
     texts: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
@@ -89,13 +88,6 @@ class HeadSession(ModelSession):
         self._shift = 1  # a token is fed with the feature of the token this far before it
         self._known: dict[int, _KnownText] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, empty until the target's hidden states of its text have come."""
-        for seq in seqs:
-            if (known := self._known.get(seq.id)) is not None:
-                known.own = len(seq.tree)
-        return super().propose(seqs, plans)
-
     def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
         count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
@@ -106,14 +98,15 @@ class HeadSession(ModelSession):
             cache_row = self._session.read_from(prefix, count)
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
-        self._cached[seq.id], self._seqs[seq.id] = CachedText(cache_row, count), seq
+        self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
     def keep(self, seq: SequenceView, length: int) -> SavedState | None:
         """Copies what the cache holds, without reading more."""
         cached, known = self._cached.get(seq.id), self._known.get(seq.id)
-        if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
+        self._settle([seq])
+        if cached is None or known is None or (count := min(length, cached.text)) < 2:
             return None
         prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
         return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
@@ -126,21 +119,12 @@ class HeadSession(ModelSession):
                 if hidden is None:
                     continue
                 self._admit([seq])
-            cached, known = self._cached[seq.id], self._known.get(seq.id)
-            kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
-            cached.where = {node: at for node, at in cached.where.items() if node < kept}
             if hidden is not None:
                 known = self._add_features(seq, path, text, hidden)
-                if known.end < len(seq.tokens) - 1 or known.end - cached.text > _PENDING:
+                if known.end < len(seq.tokens) - 1 or known.end - self._cached[seq.id].text > _PENDING:
                     read.append(seq)
-        self._stages.first = 0
-        super().commit(commits)
+        self._settle([commit.seq for commit in commits])
         self._read_known(read)
-
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        super().rewind(seq, length)
-        if (known := self._known.get(seq.id)) is not None and length < known.end:
-            known.states, known.branches = known.states[: max(length - known.first, 0)], []
 
     def release(self, seq_ids: Sequence[int]) -> None:
         super().release(seq_ids)
@@ -167,10 +151,11 @@ class HeadSession(ModelSession):
     def _num_read(self, seq_id: int) -> int:
         """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
         cached = self._cached.get(seq_id)
-        if cached is None or cached.unreadable:
+        if cached is None or not self._can_read(cached.seq):
             return 0
         if seq_id in self._known:
-            self._read_known([self._seqs[seq_id]])
+            self._settle([cached.seq])
+            self._read_known([cached.seq])
         return cached.text
 
     def _read_known(self, seqs: Sequence[SequenceView]) -> None:
@@ -179,7 +164,15 @@ class HeadSession(ModelSession):
         while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].text]:
             self._read(behind, CHUNK)
 
-    def _leader(self, seq: SequenceView, present: set[int]) -> int | None:
+    def _settle(self, seqs: Sequence[SequenceView]) -> None:
+        self._stages.first = 0
+        super()._settle(seqs)
+
+    def _reusable(self, cached: CachedText) -> int:
+        """Those that were fed with the target's features, unless later stages need more of them."""
+        return cached.own if len(self._stages.stages) == 1 else 0
+
+    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
         """None: a sequence forks another one in `join` alone."""
         return None
 
@@ -328,8 +321,6 @@ class BlockSession(HeadSession):
     It proposes nothing for the branches of a search.
     """
 
-    guesses_branches = False
-
     def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
         super().__init__(head, vocab_size, source)
         assert head.block is not None
@@ -337,23 +328,16 @@ class BlockSession(HeadSession):
         self._shift = 0 if head.block.reads_itself else 1
         self._logits: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Forgets the logits of the round; the cache holds no guesses."""
-        self._forget([commit.seq for commit in commits])
-        super().commit(commits)
-
     def _draft_chain(self, *_: Any) -> None:
         """None: all guesses come from one pass anyway."""
 
-    def _forget(self, seqs: Sequence[SequenceView]) -> None:
+    def _settle(self, seqs: Sequence[SequenceView]) -> None:
+        """Forgets the logits of the round; the cache holds no guesses."""
         for seq in seqs:
             self._logits.pop(seq.id, None)
             if (cached := self._cached.get(seq.id)) is not None:
-                cached.text, cached.guesses, cached.branches = self._session.length(cached.cache_row), 0, EMPTY
-                cached.where, cached.open = {}, False
-
-    def _close(self, seqs: Sequence[SequenceView]) -> None:
-        self._forget(seqs)
+                cached.text, cached.guesses = self._session.length(cached.cache_row), []
+        super()._settle(seqs)
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)

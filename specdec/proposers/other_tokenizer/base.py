@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.options.checks import common_length
-from specdec.proposers.best_branch import ReadSequence
+from specdec.proposers.best_branch import ReadSequence, best_branch
 
 
 class Tokenizer(Protocol):
@@ -57,23 +56,24 @@ class OtherTokenizerDrafter(BatchDrafter):
 class DraftSequence(ReadSequence):
     """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
 
-    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew. `guess` is the draft's
-    last proposal.
+    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
     """
 
     outer: SequenceView | None = None
     seen: int = 0
-    guess: list[int] = field(default_factory=list)
 
-    def report(self, draft: DraftSession, before: list[int]) -> None:
-        """Commits the right part of the last guess to `draft`, and rewinds it where the text `before` was replaced."""
-        same = common_length(before, self.tokens)
-        new = self.tokens[same:] if same == len(before) else []
-        right = common_length(self.guess, new)
-        self.guess = []
-        draft.commit([Commit(self, list(range(right)), right)])
-        if same < len(before):
-            draft.rewind(self, same)
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether the target's `tokens` begin with those that it was made of."""
+        before = [] if self.outer is None else self.outer.tokens
+        return tokens is before or tokens[: self.seen] == before[: self.seen]
+
+    def write(self, start: int, tokens: list[int]) -> None:
+        """Replaces all tokens from `start` on; the list stays the same one if it only grows."""
+        known = self.tokens[start:]
+        if tokens[: len(known)] == known:
+            self.tokens += tokens[len(known) :]
+        else:
+            self.tokens = self.tokens[:start] + tokens
 
 
 class OtherTokenizerSession(DraftSession):
@@ -99,10 +99,9 @@ class OtherTokenizerSession(DraftSession):
         if not any(plan.limit > 0 for plan in plans):
             return [EMPTY] * len(seqs)
         try:
+            seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
             guesses = self._draft.propose(read, plans)
-            for draft, guess in zip(read, guesses, strict=True):
-                draft.guess = guess.tokens
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.release([seq.id for seq in seqs])
@@ -112,10 +111,6 @@ class OtherTokenizerSession(DraftSession):
     def cache(self) -> Any:
         return self._draft.cache
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        """Forgets the sequence, whose text is then read anew."""
-        self.release([seq.id])
-
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
@@ -124,14 +119,12 @@ class OtherTokenizerSession(DraftSession):
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
         draft = self._seqs.get(seq.id)
-        if draft is None:
+        if draft is None or not draft.begins(seq.tokens):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
             draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
             self._seqs[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
-        before = list(draft.tokens)
         self.read(seq, draft)
-        draft.report(self._draft, before)
         return draft

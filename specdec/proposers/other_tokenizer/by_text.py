@@ -100,7 +100,7 @@ class TextBridgeSession(OtherTokenizerSession):
         new, draft.seen = self._new_text(seq.tokens, draft.seen)
         if new:
             start, text = window(self._draft_tokenizer, draft.tokens, draft.prompt_length)
-            draft.tokens[start:] = encode(self._draft_tokenizer, text + new)
+            draft.write(start, encode(self._draft_tokenizer, text + new))
 
     def _new_text(self, tokens: list[int], seen: int) -> tuple[str, int]:
         """The text after the first `seen` tokens up to the last complete character, and the number of its tokens."""
