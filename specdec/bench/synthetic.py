@@ -69,6 +69,8 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
     are wrong.
     """
 
+    guesses_trees = True
+
     def __init__(self, rates: Sequence[float], work: Work) -> None:
         self.rates, self._work = list(rates), work
         self.oracle: Oracle | None = None

@@ -122,6 +122,7 @@ class _Recording(BatchDrafter, DraftSession):
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
+        self.guesses_trees, self.reads_predictions = drafter.guesses_trees, drafter.reads_predictions
         self.proposed: list[Tree] = []
         self._last = EMPTY
 

@@ -103,7 +103,7 @@ class TextDrafter(BatchDrafter):
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
     """
 
-    guesses_trees = False
+    reads_predictions = True
     instant = True
     reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]

@@ -20,7 +20,6 @@ class FunctionDrafter(BatchDrafter):
     It returns a list, or a one-dimensional tensor or array; tokens beyond `k` are cut off.
     """
 
-    guesses_trees = reads_predictions = False
     instant = True
 
     def __init__(self, draft: Drafter | Propose) -> None:

@@ -59,6 +59,8 @@ class HybridDrafter(BatchDrafter):
     it is chosen, and then reads what it missed. The choice precedes the model's draws, so q stays their distribution.
     """
 
+    reads_predictions = True
+
     def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
         if not isinstance(text, TextDrafter):
             raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)

@@ -33,7 +33,7 @@ class ModelDrafter(BatchDrafter):
     the sequence's task itself. A decoder-only draft reads the decoder's tokens alone.
     """
 
-    reads_predictions = False
+    guesses_trees = True
 
     def __init__(self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False) -> None:
         self.model = model

@@ -27,7 +27,7 @@ _PENDING = 64  # unread tokens; above, they are read without a proposal, which f
 class HeadDrafter(BatchDrafter):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
-    reads_predictions = False
+    guesses_trees = True
 
     def __init__(self, head: Head, *, source: str = "head") -> None:
         self.head, self.source = head, source

@@ -45,8 +45,6 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 class OtherTokenizerDrafter(BatchDrafter):
     """A draft of another vocabulary than the target's."""
 
-    guesses_trees = reads_predictions = False
-
     def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         self.drafter, self.models = drafter, drafter.models
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
