@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -117,11 +117,7 @@ class SequenceView(Protocol):
 
 
 class DraftRule(Protocol):
-    """How a draft turns its logits into a guess that tends to agree with the strategy.
-
-    A rule may have a method `choice(seq)` that returns itself in numbers (`Choice`); without it, or where that returns
-    None, `pick` is called for every guess.
-    """
+    """How a draft turns its logits into a guess that tends to agree with the strategy."""
 
     @property
     def needs_q(self) -> bool:
@@ -138,6 +134,10 @@ class DraftRule(Protocol):
         Unless `confident`, the probability is returned as 1, which saves a sum over the vocabulary. NaN: no guess.
         """
 
+    def choice(self, seq: SequenceView) -> Choice | None:
+        """The rule in numbers, after the sequence's text; None: `pick` must be called for every guess."""
+        return None
+
 
 class BranchRule(Protocol):
     """How a draft turns its logits into several guesses; for a search, by the search's own steps."""
@@ -150,10 +150,7 @@ class BranchRule(Protocol):
 
 
 class Plan(Protocol):
-    """How much one sequence may draft in this round, as its schedule decided.
-
-    A plan may have an attribute `until`: an `Until` that equals its `go_on` for chains, or None.
-    """
+    """How much one sequence may draft in this round, as its schedule decided."""
 
     @property
     def limit(self) -> int:
@@ -173,6 +170,11 @@ class Plan(Protocol):
         `paths`: the confidence of each node on the paths that the pass would continue. `width`: how many nodes the pass
         adds. The branches of a search count as one path.
         """
+
+    @property
+    def until(self) -> Until | None:
+        """What equals `go_on` for chains, in numbers; None: `go_on` must be called before every pass."""
+        return None
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
@@ -300,6 +302,7 @@ class BatchDrafter(ABC):
         return self
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """The simplest draft that a user can write: from the text so far, at most `k` tokens that may follow."""
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, learns
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import BatchDrafter, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
@@ -308,7 +308,7 @@ def _own(draft: Any, name: str) -> BatchDrafter:
         return draft
     if hasattr(draft, "start"):
         raise OptionError.of(name, "a `specdec.core.drafts.BatchDrafter`", type(draft).__name__, "subclass it")
-    if hasattr(draft, "propose") or (callable(draft) and not isinstance(draft, nn.Module)):
+    if isinstance(draft, Drafter) or (callable(draft) and not isinstance(draft, nn.Module)):
         return FunctionDrafter(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)
 

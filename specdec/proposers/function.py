@@ -24,7 +24,7 @@ class FunctionDrafter(BatchDrafter):
 
     def __init__(self, draft: Drafter | Propose) -> None:
         refuse_class("draft", draft)
-        propose = getattr(draft, "propose", draft)
+        propose = draft.propose if isinstance(draft, Drafter) else draft
         if not callable(propose):
             raise OptionError.of("draft", "a Drafter or a callable (tokens, k) -> tokens", draft)
         self._propose: Propose = propose

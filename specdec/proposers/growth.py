@@ -118,8 +118,7 @@ class Chain:
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
         task = self.seq.task
-        until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
-        if until is None or choose is None or (choice := choose(self.seq)) is None:
+        if (until := self.plan.until) is None or (choice := task.rule.choice(self.seq)) is None:
             return None
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 

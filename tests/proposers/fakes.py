@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, DraftSession, DraftTask, SequenceView
+from specdec.core.drafts import Commit, DraftRule, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
@@ -18,7 +18,7 @@ from specdec.models.cache.session import Session
 
 
 @dataclass
-class FakePlan:
+class FakePlan(Plan):
     """`doubt` is the confidence below which no pass follows, `drop` the one below which a node is not kept."""
 
     limit: int = 5
@@ -38,7 +38,7 @@ class FakePlan:
 
 
 @dataclass
-class Greedy:
+class Greedy(DraftRule):
     """Picks the likeliest token; returns q where `needs_q`."""
 
     needs_q: bool = False

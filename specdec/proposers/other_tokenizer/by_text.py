@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
@@ -44,7 +44,7 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
     return first, decode(tokenizer, ids[first:])
 
 
-class _Likeliest:
+class _Likeliest(DraftRule):
     """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
 
     Always computes the probability, as the translated guess gets the geometric mean.

@@ -71,7 +71,7 @@ def _space_sign(tokenizer: Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
-class _MappedRule:
+class _MappedRule(DraftRule):
     """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
     rule: DraftRule
