@@ -46,9 +46,9 @@ class CachedText:
             self.text += common_length(guesses, now[self.text : before])
         else:
             self.text, self.tokens = common_length(self.tokens[: self.text] + guesses, now), now
-        self.text, self.guesses = min(self.text, self._readable), []
+        self.text, self.guesses, self.where = min(self.text, self._readable), [], {}
         if self.text < before:
-            self.branches, self.own, self.where = EMPTY, 0, {}
+            self.branches = EMPTY
         return self.text < before
 
     @property

@@ -80,9 +80,7 @@ class ModelSession(DraftSession):
         if not any(limits):
             return [EMPTY] * len(seqs)
         try:
-            wanted = [seq for seq, limit in zip(seqs, limits, strict=True) if limit]
-            self._settle(wanted)
-            ready = self._caught_up(wanted)
+            ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
             growths: dict[int, Chain | Branches] = {
                 seq.id: self._growth(seq, plan, limit)
                 for seq, plan, limit in zip(seqs, plans, limits, strict=True)
@@ -112,7 +110,10 @@ class ModelSession(DraftSession):
         return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
-        """Takes back what these sequences do not have; what they have of guesses and branches stays."""
+        """Takes back what these sequences do not have; what they have of guesses and branches stays.
+
+        Texts whose rotary scaling changes with their length are forgotten: they are read again.
+        """
         cut: list[CachedText] = []
         for seq in seqs:
             if (cached := self._cached.get(seq.id)) is None:
@@ -125,6 +126,11 @@ class ModelSession(DraftSession):
                 self._session.commit([cached.cache_row], [path], texts=[text])
         if cut:
             self._session.truncate([cached.cache_row for cached in cut], [cached.text for cached in cut])
+        if self._session.cache_reset_length is not None:
+            for cached in [self._cached[seq.id] for seq in seqs if seq.id in self._cached]:
+                self._session.refresh([cached.cache_row])
+                if (length := self._session.length(cached.cache_row)) < cached.text:
+                    cached.text, cached.branches, cached.where = length, EMPTY, {}
 
     def _reusable(self, cached: CachedText) -> int:
         """How many of the cached branches may stay."""
@@ -133,7 +139,7 @@ class ModelSession(DraftSession):
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
         leaders = self._admit(seqs)
-        self._refresh(seqs)
+        self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
@@ -242,16 +248,6 @@ class ModelSession(DraftSession):
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
-
-    def _refresh(self, seqs: Sequence[SequenceView]) -> None:
-        """Forgets texts whose rotary scaling changes with their length: they are read again."""
-        if self._session.cache_reset_length is None:
-            return
-        cached = [self._cached[seq.id] for seq in seqs if seq.id in self._cached]
-        self._session.refresh([one.cache_row for one in cached])
-        for one in cached:
-            if (length := self._session.length(one.cache_row)) < one.text:
-                one.text, one.branches, one.where = length, EMPTY, {}
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
         cached = self._cached[seq.id]

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
-from specdec.core.tree import Scores, Tree
+from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import CachedText
+from specdec.proposers.growth import Branches, CachedText, Chain
 from specdec.proposers.model import ModelSession, has_one_guess_each
 
 if TYPE_CHECKING:
-    from specdec.proposers.heads.stage import Head, Stages
+    from specdec.proposers.heads.stage import Block, Head, Stages
 
 
 _PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
@@ -85,7 +86,8 @@ class HeadSession(ModelSession):
     def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
-        self._shift = 1  # a token is fed with the feature of the token this far before it
+        # A token is fed with the feature of the token this far before it.
+        self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}
 
     def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
@@ -321,26 +323,25 @@ class BlockSession(HeadSession):
     It proposes nothing for the branches of a search.
     """
 
-    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
-        super().__init__(head, vocab_size, source)
-        assert head.block is not None
-        self._block = head.block
-        self._shift = 0 if head.block.reads_itself else 1
-        self._logits: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
-
-    def _draft_chain(self, *_: Any) -> None:
-        """None: all guesses come from one pass anyway."""
-
-    def _settle(self, seqs: Sequence[SequenceView]) -> None:
-        """Forgets the logits of the round; the cache holds no guesses."""
-        for seq in seqs:
-            self._logits.pop(seq.id, None)
-            if (cached := self._cached.get(seq.id)) is not None:
-                cached.text, cached.guesses = self._session.length(cached.cache_row), []
-        super()._settle(seqs)
+    @property
+    def _block(self) -> Block:
+        assert self._head.block is not None
+        return self._head.block
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
+
+    def _grow(self, growths: Sequence[Chain | Branches]) -> None:
+        """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
+        feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
+        trees = [tree for _, tree in feeds]
+        passed = self._run([growth.seq for growth, _ in feeds], trees, [1] * len(feeds), []) if feeds else []
+        for (growth, text), scores in zip(feeds, passed, strict=True):
+            level: Tree | None = text
+            for logits in fit(scores.logits, self._vocab_size):
+                level = level and growth.take(level, logits.expand(growth.keep(level), -1))
+            growth.cached.text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
+            growth.cached.branches = EMPTY
 
     def _run(
         self,
@@ -352,24 +353,11 @@ class BlockSession(HeadSession):
         text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
-        """At level 0 a pass over text and, if guesses are wanted, the block; later levels read its logits."""
-        if not level:
-            self._read_block(seqs, trees, guesses=any(keep), text_lengths=text_lengths)
-        found = [
-            self._logits[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
-        ]
-        blank = torch.empty(0, 0)
-        return [
-            Scores(tree, len(tree) - kept, blank if logits is None else logits)
-            for tree, kept, logits in zip(trees, keep, found, strict=True)
-        ]
-
-    def _read_block(
-        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, text_lengths: Sequence[int] | None
-    ) -> None:
+        """A pass over text and, if logits are wanted, the block; returns those of the block `[guesses, vocab]`."""
         block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
+        guesses = block.guesses if any(keep) else 0
         masks = [block.token] * block.masks if guesses else []
-        blind = int(guesses and block.reads_itself)  # the last token is one of the block
+        blind = int(guesses > 0 and block.reads_itself)  # the last token is one of the block
         texts = [len(tree) - blind for tree in trees]
         inputs = []
         for seq, tree, text in zip(seqs, trees, texts, strict=True):
@@ -377,8 +365,6 @@ class BlockSession(HeadSession):
             masked = block.feature.expand(blind + len(masks), -1)
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
-        kept = block.guesses if guesses else 0
-        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, text_lengths=text_lengths)
+        scores = self._session.forward(cache_rows, fed, [guesses] * len(fed), embeds=inputs, text_lengths=text_lengths)
         self._session.commit(cache_rows, [list(range(text)) for text in texts])
-        if guesses:
-            self._logits |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}
+        return scores

@@ -77,8 +77,9 @@ class DraftSequence(ReadSequence):
 class OtherTokenizerSession(DraftSession):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        self._draft, self._target_tokenizer, self._draft_tokenizer = draft, target, draft_tokenizer
+    def __init__(self, drafter: OtherTokenizerDrafter, draft_vocab_size: int, vocab_size: int) -> None:
+        self._draft, self._vocab_size = drafter.drafter.start(draft_vocab_size), vocab_size
+        self._target_tokenizer, self._draft_tokenizer = drafter.target_tokenizer, drafter.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}
 
     @abstractmethod

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import BatchDrafter, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
@@ -79,16 +79,11 @@ class TextBridge(OtherTokenizerDrafter):
         return self.by_tokens if sampling in ("rejection", "block") else self
 
     def start(self, vocab_size: int) -> TextBridgeSession:
-        inner = self.drafter.start(len(self.draft_tokenizer))
-        return TextBridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
+        return TextBridgeSession(self, len(self.draft_tokenizer), vocab_size)
 
 
 class TextBridgeSession(OtherTokenizerSession):
     """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
-
-    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer, vocab_size: int) -> None:
-        super().__init__(draft, target, draft_tokenizer)
-        self._vocab_size = vocab_size
 
     def task(self, seq: SequenceView) -> DraftTask:
         end = self._draft_tokenizer.eos_token_id

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import BatchDrafter, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
@@ -43,8 +43,7 @@ class VocabularyIntersection(OtherTokenizerDrafter):
     def start(self, vocab_size: int) -> IntersectionSession:
         """A session without sequences; rules get logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
-        inner = self.drafter.start(max(to_draft.values(), default=0) + 1)
-        return IntersectionSession(inner, to_draft, vocab_size, self.target_tokenizer, self.draft_tokenizer)
+        return IntersectionSession(self, to_draft, vocab_size)
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
@@ -95,16 +94,9 @@ class _MappedRule(DraftRule):
 class IntersectionSession(OtherTokenizerSession):
     """Maps texts, guesses and logits through the shared tokens `to_draft`."""
 
-    def __init__(
-        self,
-        draft: DraftSession,
-        to_draft: dict[int, int],
-        vocab_size: int,
-        target: Tokenizer,
-        draft_tokenizer: Tokenizer,
-    ) -> None:
-        super().__init__(draft, target, draft_tokenizer)
-        self.to_draft, self._vocab_size = to_draft, vocab_size
+    def __init__(self, drafter: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
+        super().__init__(drafter, max(to_draft.values(), default=0) + 1, vocab_size)
+        self.to_draft = to_draft
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
 
