@@ -24,7 +24,7 @@ from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
@@ -54,7 +54,7 @@ class Stopwatch:
         return sum(end - began for began, end in self.spans)
 
 
-class AlwaysWrong(BatchDrafter, DraftSession):
+class AlwaysWrong(Draft, Proposer):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: LanguageModel) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel
@@ -62,7 +62,7 @@ class _Node:
     right: bool
 
 
-class SyntheticDrafter(BatchDrafter, DraftSession):
+class SyntheticDrafter(Draft, Proposer):
     """SYNTHETIC: grows the likeliest nodes level by level, as a draft model does, and does `work` for each level.
 
     `rates` are the chances of its guesses (see `Oracle`). `oracle` is that of the next call; without one all guesses

@@ -11,7 +11,7 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.generator.generation import Generation
@@ -117,16 +117,16 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     return gaps
 
 
-class _Recording(BatchDrafter, DraftSession):
+class _Recording(Draft, Proposer):
     """A draft that records its proposals, for one row."""
 
-    def __init__(self, drafter: BatchDrafter) -> None:
+    def __init__(self, drafter: Draft) -> None:
         self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
         self.guesses_trees, self.reads_predictions = drafter.guesses_trees, drafter.reads_predictions
         self.proposed: list[Tree] = []
         self._last = EMPTY
 
-    def start(self, vocab_size: int) -> DraftSession:
+    def start(self, vocab_size: int) -> Proposer:
         self._session = self._drafter.start(vocab_size)
         return self
 

@@ -237,7 +237,7 @@ class SavedState:
     bytes: int
 
 
-class DraftSession(ABC):
+class Proposer(ABC):
     """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
     @property
@@ -277,7 +277,7 @@ class DraftSession(ABC):
         """Forgets sequences; unknown ids are ignored."""
 
 
-class BatchDrafter(ABC):
+class Draft(ABC):
     """A draft: opens sessions, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
@@ -294,10 +294,10 @@ class BatchDrafter(ABC):
     instant = False
 
     @abstractmethod
-    def start(self, vocab_size: int) -> DraftSession:
+    def start(self, vocab_size: int) -> Proposer:
         """A session without sequences, for a target with logits of this width."""
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """The draft for a call's kind of sampling: "rejection", "block", …, or None (no sampling)."""
         return self
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.drafts import Draft, Plan, Proposer
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Scores, Tree
@@ -241,9 +241,7 @@ class Engine:
                 proposals |= self._proposals(draft.session, together, [plans[seq.id] for seq in together])
         return proposals
 
-    def _proposals(
-        self, session: DraftSession, seqs: Sequence[RunningSequence], plans: Sequence[Plan]
-    ) -> dict[int, Tree]:
+    def _proposals(self, session: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
         """One draft's proposals by sequence id; a failure ends the requests.
 
         Called for plans that allow no guess too: a draft that copies goes on learning how often it would be right.
@@ -277,16 +275,14 @@ class Engine:
         drafts = _grouped(seqs, lambda seq: self._drafts.get(id(self._requests[seq.id].drafter)))
         return [(draft, group) for draft, group in drafts if draft is not None]
 
-    def _start_draft(self, drafter: BatchDrafter) -> None:
+    def _start_draft(self, drafter: Draft) -> None:
         """Opens a drafter's session, which all its sequences share."""
         if drafter.hidden_layers:
             self.model.check_hidden_states(drafter.hidden_layers)
         session = drafter.start(self.model.vocab_size)
-        if not isinstance(session, DraftSession):
+        if not isinstance(session, Proposer):
             kind = type(session).__name__
-            raise DraftError(
-                f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
-            )
+            raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
         self._drafts[id(drafter)] = OpenDraft(drafter, session)
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:

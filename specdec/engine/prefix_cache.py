@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, SavedState
+from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
 from specdec.options.checks import common_length
 
@@ -17,7 +17,7 @@ LEAST = 16
 class DrafterRef:
     """A weak reference to a drafter, which compares and hashes by identity also once the drafter is gone."""
 
-    def __init__(self, drafter: BatchDrafter) -> None:
+    def __init__(self, drafter: Draft) -> None:
         self._drafter, self._hash = weakref.ref(drafter), id(drafter)
 
     def __hash__(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, DraftSession, SavedState
+from specdec.core.drafts import Draft, Proposer, SavedState
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
 from specdec.engine.prefix_cache import LEAST, DrafterRef, PrefixCache, PrefixKey
@@ -26,8 +26,8 @@ _WORTH_WAITING = 64  # common tokens whose computation takes about as long as th
 class OpenDraft(NamedTuple):
     """A drafter and its session."""
 
-    drafter: BatchDrafter
-    session: DraftSession
+    drafter: Draft
+    session: Proposer
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""A draft by any name that a caller gives it, as a `BatchDrafter` of one target."""
+"""A draft by any name that a caller gives it, as a `Draft` of one target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, learns
-from specdec.core.drafts import BatchDrafter, Drafter
+from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
@@ -57,10 +57,10 @@ _KEPT = 2  # drafts named in calls; each may hold a model
 
 
 @dataclass(eq=False)
-class Draft:
+class ScheduledDraft:
     """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
 
-    drafter: BatchDrafter | None
+    drafter: Draft | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
     _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
     _lock: Any = field(default_factory=threading.Lock)
@@ -101,11 +101,10 @@ class Drafts:
         self._target = target
         self._how = Loading(backend=backend)
         self._lock = threading.Lock()
-        self._recent: list[tuple[tuple[Any, ...], Draft]] = []  # with the arguments that name them; the last first
+        # with the arguments that name them; the last first
+        self._recent: list[tuple[tuple[Any, ...], ScheduledDraft]] = []
 
-    def make(
-        self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
-    ) -> BatchDrafter | None:
+    def make(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft") -> Draft | None:
         """The draft that the caller's argument `name` stands for; `tokenizer` is the target's.
 
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
@@ -120,7 +119,7 @@ class Drafts:
                 return None
             case str() if is_word(draft):
                 word, colon, argument = draft.partition(":")
-                made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
+                made: Draft = DRAFTS[word].of(self._target, argument if colon else None, name)
                 return made
             case HeadAt():
                 return self._head(draft, tokenizer, name)
@@ -133,7 +132,7 @@ class Drafts:
             case _:
                 return _own(draft, name)
 
-    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> Draft:
+    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> ScheduledDraft:
         """The draft that a call names by transformers' arguments.
 
         Raises OptionError where several name one.
@@ -146,11 +145,11 @@ class Drafts:
             found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
             # The oldest is freed before another one is loaded.
             self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
-            found = found or (parts, Draft(self._of_call(named[0], given, tokenizer)))
+            found = found or (parts, ScheduledDraft(self._of_call(named[0], given, tokenizer)))
             self._recent.insert(0, found)
             return found[1]
 
-    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
+    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:
             case "prompt_lookup_num_tokens":
                 return _lookup(**given)
@@ -171,7 +170,7 @@ class Drafts:
             return made
         return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
-    def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+    def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
         if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
             assistant_tokenizer = tokenizer_beside(str(draft))
@@ -191,13 +190,13 @@ class Drafts:
             return drafter
         return TextBridge(drafter, tokenizer, assistant_tokenizer)
 
-    def _early_exit(self, layers: Any, name: str) -> BatchDrafter:
+    def _early_exit(self, layers: Any, name: str) -> Draft:
         most = self._target.num_layers - 1
         if not is_whole(layers) or not 1 <= layers <= most:
             raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
         return EarlyExitDrafter(self._target, layers)
 
-    def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+    def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
         if len(pair) != 2 or kinds[0] not in COPYING or pair[1] is None or is_word(pair[1]):
             raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
@@ -301,19 +300,19 @@ def _same(mine: Any, theirs: Any) -> bool:
     )
 
 
-def _own(draft: Any, name: str) -> BatchDrafter:
+def _own(draft: Any, name: str) -> Draft:
     """The caller's drafter or function; raises OptionError for other objects."""
     refuse_class(name, draft)
-    if isinstance(draft, BatchDrafter):
+    if isinstance(draft, Draft):
         return draft
     if hasattr(draft, "start"):
-        raise OptionError.of(name, "a `specdec.core.drafts.BatchDrafter`", type(draft).__name__, "subclass it")
+        raise OptionError.of(name, "a `specdec.core.drafts.Draft`", type(draft).__name__, "subclass it")
     if isinstance(draft, Drafter) or (callable(draft) and not isinstance(draft, nn.Module)):
         return FunctionDrafter(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)
 
 
-def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> BatchDrafter:
+def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> Draft:
     for name, value in {
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         "max_matching_ngram_size": max_matching_ngram_size,

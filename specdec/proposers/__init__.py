@@ -1,6 +1,6 @@
 """Drafts: they propose tokens; the target's strategy accepts or rejects them.
 
-A new draft is a subclass of `BatchDrafter` and, if callers name it by a word, a line in
+A new draft is a subclass of `Draft` and, if callers name it by a word, a line in
 `specdec.options.fields.DRAFT_WORDS` (example in docs/extending.md).
 """
 

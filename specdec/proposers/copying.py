@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers.best_branch import branch_tokens
@@ -97,7 +97,7 @@ class _Reading:
     match: int = 0
 
 
-class TextDrafter(BatchDrafter):
+class TextDrafter(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
@@ -122,12 +122,12 @@ class TextDrafter(BatchDrafter):
     def index(self) -> Index:
         """An empty index for one sequence."""
 
-    def start(self, vocab_size: int) -> TextSession:
+    def start(self, vocab_size: int) -> TextProposer:
         """A session without sequences; all sessions share the learned confidence."""
-        return TextSession(self, vocab_size)
+        return TextProposer(self, vocab_size)
 
 
-class TextSession(DraftSession):
+class TextProposer(Proposer):
     """Copies for each sequence from its own index."""
 
     def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:

@@ -8,10 +8,10 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.copying import TextDrafter, TextSession, cut
+from specdec.proposers.copying import TextDrafter, TextProposer, cut
 
 _MEMORY = 0.9
 
@@ -52,7 +52,7 @@ class Odds:
         self.nodes = _fading(self.nodes, max(nodes, 1))
 
 
-class HybridDrafter(BatchDrafter):
+class HybridDrafter(Draft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
@@ -61,7 +61,7 @@ class HybridDrafter(BatchDrafter):
 
     reads_predictions = True
 
-    def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
+    def __init__(self, text: TextDrafter, model: Draft) -> None:
         if not isinstance(text, TextDrafter):
             raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
         self.text, self.model = text, model
@@ -73,7 +73,7 @@ class HybridDrafter(BatchDrafter):
     def __repr__(self) -> str:
         return f"HybridDrafter({self.text!r}, {self.model!r})"
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """The same pair with the model draft that serves this kind of sampling."""
         model = self.model.for_sampling(sampling)
         if model is self.model:
@@ -82,15 +82,15 @@ class HybridDrafter(BatchDrafter):
             self._other = HybridDrafter(self.text, model)
         return self._other
 
-    def start(self, vocab_size: int) -> HybridSession:
+    def start(self, vocab_size: int) -> HybridProposer:
         """A session without sequences; all sessions share the estimates for the model draft."""
-        return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
+        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
-class HybridSession(DraftSession):
+class HybridProposer(Proposer):
     """Runs the text draft for all sequences, the model draft for those that prefer it."""
 
-    def __init__(self, text: TextSession, model: DraftSession, source: str, odds: Odds) -> None:
+    def __init__(self, text: TextProposer, model: Proposer, source: str, odds: Odds) -> None:
         self._text, self._model, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()

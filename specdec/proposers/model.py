@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import pad
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Chained, ChainRule, Draft, Plan, Proposer, SequenceView
 from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
@@ -26,7 +26,7 @@ def has_one_guess_each(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
     return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
-class ModelDrafter(BatchDrafter):
+class ModelDrafter(Draft):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
     An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
@@ -44,11 +44,11 @@ class ModelDrafter(BatchDrafter):
     def __repr__(self) -> str:
         return f"ModelDrafter({self.model!r})"
 
-    def start(self, vocab_size: int) -> ModelSession:
-        return ModelSession(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
+    def start(self, vocab_size: int) -> ModelProposer:
+        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
 
 
-class ModelSession(DraftSession):
+class ModelProposer(Proposer):
     """Drafts with one pass per level over all sequences that still grow.
 
     A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:

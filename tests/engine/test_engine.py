@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import Constant, Heuristic
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
+from specdec.core.drafts import Draft, DraftTask, Proposer
 from specdec.core.sequence import RunningSequence, TextSequence
 from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
@@ -386,7 +386,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
     """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
     heard: list[bool] = []
 
-    class Unsure(BatchDrafter, DraftSession):
+    class Unsure(Draft, Proposer):
         def start(self, vocab_size: int) -> Unsure:
             return self
 
@@ -406,7 +406,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
 def test_a_draft_that_offers_too_much_is_told() -> None:
     """A session that ignores how much may still come raises instead of overrunning the limit."""
 
-    class Endless(BatchDrafter, DraftSession):
+    class Endless(Draft, Proposer):
         def start(self, vocab_size: int) -> Endless:
             return self
 
@@ -420,11 +420,11 @@ def test_a_draft_that_offers_too_much_is_told() -> None:
 def test_a_draft_must_start_a_session() -> None:
     """What is missing is named with the way out, before any pass."""
 
-    class Odd(BatchDrafter):
+    class Odd(Draft):
         def start(self, vocab_size: int) -> Any:
             return object()
 
-    with pytest.raises(DraftError, match="DraftSession"):
+    with pytest.raises(DraftError, match="Proposer"):
         SpecGenerator(tiny("llama"), Odd()).generate([[5, 9]], **COMMON)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.core.drafts import BatchDrafter, SavedState
+from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
 from specdec.core.tree import Tree
 from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
@@ -308,7 +308,7 @@ def test_readers_keep_what_they_have_read() -> None:
     """A draft finds only texts that it has read; texts of drafts that are gone are dropped with the next text."""
 
     @dataclass
-    class Equal(BatchDrafter):  # neither hashable nor different from others of its kind
+    class Equal(Draft):  # neither hashable nor different from others of its kind
         def start(self, vocab_size: int) -> Any: ...
 
     one, other = Equal(), Equal()

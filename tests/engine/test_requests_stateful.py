@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.core.rounds import Round, RowPass
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
@@ -108,7 +108,7 @@ def models(name: str) -> tuple[LanguageModel, LanguageModel, LanguageModel]:
     return LanguageModel(tiny(name, vocab=VOCAB)), LanguageModel(tiny(name, vocab=VOCAB, seed=1)), LanguageModel(draft)
 
 
-def drafter(name: str, kind: str) -> BatchDrafter | None:
+def drafter(name: str, kind: str) -> Draft | None:
     """A fresh draft of one kind."""
     target, other, near = models(name)
     match kind:

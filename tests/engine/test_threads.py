@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.drafts import Draft, Proposer
 from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDrafter, ModelDrafter, SuffixDrafter
 from tests.matrix import endless, some
@@ -361,10 +361,10 @@ def test_an_interrupt_is_one_thread_s() -> None:
     assert [generated(generator, prompt) for prompt in prompts] == alone
 
 
-class Interrupting(BatchDrafter):
+class Interrupting(Draft):
     """A draft at whose start the user presses a key."""
 
-    def start(self, vocab_size: int) -> DraftSession:
+    def start(self, vocab_size: int) -> Proposer:
         """Raises."""
         raise KeyboardInterrupt
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.pipelines import Text
 from tests.folders import byte_tokenizer, saved_model
@@ -121,7 +121,7 @@ def test_pipelines_have_no_place_for_it() -> None:
 def test_a_draft_that_says_nothing_of_itself() -> None:
     """Predictions and trees are refused, not ignored, until it says that it uses them."""
 
-    class Silent(BatchDrafter, DraftSession):
+    class Silent(Draft, Proposer):
         def start(self, vocab_size: int) -> Silent:
             return self
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules.fixed import Limit
-from specdec.core.drafts import Commit, DraftSession
+from specdec.core.drafts import Commit, Proposer
 from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
@@ -63,7 +63,7 @@ def nodes_of(tree: Tree, tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-def search_on(session: DraftSession, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
+def search_on(session: Proposer, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
     """A round of a search with two beams of equal length somewhere in the branches; the session is told."""
     whole = row.tree.graft(proposal, row.leaves) if row.tree.tokens else proposal
     depths, children = whole.depths(), whole.children()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specdec.core.drafts import BatchDrafter, DraftSession, SequenceView
+from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
@@ -121,7 +121,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     """A tree that the model drew is always the one proposed: choosing after seeing it would bend the distribution."""
     drawn: list[Tree] = []
 
-    class Watched(BatchDrafter, DraftSession):
+    class Watched(Draft, Proposer):
         def start(self, vocab_size: int) -> Watched:
             return self
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
@@ -51,7 +51,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
-class Oracle(BatchDrafter, DraftSession):
+class Oracle(Draft, Proposer):
     """Drafts the true text in its own tokens; notes what it was given."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, junk: int = 0) -> None:

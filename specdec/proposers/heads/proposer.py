@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
+from specdec.core.drafts import Chained, ChainRule, Commit, Draft, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import Branches, CachedText, Chain
-from specdec.proposers.model import ModelSession, has_one_guess_each
+from specdec.proposers.model import ModelProposer, has_one_guess_each
 
 if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Block, Head, Stages
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
 
 
-class HeadDrafter(BatchDrafter):
+class HeadDrafter(Draft):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
     guesses_trees = True
@@ -37,8 +37,8 @@ class HeadDrafter(BatchDrafter):
     def __repr__(self) -> str:
         return f"HeadDrafter({self.head!r})"
 
-    def start(self, vocab_size: int) -> HeadSession:
-        kind = HeadSession if self.head.block is None else BlockSession
+    def start(self, vocab_size: int) -> HeadProposer:
+        kind = HeadProposer if self.head.block is None else BlockProposer
         return kind(self.head, vocab_size, self.source)
 
 
@@ -74,7 +74,7 @@ class _KnownText:
         return known
 
 
-class HeadSession(ModelSession):
+class HeadProposer(ModelProposer):
     """Drafts like a model whose inputs are embeddings and features.
 
     Guesses are fed with the head's own features. After every round they are forgotten; accepted ones are fed again with
@@ -317,7 +317,7 @@ class _Part:
         return self.tree.tokens[self.num_cached :]
 
 
-class BlockSession(HeadSession):
+class BlockProposer(HeadProposer):
     """Drafts with a head that makes all guesses of a round in one pass (`Block`), independently of each other.
 
     It proposes nothing for the branches of a search.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.proposers.best_branch import ReadSequence, best_branch
 
@@ -42,10 +42,10 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
-class OtherTokenizerDrafter(BatchDrafter):
+class OtherTokenizerDrafter(Draft):
     """A draft of another vocabulary than the target's."""
 
-    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         self.drafter, self.models = drafter, drafter.models
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
@@ -74,7 +74,7 @@ class DraftSequence(ReadSequence):
             self.tokens = self.tokens[:start] + tokens
 
 
-class OtherTokenizerSession(DraftSession):
+class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
     def __init__(self, drafter: OtherTokenizerDrafter, draft_vocab_size: int, vocab_size: int) -> None:

@@ -12,13 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
     OtherTokenizerDrafter,
-    OtherTokenizerSession,
+    OtherTokenizerProposer,
     Tokenizer,
     decode,
     encode,
@@ -70,19 +70,19 @@ class TextBridge(OtherTokenizerDrafter):
         return f"TextBridge({self.drafter!r})"
 
     @cached_property
-    def by_tokens(self) -> BatchDrafter:
+    def by_tokens(self) -> Draft:
         """The same draft limited to shared tokens; raises VocabularyError if there are none."""
         return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """Text for match verification, shared tokens for rejection."""
         return self.by_tokens if sampling in ("rejection", "block") else self
 
-    def start(self, vocab_size: int) -> TextBridgeSession:
-        return TextBridgeSession(self, len(self.draft_tokenizer), vocab_size)
+    def start(self, vocab_size: int) -> TextBridgeProposer:
+        return TextBridgeProposer(self, len(self.draft_tokenizer), vocab_size)
 
 
-class TextBridgeSession(OtherTokenizerSession):
+class TextBridgeProposer(OtherTokenizerProposer):
     """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
 
     def task(self, seq: SequenceView) -> DraftTask:

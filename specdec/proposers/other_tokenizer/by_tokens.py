@@ -8,13 +8,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
     OtherTokenizerDrafter,
-    OtherTokenizerSession,
+    OtherTokenizerProposer,
     Tokenizer,
     decode,
     encode,
@@ -31,7 +31,7 @@ class VocabularyIntersection(OtherTokenizerDrafter):
     Raises VocabularyError if there are none.
     """
 
-    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         super().__init__(drafter, target_tokenizer, draft_tokenizer)
         self.to_draft = shared_tokens(target_tokenizer, draft_tokenizer)
         if not self.to_draft:
@@ -40,10 +40,10 @@ class VocabularyIntersection(OtherTokenizerDrafter):
     def __repr__(self) -> str:
         return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
 
-    def start(self, vocab_size: int) -> IntersectionSession:
+    def start(self, vocab_size: int) -> IntersectionProposer:
         """A session without sequences; rules get logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
-        return IntersectionSession(self, to_draft, vocab_size)
+        return IntersectionProposer(self, to_draft, vocab_size)
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
@@ -74,7 +74,7 @@ class _MappedRule(DraftRule):
     """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
     rule: DraftRule
-    session: IntersectionSession
+    session: IntersectionProposer
 
     @property
     def needs_q(self) -> bool:
@@ -91,7 +91,7 @@ class _MappedRule(DraftRule):
         return self.session.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
-class IntersectionSession(OtherTokenizerSession):
+class IntersectionProposer(OtherTokenizerProposer):
     """Maps texts, guesses and logits through the shared tokens `to_draft`."""
 
     def __init__(self, drafter: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:

@@ -23,7 +23,7 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.options.load import Loading
 from specdec.proposers.heads import load_head
-from specdec.proposers.heads.proposer import HeadDrafter, HeadSession
+from specdec.proposers.heads.proposer import HeadDrafter, HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.matrix import endless, some
@@ -156,9 +156,9 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     """What a head says after every leaf of a beam search is what it says of that text alone."""
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference, compared = target(), Eagle(folder), 0
-    run = HeadSession._run
+    run = HeadProposer._run
 
-    def checked(self: HeadSession, rows: Any, trees: Any, keep: Any, texts: Any, **more: Any) -> Any:
+    def checked(self: HeadProposer, rows: Any, trees: Any, keep: Any, texts: Any, **more: Any) -> Any:
         nonlocal compared
         scores = run(self, rows, trees, keep, texts, **more)
         for row, text, said in zip(rows, texts, scores, strict=True):
@@ -170,7 +170,7 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
                 compared += 1
         return scores
 
-    monkeypatch.setattr(HeadSession, "_run", checked)
+    monkeypatch.setattr(HeadProposer, "_run", checked)
     SpecGenerator(model, folder).generate(IDS, **RUN, num_beams=3, schedule="constant", num_assistant_tokens=3)
     assert compared > 30
 
@@ -289,13 +289,13 @@ def test_text_that_grows_long_without_the_head(
     more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
     folder, kept = eagle_folder(tmp_path / "head", **more), []
     model, reference = target(), Eagle(folder)
-    add = HeadSession._add_features
+    add = HeadProposer._add_features
 
-    def noted(self: HeadSession, *given: Any) -> Any:
+    def noted(self: HeadProposer, *given: Any) -> Any:
         kept.append(len(add(self, *given).states))
         return self._known[given[0].id]
 
-    monkeypatch.setattr(HeadSession, "_add_features", noted)
+    monkeypatch.setattr(HeadProposer, "_add_features", noted)
     monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)
     out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.options.checks import common_length
@@ -23,7 +23,7 @@ IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7]]
 RUN = endless(14)
 
 
-class Listener(BatchDrafter):
+class Listener(Draft):
     """Guesses so that some tokens are right, and keeps the hidden states that it is told, text by text."""
 
     def __init__(self, text: Sequence[Sequence[int]] = (), *, width: int = 1) -> None:
@@ -36,7 +36,7 @@ class Listener(BatchDrafter):
         return Listening(self)
 
 
-class Listening(DraftSession):
+class Listening(Proposer):
     guesses_branches = True
 
     def __init__(self, drafter: Listener) -> None:

@@ -17,8 +17,8 @@ from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import Commit, Hidden, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import HybridDrafter, SuffixDrafter
-from specdec.proposers.heads.proposer import HeadSession
-from specdec.proposers.hybrid import HybridSession
+from specdec.proposers.heads.proposer import HeadProposer
+from specdec.proposers.hybrid import HybridProposer
 from tests.heads import dflash_folder, eagle_folder, spy_on_proposals
 from tests.proposers.fakes import FakeSequence
 from tests.proposers.heads.test_blocks import PEAGLE
@@ -177,7 +177,7 @@ def test_beside_a_draft_that_copies(kind: str, tmp_path: Path, monkeypatch: pyte
     assert head is not None
     generator = SpecGenerator(model, HybridDrafter(SuffixDrafter(), head))
     seen = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
-    monkeypatch.setattr(HybridSession, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
+    monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
     run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
     greedily = 0
     for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
@@ -200,9 +200,9 @@ def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypat
     end = max(i for i in range(20, 50) if text[i] not in text[20:i])
     generator = SpecGenerator(model, draft, prefix_cache=True)
     seen: list[tuple[list[int], list[int]]] = []
-    propose = HeadSession.propose
+    propose = HeadProposer.propose
 
-    def mended(self: HeadSession, seqs: Sequence[SequenceView], plans: Any) -> list[Tree]:
+    def mended(self: HeadProposer, seqs: Sequence[SequenceView], plans: Any) -> list[Tree]:
         """The head's guesses are noted, and the target's own tokens proposed, some of them wrong."""
         trees = propose(self, seqs, plans)
         seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(seqs, trees, strict=True) if tree.tokens)
@@ -211,7 +211,7 @@ def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypat
             for seq, tree in zip(seqs, trees, strict=True)
         ]
 
-    monkeypatch.setattr(HeadSession, "propose", mended)
+    monkeypatch.setattr(HeadProposer, "propose", mended)
     run = {**RUN, "max_new_tokens": 50, "schedule": "constant", "num_assistant_tokens": LIMIT}
     first = generator.generate([prompt], **{**run, "eos_token_id": text[end]})
     assert first.sequences[0].tolist() == text[: end + 1]
@@ -222,7 +222,7 @@ def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypat
         assert out.sequences[0].tolist() == text
         assert out.stats.cached_prompt_tokens > 15
         assert len(seen) > before
-    monkeypatch.setattr(HeadSession, "propose", propose)
+    monkeypatch.setattr(HeadProposer, "propose", propose)
     assert generator.drafter is not None
     with torch.no_grad():
         states = states_of(model, generator.drafter.hidden_layers, text)
