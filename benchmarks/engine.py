@@ -61,22 +61,22 @@ class AlwaysWrong(Draft, Proposer):
         self._drafter = ModelDrafter(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
-        """A session: the model's own, and the width of the vocabulary to spoil within."""
-        self._session, self._vocab = self._drafter.start(vocab_size), vocab_size
+        """A proposer: the model's own, and the width of the vocabulary to spoil within."""
+        self._proposer, self._vocab = self._drafter.start(vocab_size), vocab_size
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
-        trees = self._session.propose(rows, plans)
+        trees = self._proposer.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Nothing that the model guessed was kept, whatever became of the neighbours."""
-        self._session.commit([Commit(commit.row, [], 0) for commit in commits])
+        self._proposer.update([Commit(commit.row, [], 0) for commit in commits])
 
-    def release(self, keys: Sequence[int]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """Passed on."""
-        self._session.release(keys)
+        self._proposer.drop(keys)
 
 
 class Preallocated(DynamicCache):

@@ -127,20 +127,20 @@ class _Recording(Draft, Proposer):
         self._last = EMPTY
 
     def start(self, vocab_size: int) -> Proposer:
-        self._session = self._drafter.start(vocab_size)
+        self._proposer = self._drafter.start(vocab_size)
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        [self._last] = trees = self._session.propose(rows, plans)
+        [self._last] = trees = self._proposer.propose(rows, plans)
         return trees
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         self.proposed.append(self._last)
         self._last = EMPTY
-        self._session.commit(commits)
+        self._proposer.update(commits)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
-        self._session.release(seq_ids)
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        self._proposer.drop(seq_ids)
 
 
 def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:

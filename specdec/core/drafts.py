@@ -254,31 +254,31 @@ class Proposer(ABC):
         else says which of your guesses stayed.
         """
 
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
 
         It gets hidden states from token n on only; 0: of the whole prompt. `source` is the id of a running
-        sequence, or a state that a session of the same draft saved. Only called for drafts with `hidden_layers`.
+        sequence, or a state that a proposer of the same draft saved. Only called for drafts with `hidden_layers`.
         """
         return 0
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """A copy of the draft's state of at most the first `length` tokens of a sequence that leaves, or None.
 
-        `join` gets it for later sequences, also of other sessions. Only called for drafts with `hidden_layers`, before
-        `release`.
+        `fork` gets it for later sequences, also of other proposers. Only called for drafts with `hidden_layers`, before
+        `drop`.
         """
         return None
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Takes in a round's results, also of sequences that another draft proposed for."""
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
 
 
 class Draft(ABC):
-    """A draft: opens sessions, and describes itself.
+    """A draft: starts proposers, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
     `reads_predictions`: it copies from `seq.prediction`. Calls that ask for what it does not do raise. `instant`: it
@@ -295,7 +295,7 @@ class Draft(ABC):
 
     @abstractmethod
     def start(self, vocab_size: int) -> Proposer:
-        """A session without sequences, for a target with logits of this width."""
+        """A proposer without sequences, for a target with logits of this width."""
 
     def for_sampling(self, sampling: str | None) -> Draft:
         """The draft for a call's kind of sampling: "rejection", "block", …, or None (no sampling)."""

@@ -28,7 +28,7 @@ from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
 
-_IDLE_DRAFTS = 2  # draft sessions without sequences that keep their buffers for the next request
+_IDLE_DRAFTS = 2  # proposers without sequences that keep their buffers for the next request
 
 
 class Engine:
@@ -137,8 +137,8 @@ class Engine:
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
         for draft in self._drafts.values():
-            if draft.session.cache is not None:
-                draft.session.cache.bound(*ample)
+            if draft.proposer.cache is not None:
+                draft.proposer.cache.bound(*ample)
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
             self.scheduler.prefix_cache.shrink()
@@ -238,10 +238,10 @@ class Engine:
                 else [group]
             )
             for together in calls:
-                proposals |= self._proposals(draft.session, together, [plans[seq.id] for seq in together])
+                proposals |= self._proposals(draft.proposer, together, [plans[seq.id] for seq in together])
         return proposals
 
-    def _proposals(self, session: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
+    def _proposals(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
         """One draft's proposals by sequence id; a failure ends the requests.
 
         Called for plans that allow no guess too: a draft that copies goes on learning how often it would be right.
@@ -249,7 +249,7 @@ class Engine:
         if not seqs:
             return {}
         try:
-            trees = [_allowed(seq, tree) for seq, tree in zip(seqs, session.propose(seqs, plans), strict=True)]
+            trees = [_allowed(seq, tree) for seq, tree in zip(seqs, proposer.propose(seqs, plans), strict=True)]
             for seq, tree in zip(seqs, trees, strict=True):
                 if tree.tokens and tree.depth >= seq.remaining:
                     self._fail([seq], _too_much(seq, tree))
@@ -276,14 +276,14 @@ class Engine:
         return [(draft, group) for draft, group in drafts if draft is not None]
 
     def _start_draft(self, drafter: Draft) -> None:
-        """Opens a drafter's session, which all its sequences share."""
+        """Starts a draft's proposer, which all its sequences share."""
         if drafter.hidden_layers:
             self.model.check_hidden_states(drafter.hidden_layers)
-        session = drafter.start(self.model.vocab_size)
-        if not isinstance(session, Proposer):
-            kind = type(session).__name__
+        proposer = drafter.start(self.model.vocab_size)
+        if not isinstance(proposer, Proposer):
+            kind = type(proposer).__name__
             raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self._drafts[id(drafter)] = OpenDraft(drafter, session)
+        self._drafts[id(drafter)] = OpenDraft(drafter, proposer)
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, chunk: int | None) -> Turn:
         """A sequence's turn in this round; with `chunk`, that many tokens of its prompt unless they end it."""
@@ -391,7 +391,7 @@ class Engine:
             seq.drafted |= bool(proposal.tokens or proposal.source)
         for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
             try:
-                draft.session.commit([commits[seq.id] for seq in group])
+                draft.proposer.update([commits[seq.id] for seq in group])
             except Exception as error:
                 self._fail(group, error)
         return shares
@@ -419,8 +419,8 @@ class Engine:
         self.scheduler.remove(gone, self._requests)
         for draft, group in self._by_draft(gone):
             try:
-                draft.session.release([seq.id for seq in group])
-            except Exception:  # a session that cannot release is dropped
+                draft.proposer.drop([seq.id for seq in group])
+            except Exception:  # a proposer that cannot drop sequences is dropped itself
                 del self._drafts[id(draft.drafter)]
         requests = {self._requests.pop(seq.id) for seq in gone}
         self.running = [seq for seq in self.running if seq.id in self._requests]

@@ -24,10 +24,10 @@ _WORTH_WAITING = 64  # common tokens whose computation takes about as long as th
 
 
 class OpenDraft(NamedTuple):
-    """A drafter and its session."""
+    """A draft and its proposer."""
 
     drafter: Draft
-    session: Proposer
+    proposer: Proposer
 
 
 class Scheduler:
@@ -187,11 +187,11 @@ class Scheduler:
             return length
         if seq.num_embeds_only:
             return 0
-        joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
+        joined = draft.proposer.fork(seq, source.id, length) if isinstance(source, RunningSequence) else 0
         if joined or self.prefix_cache is None or seq.context is None:
             return joined
         saved, length = self.prefix_cache.find(_prefix_key(seq, seq.context, length, DrafterRef(draft.drafter)))
-        return 0 if saved is None else draft.session.join(seq, saved, length)
+        return 0 if saved is None else draft.proposer.fork(seq, saved, length)
 
     def _retain(
         self, seq: RunningSequence, context: Context, prefix_cache: PrefixCache, draft: OpenDraft | None
@@ -202,7 +202,7 @@ class Scheduler:
             return
         if draft is not None and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved = draft.session.keep(seq, length)
+                saved = draft.proposer.save(seq, length)
                 if saved is not None:
                     key = _prefix_key(seq, context, saved.length, DrafterRef(draft.drafter))
                     if prefix_cache.wants(key):

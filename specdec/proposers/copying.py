@@ -123,7 +123,7 @@ class TextDrafter(Draft):
         """An empty index for one sequence."""
 
     def start(self, vocab_size: int) -> TextProposer:
-        """A session without sequences; all sessions share the learned confidence."""
+        """A proposer without sequences; all proposers share the learned confidence."""
         return TextProposer(self, vocab_size)
 
 
@@ -165,7 +165,7 @@ class TextProposer(Proposer):
         guess = known_tokens(found, self._vocab_size, seq.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._readings.pop(seq_id, None)
 

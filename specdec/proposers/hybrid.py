@@ -83,7 +83,7 @@ class HybridDrafter(Draft):
         return self._other
 
     def start(self, vocab_size: int) -> HybridProposer:
-        """A session without sequences; all sessions share the estimates for the model draft."""
+        """A proposer without sequences; all proposers share the estimates for the model draft."""
         return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
@@ -121,22 +121,22 @@ class HybridProposer(Proposer):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return self._model.join(seq, source, length)
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        return self._model.fork(seq, source, length)
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._model.keep(seq, length)
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        return self._model.save(seq, length)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
-        self._model.commit(commits)
+        self._model.update(commits)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._pending.pop(seq_id, None)
             self._read.discard(seq_id)
-        self._text.release(seq_ids)
-        self._model.release(seq_ids)
+        self._text.drop(seq_ids)
+        self._model.drop(seq_ids)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         limit = min(plan.limit, seq.remaining - 1)

@@ -93,7 +93,7 @@ class ModelProposer(Proposer):
             self._session, self._cached = self._model.session(), {}
             raise
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
         if gone:
             self._session.remove(gone)

@@ -91,14 +91,14 @@ def test_store_equals_a_recomputed_one_after_every_step(
         step(self)
         inner: dict[int, Any] = {}
         for drafting in self._drafts.values():
-            drafting.session._settle([*self.prefilling, *self.running])  # type: ignore[attr-defined]
-            inner |= drafting.session._cached  # type: ignore[attr-defined]
+            drafting.proposer._settle([*self.prefilling, *self.running])  # type: ignore[attr-defined]
+            inner |= drafting.proposer._cached  # type: ignore[attr-defined]
         for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
             if row.id in inner:
-                [session] = [d.session.cache for d in self._drafts.values()]
+                [session] = [d.proposer.cache for d in self._drafts.values()]
                 held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])

@@ -337,7 +337,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     def counted() -> None:
         step()
-        sessions = [engine.target, *(d.session.cache for d in engine._drafts.values())]
+        sessions = [engine.target, *(d.proposer.cache for d in engine._drafts.values())]
         assert generator._prefixes is not None
         seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 

@@ -331,7 +331,11 @@ class Requests(RuleBasedStateMachine):
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
-            for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
+            for part in (
+                draft.proposer,
+                getattr(draft.proposer, "_model", None),
+                getattr(draft.proposer, "_text", None),
+            ):
                 for held in ("_cached", "_readings", "_seqs"):
                     assert {*getattr(part, held, ())} <= keys, (draft, held)
 

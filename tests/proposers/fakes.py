@@ -242,7 +242,7 @@ def one(session: Proposer, row: FakeSequence, limit: int = 5) -> list[int]:
 def take(session: Proposer, row: FakeSequence, tree: Tree, path: Sequence[int], *new: int) -> None:
     """Makes the nodes `path` of the proposal, and `new` after them, the row's text, and tells the session."""
     row.tokens += [*(tree.tokens[node] for node in path), *new]
-    session.commit([Commit(row, list(path), len(path))])
+    session.update([Commit(row, list(path), len(path))])
 
 
 def follow(session: Proposer, row: FakeSequence, guess: Sequence[int], count: int, *new: int) -> None:

@@ -86,7 +86,7 @@ def search_on(session: Proposer, row: FakeSequence, proposal: Tree, rng: random.
     made = {end: len(kept) + i for i, end in enumerate(fresh)}
     row.leaves = tuple(made[end] if end in made else number[children[end]] for end in ends)
     row.leaf_scores = tuple(-rng.random() for _ in ends)
-    session.commit([Commit(row, path, len(shared))])
+    session.update([Commit(row, path, len(shared))])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_next", "bloom"])
@@ -107,7 +107,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
             accepted = rng.choice([[], *map(list, found)])
             take(session, row, tree, nodes_of(tree, accepted), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -190,7 +190,7 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(inner, "forward", counting)
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
-    session.commit([Commit(row, [0, 1], 0)])
+    session.update([Commit(row, [0, 1], 0)])
     [tree] = session.propose([row], [Limit(1, branches=2)])
     assert fed == [1]
     assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
@@ -237,7 +237,7 @@ def test_chains_and_trees_in_turn(name: str) -> None:
                 assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
             take(session, row, tree, tree.path(min(turn, len(tree)) - 1), 11)
         if turn == 3:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
@@ -269,5 +269,5 @@ def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
     rows[0].tokens += [55, 6]
     for tree, count in ((Tree.chain([55, 6]), 0), (Tree.chain([6]), 4)):
         rows[1].tree, rows[1].leaves = tree, (len(tree) - 1,)
-        session.commit([Commit(row, [], 0) for row in rows])
+        session.update([Commit(row, [], 0) for row in rows])
         assert list(map(len, session.propose(rows, plans))) == [0, count, 0]

@@ -113,7 +113,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
             follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
         clock.now += 1.0
     assert {"model", "suffix"} <= sources
-    session.release([1])
+    session.drop([1])
     assert len(session.propose([rows[0], rows[2]], [FakePlan(2)] * 2)) == 2
 
 

@@ -45,7 +45,7 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
             else:
                 follow(session, row, tree.tokens, rng.randint(0, len(tree)), *new)
         if len(rows) > 1 and rng.random() < 0.1:
-            session.release([rows.pop(rng.randrange(len(rows))).id])
+            session.drop([rows.pop(rng.randrange(len(rows))).id])
         if rng.random() < 0.1:
             rows.append(FakeSequence([rng.randrange(50)], 10 + turn))
 
@@ -324,9 +324,9 @@ def test_release_frees_the_cache_and_readmits() -> None:
     session = ModelDrafter(model).start(50)
     rows = [FakeSequence([k + 1], k) for k in range(3)]
     session.propose(rows, [FakePlan(2)] * 3)
-    session.release([1, 99])
+    session.drop([1, 99])
     assert len(model.sessions[0].held) == 2
-    session.release([0, 2])
+    session.drop([0, 2])
     again = FakeSequence([8, 9], 0)
     assert one(session, again, 2) == model.greedy([8, 9], 2)
 
@@ -338,7 +338,7 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     session = ModelDrafter(model).start(50)
     rows = [FakeSequence([0], k, task=task(inputs=inputs, encoder_row=k)) for k in range(3)]
     session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
-    session.release([1])
+    session.drop([1])
     session.propose(rows[:1], [FakePlan(2)])
     late = FakeSequence([0], 3, task=task(inputs={"input_ids": torch.tensor([[20, 3]])}))
     trees = session.propose([rows[0], rows[2], late], [FakePlan(2)] * 3)

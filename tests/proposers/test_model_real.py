@@ -38,7 +38,7 @@ def test_catching_up_equals_recomputation(name: str) -> None:
             assert tree.tokens == likeliest(model, row.tokens, plan.limit)
             follow(session, row, tree.tokens, rng.randint(0, 4), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])

@@ -167,7 +167,7 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     trees = session.propose(rows, plans)
     fresh = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours)).propose(rows, plans)
     assert [tree.tokens for tree in trees] == [tree.tokens for tree in fresh]
-    session.release([0])
+    session.drop([0])
     rows[1].tokens += ours.encode(" dog")
     session.propose(rows[1:], plans[1:])
     assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
@@ -241,7 +241,7 @@ def test_intersection_reads_foreign_tokens_through_their_text() -> None:
     row = FakeSequence([*ours.encode("a"), foreign], task=task(Forced()))
     assert one(session, row) == [foreign]
     assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
-    session.release([0])
+    session.drop([0])
     assert one(session, row) == [foreign]
 
 

@@ -100,7 +100,7 @@ def test_release_forgets(make) -> None:  # type: ignore[no-untyped-def]
     """A key that comes back after release has a new text."""
     session = make().start(50)
     one(session, FakeSequence([1, 2, 1]))
-    session.release([0, 5])
+    session.drop([0, 5])
     assert one(session, FakeSequence([2, 2])) == one(make().start(50), FakeSequence([2, 2]))
 
 

@@ -90,7 +90,7 @@ class HeadProposer(ModelProposer):
         self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}
 
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
         count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
         if count < 2:
@@ -104,7 +104,7 @@ class HeadProposer(ModelProposer):
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """Copies what the cache holds, without reading more."""
         cached, known = self._cached.get(seq.id), self._known.get(seq.id)
         self._settle([seq])
@@ -113,7 +113,7 @@ class HeadProposer(ModelProposer):
         prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
         return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text and forgets guesses; prompts are read as their chunks come."""
         read = []
         for seq, path, text, hidden in commits:
@@ -128,8 +128,8 @@ class HeadProposer(ModelProposer):
         self._settle([commit.seq for commit in commits])
         self._read_known(read)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
-        super().release(seq_ids)
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        super().drop(seq_ids)
         for seq_id in seq_ids:
             self._known.pop(seq_id, None)
 
@@ -175,7 +175,7 @@ class HeadProposer(ModelProposer):
         return cached.own if len(self._stages.stages) == 1 else 0
 
     def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
-        """None: a sequence forks another one in `join` alone."""
+        """None: a sequence forks another one in `fork` alone."""
         return None
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:

@@ -103,17 +103,17 @@ class OtherTokenizerProposer(Proposer):
             guesses = self._draft.propose(read, plans)
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
-            self.release([seq.id for seq in seqs])
+            self.drop([seq.id for seq in seqs])
             raise
 
     @property
     def cache(self) -> Any:
         return self._draft.cache
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._draft.release(seq_ids)
+        self._draft.drop(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""

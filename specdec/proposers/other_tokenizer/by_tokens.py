@@ -41,7 +41,7 @@ class VocabularyIntersection(OtherTokenizerDrafter):
         return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionProposer:
-        """A session without sequences; rules get logits over the target's vocabulary."""
+        """A proposer without sequences; rules get logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
         return IntersectionProposer(self, to_draft, vocab_size)
 
@@ -74,7 +74,7 @@ class _MappedRule(DraftRule):
     """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
     rule: DraftRule
-    session: IntersectionProposer
+    proposer: IntersectionProposer
 
     @property
     def needs_q(self) -> bool:
@@ -86,9 +86,9 @@ class _MappedRule(DraftRule):
         """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
-        guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
+        guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)
         token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
-        return self.session.to_draft.get(token, _UNSHARED + token), confidence, q
+        return self.proposer.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
 class IntersectionProposer(OtherTokenizerProposer):

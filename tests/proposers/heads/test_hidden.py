@@ -63,7 +63,7 @@ class Listening(Proposer):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def join(self, row: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, row: SequenceView, source: int | SavedState, length: int) -> int:
         if isinstance(source, SavedState):
             tokens, states = source.state
         else:
@@ -74,11 +74,11 @@ class Listening(Proposer):
         self.drafter.joined.append(len(self.text[row.id]))
         return len(self.text[row.id])
 
-    def keep(self, row: SequenceView, length: int) -> SavedState | None:
+    def save(self, row: SequenceView, length: int) -> SavedState | None:
         states = self.text[row.id][:length].clone()
         return SavedState(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:
             self.rows[row.id] = row
             if hidden is None:
@@ -108,7 +108,7 @@ class Listening(Proposer):
                 texts.append((row.tokens + [row.tree.tokens[n] for n in path], states))
         self.drafter.heard += texts
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.rows.pop(seq_id, None)
             self.text.pop(seq_id, None)
@@ -120,7 +120,7 @@ class Forgetful(Listener):
 
     def start(self, vocab_size: int) -> Listening:
         session = super().start(vocab_size)
-        session.keep = lambda *_: None  # type: ignore[method-assign]
+        session.save = lambda *_: None  # type: ignore[method-assign]
         return session
 
 

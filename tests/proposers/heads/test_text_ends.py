@@ -60,7 +60,7 @@ def states_of(model: Any, layers: Sequence[int], tokens: Sequence[int]) -> Tenso
 def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
     """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
     session, seq = drafter.start(64), FakeSequence(list(tokens))
-    session.commit([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1]))])
+    session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1]))])
     tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
     assert tokens
     return tokens
@@ -111,7 +111,7 @@ class Play:
         seq = FakeSequence(whole[: max(length + 1, self.rng.randrange(1, 12))], self.count)
         one = Played(seq, whole, states_of(self.model, self.drafter.hidden_layers, whole))
         if source is not None:
-            one.fed = self.session.join(seq, source, length)
+            one.fed = self.session.fork(seq, source, length)
             assert one.fed <= length
             self.forked += one.fed > 0
         self.played.append(one)
@@ -129,7 +129,7 @@ class Play:
             assert len(tree) == limit
             self.compared += 1
         chunk = self.rng.randint(1, 8)
-        self.session.commit([one.commit(self.rng.randint(0, 4), chunk) for one in self.played])
+        self.session.update([one.commit(self.rng.randint(0, 4), chunk) for one in self.played])
 
     def change(self) -> None:
         """A sequence ends and is saved, or others fork a running or a saved one."""
@@ -137,11 +137,11 @@ class Play:
             self.add([])
         for one in [one for one in self.played if len(one.seq.tokens) > 55 or self.rng.random() < 0.2]:
             # no more states, then its state is saved
-            self.session.commit([Commit(one.seq, [], 0)])
-            saved = self.session.keep(one.seq, self.rng.randint(1, max(one.fed, 1)))
+            self.session.update([Commit(one.seq, [], 0)])
+            saved = self.session.save(one.seq, self.rng.randint(1, max(one.fed, 1)))
             if saved is not None:
                 self.saved.append((one.whole, saved))
-            self.session.release([one.seq.id])
+            self.session.drop([one.seq.id])
             self.played.remove(one)
         if self.saved and self.rng.random() < 0.5:
             whole, saved = self.rng.choice(self.saved)
