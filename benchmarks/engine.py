@@ -28,7 +28,7 @@ from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
@@ -58,7 +58,7 @@ class AlwaysWrong(Draft, Proposer):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._drafter = ModelDrafter(model)
+        self._drafter = ModelDraft(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
         """A proposer: the model's own, and the width of the vocabulary to spoil within."""

@@ -62,7 +62,7 @@ class _Node:
     right: bool
 
 
-class SyntheticDrafter(Draft, Proposer):
+class SyntheticDraft(Draft, Proposer):
     """SYNTHETIC: grows the likeliest nodes level by level, as a draft model does, and does `work` for each level.
 
     `rates` are the chances of its guesses (see `Oracle`). `oracle` is that of the next call; without one all guesses
@@ -76,9 +76,9 @@ class SyntheticDrafter(Draft, Proposer):
         self.oracle: Oracle | None = None
 
     def __repr__(self) -> str:
-        return f"SyntheticDrafter({self.rates})"
+        return f"SyntheticDraft({self.rates})"
 
-    def start(self, vocab_size: int) -> SyntheticDrafter:
+    def start(self, vocab_size: int) -> SyntheticDraft:
         """The drafter itself, which has no state of rows."""
         return self
 

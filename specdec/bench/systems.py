@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
-from specdec.bench.synthetic import SyntheticDrafter, passes_of
+from specdec.bench.synthetic import SyntheticDraft, passes_of
 from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
@@ -52,7 +52,7 @@ class Systems:
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
-            drafter = SyntheticDrafter(draft.synthetic, passes_of(self._model(draft.like).target))
+            drafter = SyntheticDraft(draft.synthetic, passes_of(self._model(draft.like).target))
             return SpecGenerator(target, drafter, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):

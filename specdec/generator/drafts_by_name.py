@@ -29,13 +29,13 @@ from specdec.parallel.load import load
 from specdec.proposers import (
     COPYING,
     DRAFTS,
-    EarlyExitDrafter,
-    FunctionDrafter,
-    HeadDrafter,
-    HybridDrafter,
-    ModelDrafter,
-    MtpDrafter,
-    NgramDrafter,
+    EarlyExitDraft,
+    FunctionDraft,
+    HeadDraft,
+    HybridDraft,
+    ModelDraft,
+    MtpDraft,
+    NgramDraft,
     TextBridge,
     is_word,
 )
@@ -124,7 +124,7 @@ class Drafts:
             case HeadAt():
                 return self._head(draft, tokenizer, name)
             case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
-                return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
+                return HeadDraft(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
@@ -158,17 +158,17 @@ class Drafts:
             case "use_mtp":
                 if given[name] is not True:
                     raise OptionError.of(name, "True or False", given[name])
-                return MtpDrafter.of(self._target, None, name)
+                return MtpDraft.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
 
-    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDrafter:
+    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
         target, wanted = self._target, draft.vocabulary
         choose = None if wanted is None else chooser(target, wanted, tokenizer)
         if is_word(draft.source):
-            made: HeadDrafter = DRAFTS[draft.source].of(target, None, name, choose=choose)
+            made: HeadDraft = DRAFTS[draft.source].of(target, None, name, choose=choose)
             return made
-        return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
+        return HeadDraft(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
@@ -182,7 +182,7 @@ class Drafts:
                 "name a decoder-only model, or 'suffix'"
             )
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
-        drafter = ModelDrafter(model, shared_encoder=shared)
+        drafter = ModelDraft(model, shared_encoder=shared)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
             return drafter
@@ -194,7 +194,7 @@ class Drafts:
         most = self._target.num_layers - 1
         if not is_whole(layers) or not 1 <= layers <= most:
             raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
-        return EarlyExitDrafter(self._target, layers)
+        return EarlyExitDraft(self._target, layers)
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
@@ -202,7 +202,7 @@ class Drafts:
             raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
-        return HybridDrafter(DRAFTS[pair[0]].of(self._target, None), model)
+        return HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def names_model(draft: Any) -> bool:
 
 def is_head(draft: Any) -> bool:
     """Whether `draft` is the word for a head of the target's checkpoint."""
-    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDrafter)
+    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDraft)
 
 
 def _check_spelling(draft: Any, name: str) -> None:
@@ -308,7 +308,7 @@ def _own(draft: Any, name: str) -> Draft:
     if hasattr(draft, "start"):
         raise OptionError.of(name, "a `specdec.core.drafts.Draft`", type(draft).__name__, "subclass it")
     if isinstance(draft, Drafter) or (callable(draft) and not isinstance(draft, nn.Module)):
-        return FunctionDrafter(draft)
+        return FunctionDraft(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)
 
 
@@ -319,7 +319,7 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
     }.items():
         if not is_whole(value) or value < 1:
             raise OptionError.of(name, "a whole number of at least 1", value)
-    return NgramDrafter(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
+    return NgramDraft(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:

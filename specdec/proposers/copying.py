@@ -97,7 +97,7 @@ class _Reading:
     match: int = 0
 
 
-class TextDrafter(Draft):
+class TextDraft(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
@@ -112,7 +112,7 @@ class TextDrafter(Draft):
         self.calibration = Calibration()
 
     @classmethod
-    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
+    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDraft:
         """The draft with its defaults; raises OptionError, naming the caller's argument `name`, for an argument."""
         if argument is not None:
             raise OptionError.of(name, "a word without an argument", argument)
@@ -130,7 +130,7 @@ class TextDrafter(Draft):
 class TextProposer(Proposer):
     """Copies for each sequence from its own index."""
 
-    def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: TextDraft, vocab_size: int) -> None:
         self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
         self._readings: dict[int, _Reading] = {}
 

@@ -14,7 +14,7 @@ from specdec.proposers.copying import cut, merge_chains
 Propose = Callable[[list[int], int], Iterable[int]]
 
 
-class FunctionDrafter(Draft):
+class FunctionDraft(Draft):
     """Drafts with a `Drafter`, or with a plain callable `(tokens, k) -> tokens`.
 
     It returns a list, or a one-dimensional tensor or array; tokens beyond `k` are cut off.
@@ -31,7 +31,7 @@ class FunctionDrafter(Draft):
         self._name = getattr(draft, "__name__", type(draft).__name__)
 
     def __repr__(self) -> str:
-        return f"FunctionDrafter({self._name})"
+        return f"FunctionDraft({self._name})"
 
     def start(self, vocab_size: int) -> FunctionProposer:
         return FunctionProposer(self._propose, self._name, vocab_size)

@@ -11,7 +11,7 @@ from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.copying import TextDrafter, TextProposer, cut
+from specdec.proposers.copying import TextDraft, TextProposer, cut
 
 _MEMORY = 0.9
 
@@ -52,7 +52,7 @@ class Odds:
         self.nodes = _fading(self.nodes, max(nodes, 1))
 
 
-class HybridDrafter(Draft):
+class HybridDraft(Draft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
@@ -61,17 +61,17 @@ class HybridDrafter(Draft):
 
     reads_predictions = True
 
-    def __init__(self, text: TextDrafter, model: Draft) -> None:
-        if not isinstance(text, TextDrafter):
-            raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
+    def __init__(self, text: TextDraft, model: Draft) -> None:
+        if not isinstance(text, TextDraft):
+            raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         self.text, self.model = text, model
         self.models, self.guesses_trees = model.models, model.guesses_trees
         self.hidden_layers = model.hidden_layers
         self._odds = Odds()
-        self._other: HybridDrafter | None = None
+        self._other: HybridDraft | None = None
 
     def __repr__(self) -> str:
-        return f"HybridDrafter({self.text!r}, {self.model!r})"
+        return f"HybridDraft({self.text!r}, {self.model!r})"
 
     def for_sampling(self, sampling: str | None) -> Draft:
         """The same pair with the model draft that serves this kind of sampling."""
@@ -79,7 +79,7 @@ class HybridDrafter(Draft):
         if model is self.model:
             return self
         if self._other is None or self._other.model is not model:
-            self._other = HybridDrafter(self.text, model)
+            self._other = HybridDraft(self.text, model)
         return self._other
 
     def start(self, vocab_size: int) -> HybridProposer:

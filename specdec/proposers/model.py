@@ -26,7 +26,7 @@ def has_one_guess_each(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
     return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
-class ModelDrafter(Draft):
+class ModelDraft(Draft):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
     An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
@@ -42,7 +42,7 @@ class ModelDrafter(Draft):
         self.shared_encoder = shared_encoder
 
     def __repr__(self) -> str:
-        return f"ModelDrafter({self.model!r})"
+        return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelProposer:
         return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)

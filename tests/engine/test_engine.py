@@ -23,7 +23,7 @@ from specdec.engine.request import Pacing, Request
 from specdec.engine.turn import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import FunctionDrafter, ModelDrafter
+from specdec.proposers import FunctionDraft, ModelDraft
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
@@ -151,7 +151,7 @@ def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
 
     model.forward = sleepy
     stats = (
-        SpecGenerator(model, FunctionDrafter(lambda tokens, k: []))
+        SpecGenerator(model, FunctionDraft(lambda tokens, k: []))
         .generate([[5] * 9], **COMMON, prefill_chunk_size=2)
         .stats
     )
@@ -173,11 +173,11 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
-@pytest.mark.parametrize("drafter", [None, FunctionDrafter(oracle("random", [], 64)), "model"])
+@pytest.mark.parametrize("drafter", [None, FunctionDraft(oracle("random", [], 64)), "model"])
 def test_requests_leave_the_others_alone(drafter: Any) -> None:
     """Cancelled, finished or come late: no request changes what the others become."""
     model = LanguageModel(tiny("llama"))
-    drafter = ModelDrafter(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
+    drafter = ModelDraft(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
     engine, alone = Engine(model), [request(model, [prompt], drafter) for prompt in PROMPTS]
     for one in alone:
         engine.submit(one)

@@ -22,7 +22,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.generator.build_request import Call
 from specdec.generator.job import Job
-from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import EarlyExitDraft, FunctionDraft, HybridDraft, ModelDraft, SuffixDraft
 from tests.matrix import STRATEGIES
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
@@ -115,19 +115,19 @@ def drafter(name: str, kind: str) -> Draft | None:
         case "none":
             return None
         case "model":
-            return ModelDrafter(other)
+            return ModelDraft(other)
         case "noisy" | "trees" | "cost":
-            return ModelDrafter(near)
+            return ModelDraft(near)
         case "suffix":
-            return SuffixDrafter()
+            return SuffixDraft()
         case "early_exit":
-            return EarlyExitDrafter(target, 1)
+            return EarlyExitDraft(target, 1)
         case "hybrid":
-            return HybridDrafter(SuffixDrafter(), ModelDrafter(near))
+            return HybridDraft(SuffixDraft(), ModelDraft(near))
         case "numbers":
-            return FunctionDrafter(lambda tokens, k: [(tokens[-1] + i) % VOCAB for i in range(k)])
+            return FunctionDraft(lambda tokens, k: [(tokens[-1] + i) % VOCAB for i in range(k)])
         case _:
-            return FunctionDrafter(oracle(kind, [], VOCAB))
+            return FunctionDraft(oracle(kind, [], VOCAB))
 
 
 def possible(name: str, asked: Asked) -> Asked:

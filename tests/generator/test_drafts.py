@@ -14,7 +14,7 @@ import torch
 import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers import HybridDraft, NgramDraft, SuffixDraft, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -151,7 +151,7 @@ class Guess:
         return tokens[:k]
 
 
-@pytest.mark.parametrize("draft", [Guess, SuffixDrafter, ("suffix", Guess)])
+@pytest.mark.parametrize("draft", [Guess, SuffixDraft, ("suffix", Guess)])
 def test_a_class_is_no_drafter(draft: Any) -> None:
     """The way out is an instance. (It was a TypeError in the middle of the call.)"""
     with pytest.raises(OptionError, match=r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)"):
@@ -177,10 +177,10 @@ def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     """Under rejection sampling the draft draws from q. (Inside a hybrid it went on guessing greedily, by text.)"""
     generator = bridged("suffix")
     drafter = generator.drafter
-    assert isinstance(drafter, HybridDrafter)
+    assert isinstance(drafter, HybridDraft)
     assert isinstance(drafter.model, TextBridge)
     suited = generator.drafter.for_sampling(sampling)
-    assert isinstance(suited, HybridDrafter)
+    assert isinstance(suited, HybridDraft)
     assert isinstance(suited.model, VocabularyIntersection)
     assert suited.text is drafter.text
     assert generator.drafter.for_sampling(sampling) is suited
@@ -345,7 +345,7 @@ def test_a_generator_describes_itself() -> None:
     generator = SpecGenerator(tiny("llama"), tiny("gpt2", seed=1))
     assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
     assert "0x" not in repr(generator)
-    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDrafter())
+    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDraft())
 
 
 def test_streams_that_are_closed_early_teach_costs() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.models.vocabulary import CutHead
-from specdec.proposers import DRAFTS, MtpDrafter
+from specdec.proposers import DRAFTS, MtpDraft
 from specdec.proposers.model import ModelProposer
 from tests.folders import byte_tokenizer, saved, saved_model
 from tests.heads import dflash_folder, eagle_folder
@@ -191,7 +191,7 @@ def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> Non
 def test_the_head_of_another_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word's own class is made, whichever head it is."""
 
-    class Other(MtpDrafter):
+    class Other(MtpDraft):
         pass
 
     monkeypatch.setitem(DRAFTS, "other", Other)

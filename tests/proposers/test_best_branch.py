@@ -8,7 +8,7 @@ import pytest
 
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers import FunctionDrafter, ModelDrafter, TextBridge, best_branch
+from specdec.proposers import FunctionDraft, ModelDraft, TextBridge, best_branch
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, one
 from tests.proposers.test_other_tokenizer import Oracle, tokenizer
 
@@ -23,7 +23,7 @@ def test_texts_stay_as_they_are() -> None:
 def test_the_best_branch_is_the_text(seed: int) -> None:
     """Whichever branch is the best one, a draft continues it, and reads only what the last one had not."""
     rng, model = random.Random(seed), FakeModel()
-    session, rows = ModelDrafter(model).start(50), [FakeSequence([1, 2, 3], 0), FakeSequence([4], 1)]
+    session, rows = ModelDraft(model).start(50), [FakeSequence([1, 2, 3], 0), FakeSequence([4], 1)]
     known: dict[int, list[int]] = {0: [], 1: []}
     for turn in range(12):
         views: list[SequenceView] = [best_branch(row) for row in rows]
@@ -43,7 +43,7 @@ def test_the_best_branch_is_the_text(seed: int) -> None:
 def test_continues_the_first_leaf() -> None:
     """A function is asked after every leaf, whichever is the best."""
     row = FakeSequence([5, 6, 7, 8, 9], tree=Tree([5, 6], [-1, -1]), leaves=(1, 0))
-    session = FunctionDrafter(lambda tokens, k: tokens[-1:]).start(50)
+    session = FunctionDraft(lambda tokens, k: tokens[-1:]).start(50)
     assert one(session, row, 2) == [6, 5]
     assert best_branch(row).tokens == [5, 6, 7, 8, 9, 6]
 

@@ -15,7 +15,7 @@ from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
 from specdec.models import LanguageModel
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
@@ -95,7 +95,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
     rng = random.Random(name)
     model = tiny(name)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (1, 4, 9)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     for turn in range(3):
         plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
         for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
@@ -113,7 +113,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_what_was_accepted_is_not_read_again(name: str) -> None:
     """A path that the draft has fed becomes text; so much is fed as came after it."""
-    session, row = ModelDrafter(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
+    session, row = ModelDraft(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
     plan = Limit(3, branches=2)
     [tree] = session.propose([row], [plan])
     deepest = tree.path(max(range(len(tree)), key=tree.depths().__getitem__))
@@ -129,7 +129,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
 def test_silence_and_rewinding(name: str) -> None:
     """A tree of which nothing was heard is forgotten, and so is text from where it was written anew."""
     model, plan = tiny(name), Limit(3, branches=2)
-    session, row = ModelDrafter(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
+    session, row = ModelDraft(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
     for turn in range(5):
         [tree] = session.propose([row], [plan])
         assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
@@ -144,12 +144,12 @@ def test_silence_and_rewinding(name: str) -> None:
 def test_branches_settle(name: str) -> None:
     """Whatever becomes of a search's branches, the proposal is that of a session which has heard of nothing."""
     rng, model = random.Random(name), LanguageModel(tiny(name))
-    session = ModelDrafter(model).start(64)
+    session = ModelDraft(model).start(64)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (2, 7)]
     for _ in range(8):
         plans = [Limit(rng.choice([0, 1, 2, 2]), branches=2) for _ in rows]
         trees = session.propose(rows, plans)
-        anew = ModelDrafter(model).start(64).propose(rows, plans)
+        anew = ModelDraft(model).start(64).propose(rows, plans)
         for row, tree, expected in zip(rows, trees, anew, strict=True):
             assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             assert tree.confidence == pytest.approx(expected.confidence, abs=1e-3)
@@ -163,7 +163,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "SHARED_CHUNK", 3)
     model, plan = tiny(name), Limit(3, branches=2)
     rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     silent = []
     for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
         for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
@@ -179,7 +179,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
     row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
-    session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Limit(1, branches=2)])
     fed, inner = [], session.cache
     forward = inner.forward
@@ -201,7 +201,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 
     def guess(**more: frozenset[int]) -> set[Path]:
         row = FakeSequence([5, 6, 7], task=task(RULE, branching=RULE, **more))
-        session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+        session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
         return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
 
     end = max(guess(), key=len)[0]
@@ -213,7 +213,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
-    session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
     assert len(tree) == 12
     assert tree.depth <= session.cache.passes <= tree.depth + 1
@@ -224,14 +224,14 @@ def test_chains_and_trees_in_turn(name: str) -> None:
     """Plans of one branch get the chain, in between others too; each kind reads the text that came without it."""
     model = tiny(name)
     rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     for turn, branches in enumerate((1, 1, 3, 1, 2, 2, 1)):
         plan = Limit(3, branches=branches)
         for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
             if branches == 1:
                 assert tree.is_chain
                 alone = FakeSequence(list(row.tokens), task=task(RULE))
-                [chain] = ModelDrafter(LanguageModel(model)).start(64).propose([alone], [plan])
+                [chain] = ModelDraft(LanguageModel(model)).start(64).propose([alone], [plan])
                 assert tree.tokens == chain.tokens
             else:
                 assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
@@ -243,7 +243,7 @@ def test_chains_and_trees_in_turn(name: str) -> None:
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
 def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     """The first node is the one that a chain has, for every way to guess that repeats itself."""
-    drafter = ModelDrafter(LanguageModel(tiny("llama")))
+    drafter = ModelDraft(LanguageModel(tiny("llama")))
     rule = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).rule
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
     [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule, branching=rule))], [plan])
@@ -263,7 +263,7 @@ def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
         FakeSequence([3, 4], 1, task=TASK),
         FakeSequence([3, 55, 4], 2, task=TASK),
     ]
-    session = ModelDrafter(LanguageModel(tiny("llama", vocab=50))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama", vocab=50))).start(64)
     plans = [Limit(2, branches=2)] * 3
     assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]
     rows[0].tokens += [55, 6]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
 
 
-class HeadDrafter(Draft):
+class HeadDraft(Draft):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
     guesses_trees = True
@@ -35,7 +35,7 @@ class HeadDrafter(Draft):
         self.models, self.hidden_layers = head.stages, head.hidden_layers
 
     def __repr__(self) -> str:
-        return f"HeadDrafter({self.head!r})"
+        return f"HeadDraft({self.head!r})"
 
     def start(self, vocab_size: int) -> HeadProposer:
         kind = HeadProposer if self.head.block is None else BlockProposer

@@ -42,7 +42,7 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
-class OtherTokenizerDrafter(Draft):
+class OtherTokenizerDraft(Draft):
     """A draft of another vocabulary than the target's."""
 
     def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
@@ -77,7 +77,7 @@ class DraftSequence(ReadSequence):
 class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
-    def __init__(self, drafter: OtherTokenizerDrafter, draft_vocab_size: int, vocab_size: int) -> None:
+    def __init__(self, drafter: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
         self._draft, self._vocab_size = drafter.drafter.start(draft_vocab_size), vocab_size
         self._target_tokenizer, self._draft_tokenizer = drafter.target_tokenizer, drafter.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}

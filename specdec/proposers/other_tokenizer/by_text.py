@@ -17,7 +17,7 @@ from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    OtherTokenizerDrafter,
+    OtherTokenizerDraft,
     OtherTokenizerProposer,
     Tokenizer,
     decode,
@@ -59,7 +59,7 @@ class _Likeliest(DraftRule):
         return int(token), float(confidence), None
 
 
-class TextBridge(OtherTokenizerDrafter):
+class TextBridge(OtherTokenizerDraft):
     """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
     The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts

@@ -13,7 +13,7 @@ from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    OtherTokenizerDrafter,
+    OtherTokenizerDraft,
     OtherTokenizerProposer,
     Tokenizer,
     decode,
@@ -24,7 +24,7 @@ _UNSHARED = 2**40
 """Added to target tokens that the draft lacks, which makes ids that no draft can read."""
 
 
-class VocabularyIntersection(OtherTokenizerDrafter):
+class VocabularyIntersection(OtherTokenizerDraft):
     """Drafts with the shared tokens of both vocabularies (token-level intersection, arXiv 2502.05202, algorithm 4).
 
     Shared tokens have equal strings, whichever sign stands for a leading space, and are special in both or in neither.

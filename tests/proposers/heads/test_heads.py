@@ -23,7 +23,7 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.options.load import Loading
 from specdec.proposers.heads import load_head
-from specdec.proposers.heads.proposer import HeadDrafter, HeadProposer
+from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.matrix import endless, some
@@ -123,7 +123,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         return made
 
     monkeypatch.setattr(KvSession, "draft_chain", spied)
-    generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
+    generator, plain = SpecGenerator(language, HeadDraft(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
         out = generator.generate(ids, **RUN, **sure, prefill_chunk_size=3)

@@ -16,7 +16,7 @@ from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import Commit, Hidden, SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers import HybridDrafter, SuffixDrafter
+from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.hybrid import HybridProposer
 from tests.heads import dflash_folder, eagle_folder, spy_on_proposals
@@ -175,7 +175,7 @@ def test_beside_a_draft_that_copies(kind: str, tmp_path: Path, monkeypatch: pyte
     prompts = [[*text, 2, *text[:8]] for text in plain.sequences.tolist()]  # the target may repeat itself
     head = SpecGenerator(model, draft).drafter
     assert head is not None
-    generator = SpecGenerator(model, HybridDrafter(SuffixDrafter(), head))
+    generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
     seen = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
     monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
     run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
