@@ -24,7 +24,7 @@ from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
@@ -69,10 +69,6 @@ class AlwaysWrong(Draft, Proposer):
         """The model's guesses, each replaced by its neighbour."""
         trees = self._proposer.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
-
-    def update(self, commits: Sequence[Commit]) -> None:
-        """Nothing that the model guessed was kept, whatever became of the neighbours."""
-        self._proposer.update([Commit(commit.row, [], 0) for commit in commits])
 
     def drop(self, keys: Sequence[int]) -> None:
         """Passed on."""

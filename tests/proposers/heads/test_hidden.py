@@ -37,8 +37,6 @@ class Listener(Draft):
 
 
 class Listening(Proposer):
-    guesses_branches = True
-
     def __init__(self, drafter: Listener) -> None:
         self.drafter = drafter
         self.rows: dict[int, SequenceView] = {}
