@@ -24,11 +24,11 @@ from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
@@ -54,29 +54,25 @@ class Stopwatch:
         return sum(end - began for began, end in self.spans)
 
 
-class AlwaysWrong(BatchDrafter, DraftSession):
+class AlwaysWrong(Draft, Proposer):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._drafter = ModelDrafter(model)
+        self._drafter = ModelDraft(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
-        """A session: the model's own, and the width of the vocabulary to spoil within."""
-        self._session, self._vocab = self._drafter.start(vocab_size), vocab_size
+        """A proposer: the model's own, and the width of the vocabulary to spoil within."""
+        self._proposer, self._vocab = self._drafter.start(vocab_size), vocab_size
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
-        trees = self._session.propose(rows, plans)
+        trees = self._proposer.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing that the model guessed was kept, whatever became of the neighbours."""
-        self._session.commit([Commit(commit.row, [], 0) for commit in commits])
-
-    def release(self, keys: Sequence[int]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """Passed on."""
-        self._session.release(keys)
+        self._proposer.drop(keys)
 
 
 class Preallocated(DynamicCache):

@@ -30,7 +30,7 @@ from specdec.options.resolve import resolve
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, text
 from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
-from specdec.proposers.copying import TextDrafter
+from specdec.proposers.copying import TextDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import STRATEGIES as COMMON
 from tests.matrix import some
@@ -178,7 +178,7 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
     assert list(kinds) == list(DRAFTS)
     assert tuple(word for word, known in DRAFT_WORDS.items() if known.copies) == COPYING
     for word, known in DRAFT_WORDS.items():
-        assert known.copies == issubclass(DRAFTS[word], TextDrafter)
+        assert known.copies == issubclass(DRAFTS[word], TextDraft)
         assert known.copies <= DRAFTS[word].reads_predictions
         assert not known.takes("" if known.argument else "3")
 

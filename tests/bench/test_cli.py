@@ -43,9 +43,9 @@ def params(**given: Any) -> dict[str, Any]:
 
 
 OWN = """
-from specdec.proposers import DRAFTS, FunctionDrafter
+from specdec.proposers import DRAFTS, FunctionDraft
 
-class Echo(FunctionDrafter):
+class Echo(FunctionDraft):
     @classmethod
     def of(cls, target, argument, name="draft"):
         return cls(lambda tokens, k: tokens[-1:] * k)

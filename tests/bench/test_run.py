@@ -16,7 +16,7 @@ from specdec.bench import group as group_module
 from specdec.bench.results import as_csv
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
-from specdec.bench.synthetic import Oracle, SyntheticDrafter
+from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, measure
 from specdec.errors import OptionError, SpecdecError
 from tests.folders import saved_model
@@ -308,7 +308,7 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
     widths: list[int] = []
     target = SpecGenerator.from_pretrained(models[0])
     plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
-    drafter = SyntheticDrafter([0.5, 0.3], widths.append)
+    drafter = SyntheticDraft([0.5, 0.3], widths.append)
     drafter.oracle = Oracle(plain.new_tokens(), drafter.rates, 50)
     gen = SpecGenerator(target.target, drafter, tokenizer=target.tokenizer, schedule="constant")
     tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}

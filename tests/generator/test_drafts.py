@@ -15,7 +15,7 @@ import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDrafter, NgramDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers import HybridDraft, NgramDraft, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -157,10 +157,10 @@ def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
     generator = SpecGenerator(target, ("suffix", model), **tokenizers())
     drafter = generator.drafter
-    assert isinstance(drafter, HybridDrafter)
+    assert isinstance(drafter, HybridDraft)
     assert isinstance(drafter.model, TextBridge)
     suited = generator.drafter.for_sampling(sampling)
-    assert isinstance(suited, HybridDrafter)
+    assert isinstance(suited, HybridDraft)
     assert isinstance(suited.model, VocabularyIntersection)
     assert suited.text is drafter.text
     assert generator.drafter.for_sampling(sampling) is suited
@@ -315,7 +315,7 @@ def test_a_generator_describes_itself() -> None:
     generator = SpecGenerator(tiny("llama"), tiny("gpt2", seed=1))
     assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
     assert "0x" not in repr(generator)
-    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDrafter())
+    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDraft())
 
 
 def test_streams_that_are_closed_early_teach_costs() -> None:

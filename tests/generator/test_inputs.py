@@ -12,7 +12,7 @@ from transformers import BatchEncoding, LogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
 from specdec.generator.inputs import Prompts, RowPrompt
 from tests.generator.conftest import Letters, idle
@@ -131,7 +131,7 @@ def test_drafts_read_the_encoder_s_text_without_padding() -> None:
     """(What a text draft copies from the source must not be padding.)"""
     seen: list[list[int] | None] = []
 
-    class Copy(BatchDrafter, DraftSession):
+    class Copy(Draft, Proposer):
         instant = True
 
         def start(self, vocab_size: int) -> Copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.tree import EMPTY, Tree
 from specdec.pipelines import Text
 from tests.folders import byte_tokenizer, saved_model
 from tests.matrix import endless, some
@@ -109,3 +112,20 @@ def test_pipelines_have_no_place_for_it() -> None:
     text = Text(tiny("llama", vocab=300), "suffix", tokenizer=byte_tokenizer())
     with pytest.raises(OptionError, match="prediction"):
         text("ab", max_new_tokens=4, prediction="cd")
+
+
+def test_a_draft_that_says_nothing_of_itself() -> None:
+    """Predictions and trees are refused, not ignored, until it says that it uses them."""
+
+    class Silent(Draft, Proposer):
+        def start(self, vocab_size: int) -> Silent:
+            return self
+
+        def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+            return [EMPTY] * len(seqs)
+
+    generator = SpecGenerator(tiny("llama"), Silent())
+    with pytest.raises(OptionError, match="`prediction` is for drafts that copy"):
+        generator.generate(IDS[:1], **RUN, prediction=[1, 2])
+    with pytest.raises(OptionError, match="`num_assistant_branches`=2 asks for trees"):
+        generator.generate(IDS[:1], **RUN, num_assistant_branches=2)
