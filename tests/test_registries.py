@@ -14,7 +14,8 @@ from specdec.bench.suite import read_suite
 from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
-from specdec.core.draft_schedules import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
+from specdec.core import draft_schedules
+from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
 from specdec.core.tree import Step
 from specdec.decoding import strategies as select
 from specdec.decoding.processors import Processors
@@ -125,6 +126,13 @@ def test_a_new_schedule_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_make_a_schedule(given: dict[str, Any], expected: Any) -> None:
     """By name with its usual numbers, by numbers, or the caller's own."""
     assert make_schedule(resolve(given)) == expected
+
+
+def test_a_threshold_alone_names_the_schedule_that_heeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was given would have no effect."""
+    monkeypatch.setattr(draft_schedules, "DEFAULT", "auto")
+    assert isinstance(make_schedule(resolve({})), Auto)
+    assert make_schedule(resolve({"assistant_confidence_threshold": 0.3})) == SCHEDULES["heuristic"](5, 0.3)
 
 
 def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
