@@ -1,11 +1,12 @@
 """The engine's own promises, measured on the package's pair, each interleaved with what it is compared to.
 
-    python benchmarks/engine.py                # all three
+    python benchmarks/engine.py                # all of them
     python benchmarks/engine.py --only long --dtype bfloat16
     python benchmarks/engine.py --only useless --backend compiled
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
+path:     how many files and functions of the package a second greedy call with the draft model enters.
 long:     the time of one round's target side at past 2,000 over past 128, against the same ratio for bare forwards
           over preallocated buffers.
 """
@@ -14,15 +15,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+import specdec
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
@@ -119,6 +124,26 @@ def overhead(target: Any, draft: Any, prompts: list[Any], repeats: int) -> None:
     print(f"overhead: {statistics.median(found):.2f} ms per round outside forwards (chains of 5, greedy)")
 
 
+def path(target: Any, draft: Any, prompt: Any) -> None:
+    """Counts the files and functions of the package, comprehensions left out, that a warm call enters."""
+    root, seen = str(Path(specdec.__file__).parent), set[tuple[str, str]]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            seen.add((code.co_filename, code.co_qualname))
+
+    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5)
+    for _ in range(2):
+        seen.clear()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        generator.generate(prompt, max_new_tokens=32, **GREEDY)
+        sys.setprofile(None)
+        threading.setprofile(None)
+    print(f"path: {len({file for file, _ in seen})} files, {len(seen)} functions")
+
+
 def useless(target: LanguageModel, draft: LanguageModel, prompts: list[Any], repeats: int, watch: Watch) -> None:
     """Speed with an always-wrong draft over plain speed."""
     wrong = AlwaysWrong(draft)
@@ -177,7 +202,7 @@ def target_side(target: list[tuple[float, float]], draft: list[tuple[float, floa
 def main() -> None:
     """Runs the measurements that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("overhead", "useless", "long"))
+    parser.add_argument("--only", choices=("overhead", "path", "useless", "long"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what passes of `useless` run on")
     parser.add_argument("--repeats", type=int, default=5)
@@ -190,9 +215,11 @@ def main() -> None:
     watch.look()
     if args.only in (None, "overhead"):
         overhead(target, draft, prompts, args.repeats)
+    if args.only in (None, "path"):
+        path(target, draft, prompts[0])
     if args.only in (None, "useless"):
-        paths = str(pair().target), str(pair().draft)
-        ours = [SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend) for path in paths]
+        folders = str(pair().target), str(pair().draft)
+        ours = [SpecGenerator.from_pretrained(folder, dtype=args.dtype, backend=args.backend) for folder in folders]
         for generator in ours:
             generator.wait_until_compiled()
         useless(*(generator.target for generator in ours), prompts, args.repeats, watch)
