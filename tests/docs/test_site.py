@@ -244,7 +244,7 @@ def test_every_page_has_a_place() -> None:
 
 
 def test_the_table_of_papers_names_all_of_the_source() -> None:
-    """And files and options that exist; the bundled models' licences name what they were trained on."""
+    """And files and options that exist; the bundled models' licenses name what they were trained on."""
     page = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
     cited = {
         paper
@@ -258,8 +258,8 @@ def test_the_table_of_papers_names_all_of_the_source() -> None:
         assert (ROOT / "specdec" / name).is_file(), name
     known = {*Options.model_fields, "draft", "assistant_tokenizer", "return_timestamps"}
     assert {*re.findall(r"`(\w+)=", page)} <= known
-    licences = (ROOT / "specdec" / "zoo" / "README.md").read_text(encoding="utf-8")
-    assert all(name in licences for name in (*functions.PACKAGES, "python_code", "python_summary", "speech"))
+    licenses = (ROOT / "specdec" / "zoo" / "README.md").read_text(encoding="utf-8")
+    assert all(name in licenses for name in (*functions.PACKAGES, "python_code", "python_summary", "speech"))
 
 
 def test_the_version_is_that_of_the_package() -> None:
