@@ -113,14 +113,22 @@ def test_every_column_is_explained() -> None:
     assert sorted(shown) == sorted(columns)
 
 
-def test_the_recipe_invents_no_figures() -> None:
+NO_FIGURES = {
+    "docs/guides/cpu.md": {"0.125"},  # a step of bfloat16
+    "README.md": {"3.7", "3.10", "2.11", "2.13", "5.17", "5.23"},  # gigabytes of models; versions
+}
+
+
+@pytest.mark.parametrize("name", NO_FIGURES)
+def test_a_page_invents_no_figures(name: str) -> None:
     """Its numbers stand in the benchmarks."""
-    page = (ROOT / "docs" / "guides" / "cpu.md").read_text(encoding="utf-8")
-    sources = [ROOT / "docs" / "figures.md", ROOT / "benchmarks" / "peers" / "README.md"]
+    page = (ROOT / name).read_text(encoding="utf-8")
+    sources = [ROOT / "docs" / "figures.md", ROOT / "docs" / "zoo.md", ROOT / "benchmarks" / "peers" / "README.md"]
     known = " ".join(path.read_text(encoding="utf-8") for path in sources)
-    named = {*re.findall(r"\d+\.\d+", re.sub(r"```.*?```|`[^`]*`|HuggingFaceTB\S*|https?\S*", "", page, flags=re.S))}
+    prose = re.sub(r"```.*?```|`[^`]*`|HuggingFaceTB\S*|https?\S*|SmolLM2-\S*", "", page, flags=re.S)
+    named = {*re.findall(r"\d+\.\d+", prose)} - NO_FIGURES[name]
     assert len(named) > 15
-    assert not [number for number in named - {"0.125"} if number not in known]  # 0.125 is a step of bfloat16
+    assert not [number for number in named if number not in known]
 
 
 @pytest.mark.slow
@@ -135,5 +143,5 @@ def test_what_goes_together() -> None:
 @pytest.mark.timeout(900)
 def test_a_combination_goes_if_its_pairs_do() -> None:
     """As the page says; the page tells of more that were tried."""
-    assert len(compatibility.combinations(compatibility.PAGE.read_text(encoding="utf-8"))) == 2333
+    assert len(compatibility.combinations(compatibility.PAGE.read_text(encoding="utf-8"))) == 2569
     compatibility.try_combinations(20)
