@@ -15,7 +15,7 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading.load import load
 from specdec.options.load import Loading
 from tests.folders import saved
-from tests.matrix import endless, in_pairs
+from tests.matrix import endless, in_pairs, some
 from tests.tiny import NAMES, tiny, tiny_inputs
 
 COMMON = endless(14)
@@ -84,7 +84,7 @@ def test_memory_of_a_packed_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5", "mpt"])
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 5}, {"num_beams": 3}])
+@pytest.mark.parametrize("how", some("greedy", "coupled", "beams").values(), ids=str)
 def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> None:
     """Target and draft packed: the text is the packed target's own, which in float32 is the target's."""
     model, draft = tiny(name), tiny(name, seed=1)
