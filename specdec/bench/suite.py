@@ -140,7 +140,7 @@ class Suite(BaseModel):
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(listed)] = []
     schedules: Annotated[
         list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
-    ] = [Drafting(schedule="cost")]
+    ] = [Drafting(schedule="auto")]
     prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(listed), Field(min_length=1)] = [
         Prompts(source="code")
     ]

@@ -315,7 +315,7 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request, quiet=quiet, schedule="cost")
+        generator: SpecGenerator = load(request, quiet=quiet)
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return

@@ -271,7 +271,7 @@ def test_candidates() -> None:
     """Every schedule there is, and several lengths."""
     (group,) = candidates("t", "d", {"max_new_tokens": 7}, (2, 4)).groups()
     names = [cell.drafting.label for cell in group.cells]
-    assert names == ["constant 2", "constant 4", "heuristic", "confidence", "cost"]
+    assert names == ["constant 2", "constant 4", "auto", "heuristic", "confidence", "cost"]
 
 
 @pytest.mark.slow
