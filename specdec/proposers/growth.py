@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +80,34 @@ class CachedText:
         return path, text
 
 
+class Feed(NamedTuple):
+    """A sequence's part of a draft pass: `tree` begins with the cached branches, followed by `text` nodes of text.
+
+    `keep`: how many of the last nodes need logits; with 0, a chunk of the text is read.
+    """
+
+    seq: SequenceView
+    cached: CachedText
+    tree: Tree
+    text: int
+    keep: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """How many nodes of the tree are cached."""
+        return len(self.cached.branches)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the new nodes."""
+        return self.tree.tokens[self.num_cached :]
+
+    @property
+    def is_one_guess(self) -> bool:
+        """Whether it is one guess that extends the sequence's chain."""
+        return len(self.tree) == self.text == 1
+
+
 class Chain:
     """A chain that grows for one sequence in this round; in the cache its guesses follow the text."""
 
@@ -95,9 +124,9 @@ class Chain:
         self.num_as_text = len(missing)
         return Tree.chain(missing)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: the last one."""
-        return 1
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the last node."""
+        return Feed(self.seq, self.cached, tree, self.num_as_text, 1)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
@@ -181,9 +210,9 @@ class Branches:
         cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: those from the first end on."""
-        return len(tree) - min(self.at)
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the nodes from the first end on."""
+        return Feed(self.seq, self.cached, tree, self.num_as_text, len(tree) - min(self.at))
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""

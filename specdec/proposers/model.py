@@ -12,18 +12,13 @@ from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
-from specdec.proposers.growth import Branches, CachedText, Chain
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
 
 
 _FEW = 16  # missing tokens that are fed in the pass that makes the first guess
-
-
-def has_one_guess_each(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
-    """Whether every tree is one guess that extends its sequence's chain."""
-    return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
 class ModelDraft(Draft):
@@ -169,39 +164,29 @@ class ModelProposer(Proposer):
         """Reads at most `chunk` more tokens of each text, in one pass."""
         if not seqs:
             return
-        cached = [self._cached[seq.id] for seq in seqs]
-        pieces = [
-            seq.tokens[one.text : min(one.text + chunk, self._end(seq))] for seq, one in zip(seqs, cached, strict=True)
-        ]
-        texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
-        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
-        for one, piece in zip(cached, pieces, strict=True):
-            one.text += len(piece)
+        feeds = []
+        for seq in seqs:
+            cached = self._cached[seq.id]
+            piece = seq.tokens[cached.text : min(cached.text + chunk, self._end(seq))]
+            feeds.append(Feed(seq, cached, Tree.chain(piece), len(piece)))
+        self._run(feeds)
+        for feed in feeds:
+            feed.cached.text += feed.text
 
     def _end(self, seq: SequenceView) -> int:
         """How many tokens of the text may be read; the last one is fed with the first guess."""
         return len(seq.tokens) - 1
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Scores]:
-        """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
-
-        All nodes stay in the cache, the first `texts[i]` of a tree as text.
-        """
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        if level and has_one_guess_each(trees, texts):
-            logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Scores]:
+        """One pass over text and branches (`level` 0), or guesses of this round; all nodes stay in the cache."""
+        rows, trees = [feed.cached.cache_row for feed in feeds], [feed.tree for feed in feeds]
+        if level and all(feed.is_one_guess for feed in feeds):
+            logits, _ = self._session.advance(rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
-        scores = self._session.forward(cache_rows, trees, keep, text_lengths=text_lengths)
-        self._session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        lengths = [0 if feed.keep else len(feed.seq.tokens) for feed in feeds]
+        scores = self._session.forward(rows, trees, [feed.keep for feed in feeds], text_lengths=lengths)
+        texts = [feed.text for feed in feeds]
+        self._session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 
     def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
@@ -268,19 +253,18 @@ class ModelProposer(Proposer):
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.feed(text) for growth, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        """The guesses after `texts`, all in one call; None if the session cannot."""
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._session.draft_chain(cache_rows, [text.tokens for text in texts], rules)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        """The guesses after texts, all in one call; None if the session cannot."""
+        return self._session.draft_chain(
+            [feed.cached.cache_row for feed in feeds], [feed.tokens for feed in feeds], rules
+        )
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
@@ -289,10 +273,7 @@ class ModelProposer(Proposer):
             return
         level = 0
         while feeds:
-            trees = [tree for _, tree in feeds]
-            keep = [growth.keep(tree) for growth, tree in feeds]
-            texts = [growth.num_as_text for growth, _ in feeds]
-            scores = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
+            scores = self._run([growth.feed(tree) for growth, tree in feeds], level)
             feeds = [
                 (growth, following)
                 for (growth, tree), found in zip(feeds, scores, strict=True)

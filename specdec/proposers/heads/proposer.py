@@ -15,8 +15,8 @@ from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import Branches, CachedText, Chain
-from specdec.proposers.model import ModelProposer, has_one_guess_each
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.model import ModelProposer
 
 if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Block, Head, Stages
@@ -186,112 +186,94 @@ class HeadProposer(ModelProposer):
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Scores]:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Scores]:
         """A pass of every stage that later guesses read; returns the scores of the first of them."""
-        session = self._stages
-        if level and len(session.stages) == 1 and has_one_guess_each(trees, texts):
-            return self._next(
-                [self._known[seq.id] for seq in seqs], [self._cached[seq.id].cache_row for seq in seqs], trees
-            )
-        session.first = min(level, len(session.stages) - 1)
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        parts = [
-            _Part(seq, tree, session.pending(cache_row), text)
-            for seq, tree, cache_row, text in zip(seqs, trees, cache_rows, texts, strict=True)
-        ]
+        session, count = self._stages, len(self._stages.stages)
+        if level and count == 1 and all(feed.is_one_guess for feed in feeds):
+            return self._next(feeds)
+        session.first = min(level, count - 1)
+        rows, trees = [feed.cached.cache_row for feed in feeds], [feed.tree for feed in feeds]
         if not level:
-            for seq in seqs:
-                self._known[seq.id].written = [{} for _ in session.stages]
+            for feed in feeds:
+                self._known[feed.seq.id].written = [{} for _ in session.stages]
         scores: list[Scores] = []
-        for stage in range(session.first, len(session.stages)):
+        for stage in range(session.first, count):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
-            inputs = [self._head.inputs(part.tokens, self._features(part, source)) for part in parts]
             found = session.stages[stage].forward(
-                cache_rows,
+                rows,
                 trees,
-                [0] * len(keep) if scores else keep,
-                embeds=inputs,
-                text_lengths=text_lengths,
+                [0 if scores else feed.keep for feed in feeds],
+                embeds=[self._head.inputs(feed.tokens, self._features(feed, source)) for feed in feeds],
+                text_lengths=[0 if feed.keep else len(feed.seq.tokens) for feed in feeds],
                 output_hidden_states=True,
             )
             scores = scores or found
-            for part, one in zip(parts, found, strict=True):
-                self._record(part, stage, one)
-        session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
-        for part in parts:
-            self._renumber(part, guessed=level > 0)
+            for feed, one in zip(feeds, found, strict=True):
+                self._record(feed, stage, one)
+        texts = [feed.text for feed in feeds]
+        session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        for feed in feeds:
+            self._renumber(feed, guessed=level > 0)
         return scores
 
-    def _next(self, known: Sequence[_KnownText], cache_rows: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
+    def _next(self, feeds: Sequence[Feed]) -> list[Scores]:
         """A pass of the only stage over one more guess for each sequence."""
-        tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
-        logits, states = self._stages.advance(cache_rows, tokens, self._head.inputs(tokens, before))
+        known, tokens = [self._known[feed.seq.id] for feed in feeds], [feed.tree.tokens[0] for feed in feeds]
+        inputs = self._head.inputs(tokens, torch.stack([one.written[0][-1] for one in known]))
+        logits, states = self._stages.advance([feed.cached.cache_row for feed in feeds], tokens, inputs)
         assert states is not None
         for one, state in zip(known, states, strict=True):
             one.written = [{-1: state}]
-        return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
+        return [Scores(feed.tree, 0, own) for feed, own in zip(feeds, logits[:, None], strict=True)]
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
-        inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        inputs = [self._head.inputs(feed.tokens, self._features(feed, -1)) for feed in feeds]
+        rows = [feed.cached.cache_row for feed in feeds]
+        return self._stages.draft_chain(rows, [feed.tokens for feed in feeds], rules, inputs)
 
-    def _features(self, part: _Part, source: int) -> Tensor:
+    def _features(self, feed: Feed, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
-        known = self._known[part.seq.id]
+        known = self._known[feed.seq.id]
         if source < 0:
-            return torch.cat([self._text_features(part), *(one[None] for one in self._branch_features(part))])
+            return torch.cat([self._text_features(feed, feed.text), *self._branch_features(feed)])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
-        before = [part.tree.parents[node] for node in range(part.num_cached, len(part.tree))]
-        texts, length = known.texts[source], self._cached[part.seq.id].text
+        before = feed.tree.parents[feed.num_cached :]
+        texts, length = known.texts[source], feed.cached.text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
-    def _text_features(self, part: _Part) -> Tensor:
-        """The target's features for text that is fed; the first token of a text gets zeros."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
+    def _text_features(self, feed: Feed, count: int) -> Tensor:
+        """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        first = known.states.new_zeros(int(count > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
-        return torch.cat([first, known.states[at : at + part.text - len(first)]])
+        return torch.cat([first, known.states[at : at + count - len(first)]])
 
-    def _branch_features(self, part: _Part) -> list[Tensor]:
-        """The target's features for the sequence's own branches that are fed."""
-        seq, known = part.seq, self._known[part.seq.id]
-        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.num_cached)
-        parents = [seq.tree.parents[node] for node in fresh]
-        return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
+    def _branch_features(self, feed: Feed) -> list[Tensor]:
+        """The target's features `[1, width]` for the sequence's own branches that are fed."""
+        known, parents = self._known[feed.seq.id], feed.seq.tree.parents
+        fresh = sorted(node for node, at in feed.cached.where.items() if at >= feed.num_cached)
+        return [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
 
-    def _record(self, part: _Part, stage: int, scores: Scores) -> None:
+    def _record(self, feed: Feed, stage: int, scores: Scores) -> None:
         """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
         assert scores.hidden_states is not None
         last = stage == len(self._stages.stages) - 1
-        first = max(part.num_cached, part.text - 1) if last else part.num_cached
-        states = scores.hidden_states[0][first - part.num_cached :]
-        self._known[part.seq.id].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
+        first = max(feed.num_cached, feed.text - 1) if last else feed.num_cached
+        states = scores.hidden_states[0][first - feed.num_cached :]
+        self._known[feed.seq.id].written[stage].update(zip(range(first, len(feed.tree)), states, strict=True))
 
-    def _renumber(self, part: _Part, *, guessed: bool) -> None:
+    def _renumber(self, feed: Feed, *, guessed: bool) -> None:
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        if part.text:
-            if not guessed:
-                for stage, written in enumerate(known.written[:-1]):
-                    known.texts[stage][begin:] = [written[node] for node in range(part.text)]
-            known.written = [
-                {node - part.text: one for node, one in written.items() if node >= part.text - 1}
-                for written in known.written
-            ]
+        if not feed.text:
+            return
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        for stage, written in enumerate(known.written[:-1] if not guessed else ()):
+            known.texts[stage][begin:] = [written[node] for node in range(feed.text)]
+        known.written = [
+            {node - feed.text: one for node, one in written.items() if node >= feed.text - 1}
+            for written in known.written
+        ]
 
     @property
     def _stages(self) -> Stages:
@@ -300,21 +282,6 @@ class HeadProposer(ModelProposer):
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether no features are missing between the tokens read so far and those known."""
         return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A sequence's part of a pass: a tree with `num_cached` nodes in the cache, then `text` nodes of text."""
-
-    seq: SequenceView
-    tree: Tree
-    num_cached: int
-    text: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens of the new nodes."""
-        return self.tree.tokens[self.num_cached :]
 
 
 class BlockProposer(HeadProposer):
@@ -334,37 +301,27 @@ class BlockProposer(HeadProposer):
     def _grow(self, growths: Sequence[Chain | Branches]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        trees = [tree for _, tree in feeds]
-        passed = self._run([growth.seq for growth, _ in feeds], trees, [1] * len(feeds), []) if feeds else []
+        passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
         for (growth, text), scores in zip(feeds, passed, strict=True):
             level: Tree | None = text
             for logits in fit(scores.logits, self._vocab_size):
-                level = level and growth.take(level, logits.expand(growth.keep(level), -1))
+                level = level and growth.take(level, logits.expand(growth.feed(level).keep, -1))
             growth.cached.text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
             growth.cached.branches = EMPTY
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Scores]:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Scores]:
         """A pass over text and, if logits are wanted, the block; returns those of the block `[guesses, vocab]`."""
-        block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
-        guesses = block.guesses if any(keep) else 0
+        block, rows = self._block, [feed.cached.cache_row for feed in feeds]
+        guesses = block.guesses if any(feed.keep for feed in feeds) else 0
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses > 0 and block.reads_itself)  # the last token is one of the block
-        texts = [len(tree) - blind for tree in trees]
         inputs = []
-        for seq, tree, text in zip(seqs, trees, texts, strict=True):
-            known = self._text_features(_Part(seq, tree, 0, text))
+        for feed in feeds:
+            known = self._text_features(feed, len(feed.tree) - blind)
             masked = block.feature.expand(blind + len(masks), -1)
-            inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
-        fed = [Tree.chain(tree.tokens + masks) for tree in trees]
-        scores = self._session.forward(cache_rows, fed, [guesses] * len(fed), embeds=inputs, text_lengths=text_lengths)
-        self._session.commit(cache_rows, [list(range(text)) for text in texts])
+            inputs.append(self._head.inputs(feed.tokens + masks, torch.cat([known, masked.to(known)])))
+        fed = [Tree.chain(feed.tokens + masks) for feed in feeds]
+        lengths = [0 if feed.keep else len(feed.seq.tokens) for feed in feeds]
+        scores = self._session.forward(rows, fed, [guesses] * len(fed), embeds=inputs, text_lengths=lengths)
+        self._session.commit(rows, [list(range(len(feed.tree) - blind)) for feed in feeds])
         return scores
