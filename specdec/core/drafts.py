@@ -250,8 +250,8 @@ class Proposer(ABC):
         """One tree per sequence, possibly empty, from the sequence's leaves.
 
         A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
-        be 0 or less. A sequence with an unknown `seq.id` is new. Compare the texts with what you have read: nothing
-        else says which of your guesses stayed.
+        be 0 or less. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read shows
+        which guesses stayed.
         """
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
@@ -271,7 +271,10 @@ class Proposer(ABC):
         return None
 
     def update(self, commits: Sequence[Commit]) -> None:
-        """Takes in a round's results, also of sequences that another draft proposed for."""
+        """Takes in a round's results, also of sequences that another draft proposed for.
+
+        A draft behind another tokenizer gets none: texts and hidden states are the target's.
+        """
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Work
 from specdec.options.checks import common_length
 from specdec.proposers.best_branch import branch_tokens
 
@@ -79,6 +81,23 @@ class CachedText:
         return path, text
 
 
+class Feed(NamedTuple):
+    """A sequence's work in a draft pass."""
+
+    seq: SequenceView
+    cached: CachedText
+    work: Work
+
+    @classmethod
+    def of(cls, seq: SequenceView, cached: CachedText, tree: Tree, num_text: int, num_logits: int = 0) -> Feed:
+        """The tree begins with the cached branches, or `num_text` tokens of text; without logits it is a chunk of the
+        text.
+        """
+        length = 0 if num_logits else len(seq.tokens)
+        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches), text_length=length)
+        return cls(seq, cached, work)
+
+
 class Chain:
     """A chain that grows for one sequence in this round; in the cache its guesses follow the text."""
 
@@ -95,9 +114,9 @@ class Chain:
         self.num_as_text = len(missing)
         return Tree.chain(missing)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: the last one."""
-        return 1
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the last node."""
+        return Feed.of(self.seq, self.cached, tree, self.num_as_text, 1)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
@@ -181,9 +200,9 @@ class Branches:
         cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: those from the first end on."""
-        return len(tree) - min(self.at)
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the nodes from the first end on."""
+        return Feed.of(self.seq, self.cached, tree, self.num_as_text, len(tree) - min(self.at))
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""

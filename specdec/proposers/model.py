@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 from specdec.core.drafts import Chained, ChainRule, Draft, Plan, Proposer, SequenceView
 from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import Logits
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
-from specdec.proposers.growth import Branches, CachedText, Chain
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
@@ -165,53 +165,30 @@ class ModelProposer(Proposer):
         """Reads at most `chunk` more tokens of each text, in one pass."""
         if not seqs:
             return
-        cached = [self._cached[seq.id] for seq in seqs]
-        pieces = [
-            seq.tokens[one.text : min(one.text + chunk, self._end(seq))] for seq, one in zip(seqs, cached, strict=True)
-        ]
-        texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
-        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
-        for one, piece in zip(cached, pieces, strict=True):
-            one.text += len(piece)
+        feeds = []
+        for seq in seqs:
+            cached = self._cached[seq.id]
+            piece = seq.tokens[cached.text : min(cached.text + chunk, self._end(seq))]
+            feeds.append(Feed.of(seq, cached, Tree.chain(piece), len(piece)))
+        self._run(feeds)
+        for feed in feeds:
+            feed.cached.text += feed.work.num_text
 
     def _end(self, seq: SequenceView) -> int:
         """How many tokens of the text may be read; the last one is fed with the first guess."""
         return len(seq.tokens) - 1
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
-        """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
-
-        All nodes stay in the cache, the first `texts[i]` of a tree as text.
-        """
-        works = self._works(seqs, trees, keep, text_lengths)
-        outputs = self._session.run(works)
-        rows = [work.row for work in works]
-        self._session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
+        """One pass over text and branches (`level` 0), or guesses of this round; all nodes stay in the cache."""
+        outputs = self._session.run([feed.work for feed in feeds])
+        self._keep(feeds, final=not level)
         return outputs
 
-    def _works(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        text_lengths: Sequence[int] | None = None,
-    ) -> list[Work]:
-        """The works of one pass, in these sequences' rows."""
-        rows = [self._cached[seq.id].cache_row for seq in seqs]
-        lengths = text_lengths or [0] * len(rows)
-        return [
-            Work(row, tree, kept, num_cached=self._session.pending(row), text_length=length)
-            for row, tree, kept, length in zip(rows, trees, keep, lengths, strict=True)
-        ]
+    def _keep(self, feeds: Sequence[Feed], *, final: bool) -> None:
+        """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
+        works = [feed.work for feed in feeds]
+        paths, texts = [list(range(len(work.tree))) for work in works], [work.num_text for work in works]
+        self._session.commit([work.row for work in works], paths, texts=texts, final=final)
 
     def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Gives new sequences rows of the cache, forked where another sequence has read the same.
@@ -277,19 +254,18 @@ class ModelProposer(Proposer):
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.feed(text) for growth, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        """The guesses after `texts`, all in one call; None if the session cannot."""
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._session.draft_chain(cache_rows, [text.tokens for text in texts], rules)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        """The guesses after texts, all in one call; None if the session cannot."""
+        return self._session.draft_chain(
+            [feed.cached.cache_row for feed in feeds], [feed.work.new_tokens for feed in feeds], rules
+        )
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
@@ -298,10 +274,7 @@ class ModelProposer(Proposer):
             return
         level = 0
         while feeds:
-            trees = [tree for _, tree in feeds]
-            keep = [growth.keep(tree) for growth, tree in feeds]
-            texts = [growth.num_as_text for growth, _ in feeds]
-            outputs = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
+            outputs = self._run([growth.feed(tree) for growth, tree in feeds], level)
             feeds = [
                 (growth, following)
                 for (growth, tree), out in zip(feeds, outputs, strict=True)

@@ -64,7 +64,7 @@ def test_a_draft_of_ones_own(
     Path("own_echo.py").write_text(OWN)
     arguments += ["--draft", "echo", "--import", "own_echo"]
     assert run(arguments) == 0
-    assert re.search(r"echo, cost +\d+\.\d\d ms per token", capsys.readouterr().out)
+    assert re.search(r"echo, auto +\d+\.\d\d ms per token", capsys.readouterr().out)
     assert DRAFTS["echo"].__module__ == "own_echo"
     Path("own_echo.py").write_text(f"{OWN}# better")
     assert run(arguments) == 2
@@ -78,7 +78,7 @@ def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
     assert run(arguments) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"suffix, cost +\d+\.\d\d ms per token  eager", out)
+    assert re.search(r"suffix, auto +\d+\.\d\d ms per token  eager", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
@@ -172,7 +172,7 @@ def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFi
     """What could be measured is shown."""
     assert run([*arguments, "--draft", "early_exit:99"]) == 1
     out, err = capsys.readouterr()
-    assert "suffix, cost" in out
+    assert "suffix, auto" in out
     assert "early_exit:99, cost: OptionError: " in err
 
 

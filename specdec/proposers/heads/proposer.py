@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from specdec.core.drafts import Chained, ChainRule, Commit, Draft, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import Logits
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import Branches, CachedText, Chain
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 from specdec.proposers.model import ModelProposer
 
 if TYPE_CHECKING:
@@ -187,97 +187,76 @@ class HeadProposer(ModelProposer):
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
         """A pass of every stage that later guesses read; returns the output of the first of them."""
-        session = self._stages
+        session, works = self._stages, [feed.work for feed in feeds]
         session.first = min(level, len(session.stages) - 1)
-        works = self._works(seqs, trees, keep, text_lengths)
-        parts = [_Part(seq, work, text) for seq, work, text in zip(seqs, works, texts, strict=True)]
         if not level:
-            for seq in seqs:
-                self._known[seq.id].written = [{} for _ in session.stages]
+            for feed in feeds:
+                self._known[feed.seq.id].written = [{} for _ in session.stages]
         outputs: list[Logits] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
-            fed = [
-                replace(
-                    part.work,
-                    num_logits=0 if outputs else part.work.num_logits,
-                    embeds=self._head.inputs(part.work.new_tokens, self._features(part, source)),
-                )
-                for part in parts
-            ]
+            inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, source)) for feed in feeds]
+            fed = [replace(work, embeds=embeds) for work, embeds in zip(works, inputs, strict=True)]
             found = session.stages[stage].run(fed, hidden=True)
-            outputs = outputs or found
-            for part, out in zip(parts, found, strict=True):
-                self._record(part, stage, out)
-        rows = [work.row for work in works]
-        session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
-        for part in parts:
-            self._renumber(part, guessed=level > 0)
+            if not outputs:
+                outputs, works = found, [replace(work, num_logits=0) for work in works]
+            for feed, out in zip(feeds, found, strict=True):
+                self._record(feed, stage, out)
+        self._keep(feeds, final=not level)
+        for feed in feeds:
+            self._renumber(feed, guessed=level > 0)
         return outputs
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        parts = [_Part(seq, Work(row, text), len(text)) for seq, row, text in zip(seqs, cache_rows, texts, strict=True)]
-        inputs = [self._head.inputs(part.work.new_tokens, self._features(part, -1)) for part in parts]
-        return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, -1)) for feed in feeds]
+        rows = [feed.work.row for feed in feeds]
+        return self._stages.draft_chain(rows, [feed.work.new_tokens for feed in feeds], rules, inputs)
 
-    def _features(self, part: _Part, source: int) -> Tensor:
+    def _features(self, feed: Feed, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
-        known = self._known[part.seq.id]
+        known = self._known[feed.seq.id]
         if source < 0:
-            return torch.cat([self._text_features(part), *(one[None] for one in self._branch_features(part))])
+            return torch.cat([self._text_features(feed, feed.work.num_text), *self._branch_features(feed)])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
-        before = [part.work.tree.parents[node] for node in range(part.work.num_cached, len(part.work.tree))]
-        texts, length = known.texts[source], self._cached[part.seq.id].text
+        before = feed.work.tree.parents[feed.work.num_cached :]
+        texts, length = known.texts[source], feed.cached.text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
-    def _text_features(self, part: _Part) -> Tensor:
-        """The target's features for text that is fed; the first token of a text gets zeros."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
+    def _text_features(self, feed: Feed, count: int) -> Tensor:
+        """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        first = known.states.new_zeros(int(count > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
-        return torch.cat([first, known.states[at : at + part.text - len(first)]])
+        return torch.cat([first, known.states[at : at + count - len(first)]])
 
-    def _branch_features(self, part: _Part) -> list[Tensor]:
-        """The target's features for the sequence's own branches that are fed."""
-        seq, known = part.seq, self._known[part.seq.id]
-        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.work.num_cached)
-        parents = [seq.tree.parents[node] for node in fresh]
-        return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
+    def _branch_features(self, feed: Feed) -> list[Tensor]:
+        """The target's features `[1, width]` for the sequence's own branches that are fed."""
+        known, parents = self._known[feed.seq.id], feed.seq.tree.parents
+        fresh = sorted(node for node, at in feed.cached.where.items() if at >= feed.work.num_cached)
+        return [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
 
-    def _record(self, part: _Part, stage: int, out: Logits) -> None:
+    def _record(self, feed: Feed, stage: int, out: Logits) -> None:
         """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
         assert out.hidden_states is not None
-        work, last = part.work, stage == len(self._stages.stages) - 1
-        first = max(work.num_cached, part.text - 1) if last else work.num_cached
+        work, last = feed.work, stage == len(self._stages.stages) - 1
+        first = max(work.num_cached, work.num_text - 1) if last else work.num_cached
         states = out.hidden_states[0][first - work.num_cached :]
-        self._known[part.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
+        self._known[feed.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
 
-    def _renumber(self, part: _Part, *, guessed: bool) -> None:
+    def _renumber(self, feed: Feed, *, guessed: bool) -> None:
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        if part.text:
-            if not guessed:
-                for stage, written in enumerate(known.written[:-1]):
-                    known.texts[stage][begin:] = [written[node] for node in range(part.text)]
-            known.written = [
-                {node - part.text: one for node, one in written.items() if node >= part.text - 1}
-                for written in known.written
-            ]
+        if not feed.work.num_text:
+            return
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        for stage, written in enumerate(known.written[:-1] if not guessed else ()):
+            known.texts[stage][begin:] = [written[node] for node in range(feed.work.num_text)]
+        known.written = [
+            {node - feed.work.num_text: one for node, one in written.items() if node >= feed.work.num_text - 1}
+            for written in known.written
+        ]
 
     @property
     def _stages(self) -> Stages:
@@ -286,14 +265,6 @@ class HeadProposer(ModelProposer):
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether no features are missing between the tokens read so far and those known."""
         return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
-
-
-class _Part(NamedTuple):
-    """A sequence's work in a pass, whose first `text` new nodes are text."""
-
-    seq: SequenceView
-    work: Work
-    text: int
 
 
 class BlockProposer(HeadProposer):
@@ -313,38 +284,28 @@ class BlockProposer(HeadProposer):
     def _grow(self, growths: Sequence[Chain | Branches]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        trees = [tree for _, tree in feeds]
-        passed = self._run([growth.seq for growth, _ in feeds], trees, [1] * len(feeds), []) if feeds else []
-        for (growth, text), scores in zip(feeds, passed, strict=True):
+        passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
+        for (growth, text), out in zip(feeds, passed, strict=True):
             level: Tree | None = text
-            for logits in fit(scores.logits, self._vocab_size):
-                level = level and growth.take(level, logits.expand(growth.keep(level), -1))
+            for logits in fit(out.logits, self._vocab_size):
+                level = level and growth.take(level, logits.expand(growth.feed(level).work.num_logits, -1))
             growth.cached.text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
             growth.cached.branches = EMPTY
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
         """A pass over text and, if logits are wanted, the block; returns those of the block `[guesses, vocab]`."""
         block = self._block
-        guesses = block.guesses if any(keep) else 0
+        guesses = block.guesses if any(feed.work.num_logits for feed in feeds) else 0
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses > 0 and block.reads_itself)  # the last token is one of the block
-        texts = [len(tree) - blind for tree in trees]
         fed = []
-        for work, seq, text in zip(self._works(seqs, trees, [0] * len(seqs), text_lengths), seqs, texts, strict=True):
-            known = self._text_features(_Part(seq, work, text))
+        for feed in feeds:
+            tokens = feed.work.new_tokens
+            known = self._text_features(feed, len(tokens) - blind)
             masked = block.feature.expand(blind + len(masks), -1)
-            tokens = work.tree.tokens + masks
-            embeds = self._head.inputs(tokens, torch.cat([known, masked.to(known)]))
-            fed.append(replace(work, tree=Tree.chain(tokens), num_logits=guesses, embeds=embeds))
+            embeds = self._head.inputs(tokens + masks, torch.cat([known, masked.to(known)]))
+            fed.append(replace(feed.work, tree=Tree.chain(tokens + masks), num_logits=guesses, embeds=embeds))
         outputs = self._session.run(fed)
-        self._session.commit([work.row for work in fed], [list(range(text)) for text in texts])
+        rows = [feed.work.row for feed in feeds]
+        self._session.commit(rows, [list(range(feed.work.num_text - blind)) for feed in feeds])
         return outputs

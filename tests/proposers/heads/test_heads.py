@@ -23,6 +23,7 @@ from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.options.load import Loading
+from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.heads.stage import Stages
@@ -160,14 +161,14 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     model, reference, compared = target(), Eagle(folder), 0
     run = HeadProposer._run
 
-    def checked(self: HeadProposer, rows: Any, trees: Any, keep: Any, texts: Any, **more: Any) -> Any:
+    def checked(self: HeadProposer, feeds: Sequence[Feed], level: int = 0) -> Any:
         nonlocal compared
-        scores = run(self, rows, trees, keep, texts, **more)
-        for row, text, said in zip(rows, texts, scores, strict=True):
-            for leaf in row.leaves if row.tree.tokens and not more["level"] else ():
+        scores = run(self, feeds, level)
+        for (row, cached, work), said in zip(feeds, scores, strict=True):
+            for leaf in row.leaves if row.tree.tokens and not level else ():
                 tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
                 [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
-                node = self._cached[row.id].where[leaf] + text
+                node = work.node(cached.where[leaf])
                 torch.testing.assert_close(said.logits[node - said.first], expected, rtol=1e-3, atol=1e-4)
                 compared += 1
         return scores
