@@ -173,7 +173,7 @@ def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFi
     assert run([*arguments, "--draft", "early_exit:99"]) == 1
     out, err = capsys.readouterr()
     assert "suffix, auto" in out
-    assert "early_exit:99, cost: OptionError: " in err
+    assert "early_exit:99, auto: OptionError: " in err
 
 
 def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
