@@ -45,10 +45,12 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _by_no_clock() -> Iterator[None]:
     """Where a test names no schedule, how much is drafted depends on no measured time."""
-    monkeypatch.setattr(draft_schedules, "DEFAULT", "heuristic")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_schedules, "DEFAULT", "heuristic")
+        yield
 
 
 @pytest.fixture

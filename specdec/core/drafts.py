@@ -284,16 +284,17 @@ class Draft(ABC):
     """A draft: starts proposers, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
-    `reads_predictions`: it copies from `seq.prediction`. Calls that ask for what it does not do raise. `instant`: it
-    runs no model, and takes next to no time. `hidden_layers`: the layers of the target whose hidden states it gets
-    after every round (`Commit.hidden`), in this order; state i is the input of decoder layer i (0: the embeddings), the
-    last one the input of the output head.
+    `reads_predictions`: it copies from `seq.prediction`. `needs_encoder_inputs`: it reads `task.inputs` with an encoder
+    of its own. Calls that ask for what it does not do raise. `instant`: it runs no model, and takes next to no time.
+    `hidden_layers`: the layers of the target whose hidden states it gets after every round (`Commit.hidden`), in this
+    order; state i is the input of decoder layer i (0: the embeddings), the last one the input of the output head.
     """
 
     models: Sequence[Any] = ()
     hidden_layers: Sequence[int] = ()
     guesses_trees = False
     reads_predictions = False
+    needs_encoder_inputs = False
     instant = False
 
     @abstractmethod

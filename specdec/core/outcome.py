@@ -17,14 +17,14 @@ from specdec.core.traces import stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 
-End = tuple[int, int]  # a new leaf: the node before it, and its token
+NewLeaf = tuple[int, int]  # the node before it, and its token
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
     """A sequence's steps in one round, and what they leave of its branches and its proposal.
 
-    `works` and `out`: what the target computed for it, in one row or, under guidance, two. No steps and `states`: it
+    `works` and `out`: what the target computed for it, in one row or, under guidance, two. Without steps and states it
     was a chunk of a prompt. `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the
     first `num_text` of them have become text. `tokens`: what the text gains. `states`: the strategy's after each step.
     `accepted`: the draft had guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `known` are the
@@ -76,9 +76,10 @@ class Outcome:
         seq.traces += self.traces
         seq.finish, seq.prefilled = self.finish, True
 
-    def round(self, proposal: Tree, *, prefill: bool) -> SequenceRound:
+    def round(self, *, prefill: bool) -> SequenceRound:
         """The result of the round, without tensors of a pass."""
-        tested, levels = (self._depths_tested if self.seq.is_search else self._nodes_tested)(proposal)
+        proposal = self.out.work.proposal
+        tested, levels = self._depths_tested(proposal) if self.seq.is_search else self._nodes_tested(proposal)
         return SequenceRound(
             id=self.seq.id,
             drafted=len(proposal),
@@ -116,7 +117,9 @@ def accept(one: Outcome, out: Logits) -> None:
     seq, proposal, strategy = one.seq, out.work.proposal, one.seq.strategy
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
     views, children = _Views(out, tree, seq.known), tree.children()
-    state, nodes, ends = seq.state, list[int | None](seq.leaves), list[End]()
+    state = seq.state
+    nodes: list[int | None] = list(seq.leaves)
+    ends: list[NewLeaf] = []
     while one.finish is None and None not in nodes:
         leaves = [node for node in nodes if node is not None]
         seen = [views[leaf] for leaf in leaves]
@@ -133,12 +136,13 @@ def accept(one: Outcome, out: Logits) -> None:
         one.accepted = len(one.states) - 1
         _settle(one, tree, views, ends, nodes)
     else:
-        one.path = tree.path(ends[0][0] if nodes[0] is None else nodes[0])
+        [last] = nodes  # a final token may have been guessed too
+        one.path = tree.path(ends[0][0] if last is None else last)
         one.accepted = one.num_text = len(one.path)
         one.tokens = [step.token for step in one.steps]
 
 
-def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[End], nodes: list[int | None]) -> None:
+def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[NewLeaf], nodes: list[int | None]) -> None:
     """What stays of a search's `tree`, whose new leaves are `ends`, computed as `nodes` or not yet.
 
     The path that all leaves share becomes text.

@@ -86,9 +86,12 @@ class RunningSequence:
 
     @property
     def most_positions(self) -> int:
-        """How many columns of a cache it may need, proposals not counted, if no two branches share a new token."""
+        """How many columns of a cache its longer row may need, proposals not counted, if branches share no new
+        token.
+        """
+        prompt = max(one.num_embeds_only + one.prompt_length for one in self.batch_seqs)
         new = self.width * (self.max_length - self.prompt_length)
-        return self.num_embeds_only + self.prompt_length + new + (VOID_COLUMNS if self.is_search else 0)
+        return prompt + new + (VOID_COLUMNS if self.is_search else 0)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -161,9 +164,11 @@ class RunningSequence:
             tree = tree.graft(self.tree)
         if proposal.tokens:
             tree = tree.graft(proposal, [num_text + leaf for leaf in self.leaves])
-        num_logits = (len(self.tree) - self.num_cached or 1) + len(proposal)
+        new_leaves = len(self.tree) - self.num_cached if self.tree.tokens else 1  # or the end of the text
+        # branches without their text: the row was emptied, to be read again
+        num_cached = 0 if text else self.num_cached
         embeds = self._embeds_at(length, num_text)
-        return Work(self.row, tree, num_logits, num_text, self.num_cached, proposal, embeds=embeds)
+        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, embeds=embeds)
 
     def _embeds_at(self, begin: int, count: int) -> Tensor | None:
         """The embeddings among `count` positions; None without any."""

@@ -15,11 +15,11 @@ from specdec.core.tree import EMPTY, Tree
 class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
-    The tree begins with the `num_cached` branches that the row holds already, or with `num_text` tokens that extend its
-    text; the nodes after these are numbered from 0 on (-1 is the end of the text), and `node(number)` is the number in
-    `tree`. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds` `[nodes, width]`
-    replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree` is a chunk of; 0
-    for a complete text.
+    The tree begins with `num_text` tokens that extend the row's text, or with the `num_cached` branches that it holds
+    already. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text); `node(number)`
+    is the number in `tree`. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds`
+    `[nodes, width]` replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree`
+    is a chunk of; 0 for a complete text.
     """
 
     row: int

@@ -113,7 +113,8 @@ class Drafts:
         layers = () if drafter is None else drafter.hidden_layers
         if not (one.states or layers):
             return None
-        hidden = one.hidden(layers, length) if layers and one.finish is None else None
+        read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
+        hidden = one.hidden(layers, length) if read else None
         return Commit(one.seq, one.path, one.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:

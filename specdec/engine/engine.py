@@ -1,4 +1,4 @@
-"""The loop: every strategy, every draft and plain decoding are turns of `Engine.step`.
+"""The loop: every strategy, with any draft or none, runs in the rounds of `Engine.step`.
 
 In a round, the draft proposes nodes for each sequence, the target computes logits for all of them in one pass, each
 sequence's strategy takes its ordinary steps as far as these logits reach, and the results are committed. So the draft
@@ -31,7 +31,7 @@ class Engine:
     """The running sequences of one target: `submit` adds requests, `step` takes all of them a round further.
 
     Only one thread at a time may call it, with gradients and autocast off (`Driver`). An error of one request ends that
-    request alone.
+    request alone; one of a draft model, or in a pass, ends all requests that take part.
     """
 
     def __init__(
@@ -264,9 +264,10 @@ class Engine:
             if not one.states:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
-            instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
-            prefill = not seq.prefilled or (seq.id in proposals and not seq.drafted and not instant)
-            rounds.append(one.round(proposal, prefill=prefill))
+            drafter = self._requests[seq.id].drafter
+            is_first = seq.id in proposals and not seq.drafted  # a draft model may have read the prompt for it
+            prefill = not seq.prefilled or (is_first and drafter is not None and not drafter.instant)
+            rounds.append(one.round(prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
         self.drafts.update([message for message in messages.values() if message is not None])

@@ -50,7 +50,7 @@ class MemoryBudget:
     def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The most rows and columns of a cache that these requests may need."""
         seqs = [seq for request in requests for seq in request.seqs]
-        longest = max((one.most_positions for seq in seqs for one in seq.batch_seqs), default=0)
+        longest = max((seq.most_positions for seq in seqs), default=0)
         widest = max((_nodes(request, seq) for request in requests for seq in request.seqs), default=1)
         return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 2
 

@@ -87,7 +87,7 @@ class Scheduler:
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
-        return seq.length - self.target.length(_row(seq))
+        return seq.length - self.target.length(seq.row)
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
@@ -129,7 +129,7 @@ class Scheduler:
         running, length = self._read.find(self._keys[seq], ids)
         if running is not None:
             length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
-            length = min(length, self.target.length(_row(running)))
+            length = min(length, self.target.length(running.row))
             if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, kept
@@ -137,7 +137,9 @@ class Scheduler:
     def _awaits(self, seq: RunningSequence, now: int) -> bool:
         """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
         other, length = self._reading.find(self._keys[seq], seq.text_ids[:-1])
-        if other is None or self._are_copies(seq, other):
+        if other is None:
+            return False
+        if self._are_copies(seq, other):
             return length > now
         return length >= now + _WORTH_WAITING and other.max_length - len(other.tokens) > 1  # it outlives its prompt
 
@@ -152,7 +154,7 @@ class Scheduler:
         elif isinstance(source, SavedState):
             seq.cache_row = self.target.read_from(source.state, length)
         else:
-            seq.cache_row = self.target.fork(_row(source), length)
+            seq.cache_row = self.target.fork(source.row, length)
         seq.cache_reset_length = self.target.cache_reset_length
         self._copies[seq.task.source].discard(seq)
 
@@ -192,8 +194,3 @@ class Scheduler:
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.target.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
-
-
-def _row(seq: RunningSequence) -> int:
-    assert seq.cache_row is not None
-    return seq.cache_row

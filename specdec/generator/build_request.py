@@ -22,7 +22,7 @@ from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Request
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.drafts_by_name import ScheduledDraft
 from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
@@ -100,12 +100,17 @@ class Call:
         least = max((self.options.min_length or 0) - self.prompts.num_embeds_only, 0)
         resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
         o = self.options = self.options.model_copy(update=resolved)
+        if self.drafter is not None and self.drafter.needs_encoder_inputs and self.prompts.encoder is None:
+            raise UnsupportedError(
+                "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
+            )
         self.time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
         self.in_step = self._in_step()
         criteria, eos_ids = self._criteria(), frozenset(o.eos_ids)
         pacing = self.draft.pacing(o, self.make_schedule)
         seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
-        allowed = next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None)
+        grammars = (p for p in self.extras.logits_processor if callable(getattr(type(p), "allowed", None)))
+        allowed = next((grammar.allowed for grammar in grammars), None)
         seqs: list[RunningSequence] = []
         needs_hidden = False
         for r, prompt in enumerate(self.prompts.rows):

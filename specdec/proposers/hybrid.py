@@ -66,7 +66,7 @@ class HybridDraft(Draft):
             raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         self.text, self.model = text, model
         self.models, self.guesses_trees = model.models, model.guesses_trees
-        self.hidden_layers = model.hidden_layers
+        self.hidden_layers, self.needs_encoder_inputs = model.hidden_layers, model.needs_encoder_inputs
         self._odds = Odds()
         self._other: HybridDraft | None = None
 

@@ -12,7 +12,6 @@ from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits
 from specdec.decoding.samplers import fit
-from specdec.errors import UnsupportedError
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ class ModelDraft(Draft):
         self.models = (model,)
         self.source = source
         self.shared_encoder = shared_encoder
+        self.needs_encoder_inputs = model.is_encoder_decoder and not shared_encoder
 
     def __repr__(self) -> str:
         return f"ModelDraft({self.model!r})"
@@ -139,8 +139,10 @@ class ModelProposer(Proposer):
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
-        few = min(_FEW, SHARED_CHUNK)
-        most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
+        if any(count <= _FEW for count in missing):
+            most, chunk = _FEW, SHARED_CHUNK
+        else:
+            most, chunk = max(_FEW, CHUNK // max(len(ready), 1)), CHUNK
         sizes = {seq.id: self._behind(seq, 0 if seq.id in leaders else most) for seq in ready}
         batch: list[SequenceView] = []
         for seq in ready:
@@ -221,16 +223,13 @@ class ModelProposer(Proposer):
         return None
 
     def _encoding(self, seq: SequenceView) -> Encoding | None:
-        """The output of the draft's encoder, or of the target's; raises UnsupportedError without encoder inputs."""
+        """The output of the draft's encoder, or of the target's; None for a draft without cross-attention."""
         if not self._model.is_encoder_decoder:
             return None
         if self._shared_encoder:
             return seq.encoding  # type: ignore[return-value]
         inputs = seq.task.inputs
-        if inputs is None:
-            raise UnsupportedError(
-                "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
-            )
+        assert inputs is not None  # the call was checked
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])

@@ -63,7 +63,7 @@ def test_synthetic_drafts() -> None:
     entries = ["suffix", {"synthetic": 0.7}, {"synthetic": [0.6, 0.2], "like": "small"}]
     (group,) = read_suite({"targets": "zoo:python-code", "drafts": entries}).groups()
     names = ["0.7 at the price of zoo:python-code", "0.6, 0.2 at the price of small"]
-    assert [cell.label for cell in group.cells] == ["suffix, cost", *(f"{name}, cost [SYNTHETIC]" for name in names)]
+    assert [cell.label for cell in group.cells] == ["suffix, auto", *(f"{name}, auto [SYNTHETIC]" for name in names)]
     assert [cell.draft for cell in group.cells] == ["suffix", *(f"{name} [SYNTHETIC]" for name in names)]
     assert [cell.is_synthetic for cell in group.cells] == [False, True, True]
 
@@ -71,9 +71,9 @@ def test_synthetic_drafts() -> None:
 def test_defaults() -> None:
     """A target alone is enough; the package's pair is its own draft."""
     (group,) = read_suite({"targets": "zoo:python-code"}).groups()
-    assert [cell.label for cell in group.cells] == ["zoo:python-code, cost"]
+    assert [cell.label for cell in group.cells] == ["zoo:python-code, auto"]
     (group,) = read_suite({"targets": "some/model"}).groups()
-    assert [cell.label for cell in group.cells] == ["suffix, cost"]
+    assert [cell.label for cell in group.cells] == ["suffix, auto"]
 
 
 def test_strategies() -> None:

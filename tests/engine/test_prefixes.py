@@ -417,6 +417,16 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
     assert [found[i] for i in range(8)] == [alone(model, prompt) for prompt in prompts]
 
 
+def test_a_negative_prompt_counts_at_its_own_length() -> None:
+    """Both rows get the new tokens. (The longer row was counted as the shorter one.)"""
+    model = tiny("llama")
+    call = {**COMMON, "guidance_scale": 2.0, "negative_prompt_ids": [[7] * 400]}
+    generator = SpecGenerator(model, kv_budget=2 * 100 * LanguageModel(model).kv_bytes)
+    with pytest.raises(OptionError, match="kv_budget"):
+        generator.generate([[5, 6]], **call)
+    assert generator.generate([[5, 6]], **{**call, "negative_prompt_ids": [[7] * 40]}).stats.num_new_tokens == 12
+
+
 def test_what_never_fits_is_an_error_at_once() -> None:
     """Before any pass, with what it needs and what it may have; wrong budgets are named too."""
     model = tiny("llama")

@@ -127,6 +127,16 @@ def test_what_the_encoder_made_is_not_made_again(name: str, draft: str | None) -
         assert ours(model, draft=helper, encoder_outputs=outputs, **beside) == expected
 
 
+def test_a_draft_with_an_encoder_of_its_own_needs_inputs() -> None:
+    """Without them the call is refused before any pass, and calls beside it go on."""
+    model = tiny("t5")
+    generator = SpecGenerator(model, tiny("t5", seed=1))
+    hidden = LanguageModel(model).encode(tiny_inputs("t5")).hidden
+    with pytest.raises(UnsupportedError, match="needs encoder inputs"):
+        generator.generate(encoder_outputs=hidden, max_new_tokens=4)
+    assert generator.engine.target.passes == 0
+
+
 def test_drafts_read_the_encoder_s_text_without_padding() -> None:
     """(What a text draft copies from the source must not be padding.)"""
     seen: list[list[int] | None] = []

@@ -293,3 +293,18 @@ def test_drafts_are_cut_where_a_processor_says_so(draft: Any) -> None:
     tokens = [token for deltas in job.follow() for one in deltas for token in one.token_ids]
     assert tokens == expected.new_tokens()[0]
     assert all(token % 2 == 0 for token in seen)
+
+
+def test_an_attribute_of_a_processor_is_no_rule_for_drafts() -> None:
+    """Only a method `allowed` is one. (A list of that name was called.)"""
+
+    class Plain:
+        def __init__(self) -> None:
+            self.allowed = [2, 4]
+
+        def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+    model, how = tiny("llama"), {"logits_processor": [Plain()], **COMMON}
+    expected = SpecGenerator(model).generate([[5, 9, 5, 9]], **how).new_tokens()
+    assert SpecGenerator(model, tiny("llama", seed=1)).generate([[5, 9, 5, 9]], **how).new_tokens() == expected

@@ -46,7 +46,7 @@ class OtherTokenizerDraft(Draft):
     """A draft of another vocabulary than the target's."""
 
     def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        self.drafter, self.models = drafter, drafter.models
+        self.drafter, self.models, self.needs_encoder_inputs = drafter, drafter.models, drafter.needs_encoder_inputs
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
 

@@ -143,6 +143,8 @@ def check(model: Any, drafter: Listener, **inputs: Tensor) -> None:
 WAYS = {
     **some("greedy", "coupled", "copies", "beams", "groups", "guided"),
     "chunks": {"prefill_chunk_size": 2},
+    # The text is read before the negative prompt is: passes over that one alone tell the draft nothing.
+    "guided in chunks": {"guidance_scale": 2.0, "prefill_chunk_size": 4, "negative_prompt_ids": [[7] * 20, [8] * 18]},
 }
 
 
