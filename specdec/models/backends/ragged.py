@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,10 @@ class RaggedForward:
         `frames` are the projections of encoders.
         """
         if self.compiled is None or not self.compiled.ready:
+            began = time.perf_counter()
             logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
+            if self.compiled is not None:
+                self.compiled.spent(time.perf_counter() - began)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
         returned = self._returned(inputs.ids.shape[1], layers)
         logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, returned))
