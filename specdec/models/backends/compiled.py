@@ -40,11 +40,12 @@ _PATIENCE = 5.0  # seconds that a program which ends waits until its compiler ha
 class CompiledForward:
     """The compiled passes of one model, `ready` once they exist.
 
-    If compiling fails, passes run as before and a warning gives the reason. `fuse` joins packed layers before that.
+    If compiling fails, passes run as before and a warning gives the reason. `join` returns the model with packed layers
+    fused, which is compiled.
     """
 
-    def __init__(self, model: RaggedModel, widths: Widths, states: int, fuse: Callable[[], None]) -> None:
-        self._model, self._widths, self._states, self._fuse = model, widths, states, fuse
+    def __init__(self, model: RaggedModel, widths: Widths, states: int, join: Callable[[], RaggedModel]) -> None:
+        self._model, self._widths, self._states, self._join = model, widths, states, join
         self._passes: Any = None
         self._insists = False
         self._waiting: threading.Thread | None = None
@@ -81,7 +82,7 @@ class CompiledForward:
             return self
         if os.environ.get(_SWITCH) == "0" or code.failure() is not None:
             return None
-        self._join()
+        _ = self._joined  # now, since passes may not see weights move
         self._after = _seconds() - code.seconds()
         weakref.finalize(self, _remember, code, self._spent)
         return self
@@ -150,10 +151,11 @@ class CompiledForward:
         device = self._model.device.type
         return None if device == "cpu" and os.name == "posix" else f"on {device}, with {os.name}"
 
-    def _join(self) -> None:
-        """Fuses packed layers, once, after the key was found."""
-        fuse, self._fuse = self._fuse, _nothing
-        fuse()
+    @cached_property
+    def _joined(self) -> RaggedModel:
+        """The model that is compiled; raises Lack."""
+        _ = self._code  # whose key depends on tensors that joining may add
+        return self._join()
 
     def _advances(self, lock: IO[str], tried: bool) -> bool:
         """Loads the code, or hands the `lock` to a process that makes it; raises UnsupportedError if that was `tried`
@@ -167,7 +169,7 @@ class CompiledForward:
             raise UnsupportedError(failure or "their compiler was killed")
         if not kernels.available():
             raise UnsupportedError("they need kernels, which are missing")  # the log gives the reason
-        self._code.begin(self._model, self._widths, self._states, lock)
+        self._code.begin(self._joined, self._widths, self._states, lock)
         remedy = "" if self._insists else f" ({_SWITCH}=0 prevents it)"
         _log.warning("compiling the passes of %s in the background, once: about a minute%s", self._name, remedy)
         return False
@@ -175,7 +177,6 @@ class CompiledForward:
     def _loads(self) -> bool:
         """Loads kept code, if any; deletes it where that fails. Raises Lack."""
         code = self._code
-        self._join()
         if code.exists:
             try:
                 self._passes = self._loaded()
@@ -198,14 +199,14 @@ class CompiledForward:
             raise UnsupportedError(f"there are no kernels: {reason}")
         self._code.check()
         passes = kernels.passes(str(self._code.code))
-        held = tensors_of(self._model) | torch.load(self._code.constants)
+        held = tensors_of(self._joined) | torch.load(self._code.constants)
         # Kept alive as long as the code, which does not own them.
         self._constants = {name: held[name] for name in passes.names()}
         passes.load(self._constants)
         # a new one for each run, as passes write to buffers
-        given = partial(example, self._model, self._widths, self._states)
+        given = partial(example, self._joined, self._widths, self._states)
         with torch.no_grad():
-            logits, *states = self._model(*given()[0])
+            logits, *states = self._joined(*given()[0])
         found, *hidden = passes.run(given()[0].tensors)
         if not alike(found, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
@@ -241,10 +242,6 @@ def _wait(reference: weakref.ref[CompiledForward], name: str, begun: threading.E
 @cache
 def _tell(failure: str) -> None:
     _log.warning(failure)
-
-
-def _nothing() -> None:
-    """Fuses no layers."""
 
 
 def _remember(code: KeptCode, spent: Sequence[float]) -> None:

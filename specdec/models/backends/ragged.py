@@ -22,6 +22,7 @@ from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepIn
 from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs, RaggedModel
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.hf.private_api import gives_hidden_states
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.probe import trial_encoding
 
@@ -73,12 +74,14 @@ class RaggedForward:
 
     def compilation(self) -> CompiledForward:
         """The compiled passes of this model, before `start`."""
-        return CompiledForward(self.model, self.widths, self.states, self.join)
+        return CompiledForward(self.model, self.widths, self.states, self.joined)
 
-    def join(self) -> None:
-        """Fuses packed layers that read the same input."""
+    def joined(self) -> RaggedModel:
+        """The model with packed layers fused that read the same input, over the same memory."""
+        joined: RaggedModel = shallow_copy(self.model)
         for names in self._fusable:
-            join(self.model.model, self._language.model, names)
+            join(joined.model, [self._language.model, self.model.model], names)
+        return joined
 
     @property
     def draft_chains(self) -> bool:
