@@ -63,6 +63,7 @@ class CompiledForward:
             )
         self._insists = True
         with suppress(kernels.Lack):  # which the thread tells
+            _ = self._joined
             self._loads()
         self.compile()
         return self
@@ -82,7 +83,7 @@ class CompiledForward:
             return self
         if os.environ.get(_SWITCH) == "0" or code.failure() is not None:
             return None
-        _ = self._joined  # now, since passes may not see weights move
+        _ = self._joined
         self._after = _seconds() - code.seconds()
         weakref.finalize(self, _remember, code, self._spent)
         return self
@@ -153,8 +154,10 @@ class CompiledForward:
 
     @cached_property
     def _joined(self) -> RaggedModel:
-        """The model that is compiled; raises Lack."""
-        _ = self._code  # whose key depends on tensors that joining may add
+        """The model that is compiled, made before the first pass: weights that move later count as changed. Raises
+        Lack.
+        """
+        _ = self._code  # its key must not depend on tensors that joining adds
         return self._join()
 
     def _advances(self, lock: IO[str], tried: bool) -> bool:
