@@ -1,11 +1,12 @@
 """The engine's own promises, measured on the package's pair, each interleaved with what it is compared to.
 
-    python benchmarks/engine.py                # all three
+    python benchmarks/engine.py                # all of them
     python benchmarks/engine.py --only long --dtype bfloat16
     python benchmarks/engine.py --only useless --backend compiled
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
+path:     how many files and functions of the package a second greedy call with the draft model enters.
 long:     the time of one round's target side at past 2,000 over past 128, against the same ratio for bare forwards
           over preallocated buffers.
 """
@@ -14,21 +15,25 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+import specdec
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
@@ -54,29 +59,25 @@ class Stopwatch:
         return sum(end - began for began, end in self.spans)
 
 
-class AlwaysWrong(BatchDrafter, DraftSession):
+class AlwaysWrong(Draft, Proposer):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._drafter = ModelDrafter(model)
+        self._drafter = ModelDraft(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
-        """A session: the model's own, and the width of the vocabulary to spoil within."""
-        self._session, self._vocab = self._drafter.start(vocab_size), vocab_size
+        """A proposer: the model's own, and the width of the vocabulary to spoil within."""
+        self._proposer, self._vocab = self._drafter.start(vocab_size), vocab_size
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
-        trees = self._session.propose(rows, plans)
+        trees = self._proposer.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing that the model guessed was kept, whatever became of the neighbours."""
-        self._session.commit([Commit(commit.row, [], 0) for commit in commits])
-
-    def release(self, keys: Sequence[int]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """Passed on."""
-        self._session.release(keys)
+        self._proposer.drop(keys)
 
 
 class Preallocated(DynamicCache):
@@ -121,6 +122,26 @@ def overhead(target: Any, draft: Any, prompts: list[Any], repeats: int) -> None:
             inside = sum(clock.seconds for clock in clocks)
             found.append(1e3 * (stats.seconds - inside) / stats.num_target_passes)
     print(f"overhead: {statistics.median(found):.2f} ms per round outside forwards (chains of 5, greedy)")
+
+
+def path(target: Any, draft: Any, prompt: Any) -> None:
+    """Counts the files and functions of the package, comprehensions left out, that a warm call enters."""
+    root, seen = str(Path(specdec.__file__).parent), set[tuple[str, str]]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            seen.add((code.co_filename, code.co_qualname))
+
+    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5)
+    for _ in range(2):
+        seen.clear()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        generator.generate(prompt, max_new_tokens=32, **GREEDY)
+        sys.setprofile(None)
+        threading.setprofile(None)
+    print(f"path: {len({file for file, _ in seen})} files, {len(seen)} functions")
 
 
 def useless(target: LanguageModel, draft: LanguageModel, prompts: list[Any], repeats: int, watch: Watch) -> None:
@@ -181,7 +202,7 @@ def target_side(target: list[tuple[float, float]], draft: list[tuple[float, floa
 def main() -> None:
     """Runs the measurements that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("overhead", "useless", "long"))
+    parser.add_argument("--only", choices=("overhead", "path", "useless", "long"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what passes of `useless` run on")
     parser.add_argument("--repeats", type=int, default=5)
@@ -194,9 +215,11 @@ def main() -> None:
     watch.look()
     if args.only in (None, "overhead"):
         overhead(target, draft, prompts, args.repeats)
+    if args.only in (None, "path"):
+        path(target, draft, prompts[0])
     if args.only in (None, "useless"):
-        paths = str(pair().target), str(pair().draft)
-        ours = [SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend) for path in paths]
+        folders = str(pair().target), str(pair().draft)
+        ours = [SpecGenerator.from_pretrained(folder, dtype=args.dtype, backend=args.backend) for folder in folders]
         for generator in ours:
             generator.wait_until_compiled()
         useless(*(generator.target for generator in ours), prompts, args.repeats, watch)

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.bench.synthetic import Oracle, SyntheticDrafter, passes_of
+from specdec.bench.synthetic import Oracle, SyntheticDraft, passes_of
 from specdec.models.loading.streamed_layers import stream
 from specdec.options.bundled_models import pair
 
@@ -113,7 +113,7 @@ def systems(found: dict[str, Any], prompts: list[Tensor], texts: list[list[int]]
     """From the number of a prompt and a number of tokens to its text, by name."""
     draft = LanguageModel(AutoModelForCausalLM.from_pretrained(pair().draft, dtype=torch.float32).eval())
     work = passes_of(draft)
-    helper, synthetic = SyntheticAssistant(4096, work).eval(), SyntheticDrafter(chances(), work)
+    helper, synthetic = SyntheticAssistant(4096, work).eval(), SyntheticDraft(chances(), work)
     new = [text[ids.shape[1] :] for text, ids in zip(texts, prompts, strict=True)]
     oracles = [Oracle([text], chances(), 4096, seed=case) for case, text in enumerate(new)]
     common = {"do_sample": False, "pad_token_id": 0}

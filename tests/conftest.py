@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from specdec import kernels
+from specdec.core import draft_schedules
 from specdec.models.hf import probe_cache
 
 
@@ -43,6 +44,12 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("SPECDEC_COMPILE", "0")
         kernels.available()
         yield
+
+
+@pytest.fixture(autouse=True)
+def _by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test names no schedule, how much is drafted depends on no measured time."""
+    monkeypatch.setattr(draft_schedules, "DEFAULT", "heuristic")
 
 
 @pytest.fixture

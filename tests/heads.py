@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers.heads.proposer import HeadSession
+from specdec.proposers.heads.proposer import HeadProposer
 
 Proposals = list[tuple[list[int], Tree]]
 
@@ -22,14 +22,14 @@ Proposals = list[tuple[list[int], Tree]]
 def spy_on_proposals(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[SequenceView, Tree], bool]) -> Proposals:
     """The text before every proposal of a head that is wanted, and the proposal."""
     seen: Proposals = []
-    propose = HeadSession.propose
+    propose = HeadProposer.propose
 
-    def spied(self: HeadSession, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def spied(self: HeadProposer, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         trees = propose(self, rows, plans)
         seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if wanted(row, tree))
         return trees
 
-    monkeypatch.setattr(HeadSession, "propose", spied)
+    monkeypatch.setattr(HeadProposer, "propose", spied)
     return seen
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 
 def endless(max_new_tokens: int, /, **more: Any) -> dict[str, Any]:
@@ -25,6 +29,25 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "guided": {"guidance_scale": 1.8},
 }
 """One call of each strategy, over vocabularies of 22 tokens and more."""
+
+
+def pairwise(**parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases of one value of each parameter, few of them, in which any two values of two parameters come together."""
+
+    def pairs(case: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(case), 2))
+
+    every = [*product(*(range(len(values)) for values in parameters.values()))]
+    left, cases = set[Any]().union(*map(pairs, every)), []
+    while left:
+        cases.append(max(every, key=lambda case: len(pairs(case) & left)))
+        left -= pairs(cases[-1])
+    return [tuple(values[i] for values, i in zip(parameters.values(), case, strict=True)) for case in cases]
+
+
+def in_pairs(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by `pairwise`."""
+    return pytest.mark.parametrize(tuple(parameters), pairwise(**parameters))
 
 
 def some(*names: str) -> dict[str, dict[str, Any]]:

@@ -31,5 +31,5 @@ def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_lengt
 
 def rows_in_drafts(engine: Any) -> int:
     """How many rows the caches of an engine's drafts hold."""
-    caches = [draft.session.cache for draft in engine.drafts.open.values()]
+    caches = [draft.proposer.cache for draft in engine.drafts.open.values()]
     return sum(len(cache.rows) for cache in caches if cache is not None)

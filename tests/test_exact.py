@@ -34,9 +34,10 @@ def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     """transformers' own greedy text, without a cache, so that nothing of its rollback is trusted."""
     from transformers import GenerationMixin
 
-    common = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
-        return GenerationMixin.generate(model, **inputs, **{**common, **options})
+        return GenerationMixin.generate(
+            model, **inputs, **endless(LENGTH, **{"do_sample": False, "eos_token_id": None, **options})
+        )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -134,9 +135,8 @@ def test_ragged_batch_equals_each_row_alone(name: str) -> None:
     model, assistant = tiny(name, vocab=VOCAB), tiny(name, vocab=VOCAB, seed=1)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(5, VOCAB, (n,), generator=generator).tolist() for n in (3, 17, 9)]
-    first = SpecGenerator(model).generate([prompts[0]], max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0)
-    eos = int(first.sequences[0, -LENGTH // 2])
-    options = {"max_new_tokens": LENGTH, "eos_token_id": eos, "pad_token_id": 0}
+    first = SpecGenerator(model).generate([prompts[0]], **endless(LENGTH))
+    options = endless(LENGTH, eos_token_id=int(first.sequences[0, -LENGTH // 2]))
     alone = [new_tokens(SpecGenerator(model), [p], options)[0] for p in prompts]
     assert len({len(row) for row in alone}) > 1
     answers = [p + row for p, row in zip(prompts, alone, strict=True)] if name in DECODERS else []
@@ -168,5 +168,5 @@ def test_left_padded_batch_equals_transformers(name: str) -> None:
     eos = int(expected[0, -8])
     expected = reference(model, inputs, eos_token_id=eos)
     for draft in (None, "suffix", tiny(name, vocab=VOCAB, seed=1)):
-        out = SpecGenerator(model, draft).generate(**inputs, max_new_tokens=LENGTH, eos_token_id=eos, pad_token_id=0)
+        out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH, eos_token_id=eos))
         assert out.sequences.tolist() == expected.tolist()

@@ -70,7 +70,7 @@ def test_registries_are_as_they_were() -> None:
 def test_every_kind_has_an_example() -> None:
     """One each, and nothing that looks like code is left out."""
     assert [kind for kind, _ in BLOCKS] == ["draft", "strategy", "schedule", "quantization", "pipeline"]
-    assert [title for title, _ in OBJECTS] == ["text draft", "draft that reads hidden states"]
+    assert [title for title, _ in OBJECTS] == ["draft that reads hidden states"]
     assert DOCS.count("```python") == len([*BLOCKS, *OBJECTS])
     for table in ("DRAFT_WORDS", "STRATEGIES", "SCHEDULES", "QUANTIZATIONS", "PIPELINES"):
         assert f"`{table}` in `specdec/" in DOCS

@@ -14,8 +14,8 @@ from specdec.bench.suite import read_suite
 from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
-from specdec.core.draft_schedules import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
-from specdec.core.rounds import Round
+from specdec.core import draft_schedules
+from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
 from specdec.core.tree import Step
 from specdec.decoding import strategies as select
 from specdec.decoding.processors import Processors
@@ -31,21 +31,20 @@ from specdec.options.resolve import resolve
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, text
 from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
-from specdec.proposers.copying import TextDrafter
+from specdec.proposers.copying import TextDraft
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import STRATEGIES as COMMON
+from tests.matrix import some
 from tests.proposers.heads.test_mtp import with_layers
 from tests.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": {"do_sample": True},
+    **some("greedy", "coupled", "contrastive"),
     **{name: {"do_sample": True, "sampling": name} for name in SAMPLING},
-    "beamsearch": {"num_beams": 3},
-    "groupsearch": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "constrainedsearch": {"num_beams": 2, "force_words_ids": [[5, 6]]},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    **{f"{kind}search": COMMON[name] for kind, name in (("beam", "beams"), ("group", "groups"))},
+    "constrainedsearch": COMMON["constrained"],
 }
 
 
@@ -129,6 +128,13 @@ def test_options_make_a_schedule(given: dict[str, Any], expected: Any) -> None:
     assert make_schedule(resolve(given)) == expected
 
 
+def test_a_threshold_alone_names_the_schedule_that_heeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was given would have no effect."""
+    monkeypatch.setattr(draft_schedules, "DEFAULT", "auto")
+    assert isinstance(make_schedule(resolve({})), Auto)
+    assert make_schedule(resolve({"assistant_confidence_threshold": 0.3})) == SCHEDULES["heuristic"](5, 0.3)
+
+
 def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
     """By transformers' name, unless a schedule or a number was asked for."""
     assert make_schedule(resolve({}), lookup_tokens=8) == Constant(8)
@@ -164,20 +170,6 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     assert not learns(resolve({"schedule": Cost()}))
 
 
-def test_finished_rows_leave_the_heuristic() -> None:
-    """A generator that runs for days keeps no lengths of texts that ended."""
-    from tests.core.test_schedule import outcome
-
-    schedule = SCHEDULES["heuristic"]()
-    round_ = outcome(5, 5, key=3)
-    schedule = schedule.after(round_)
-    assert schedule.lengths == {3: 7}
-    from dataclasses import replace
-
-    ended = Round([replace(round_.seqs[0], finish="eos")], 6, 0.1, 1.0, 0.0, 1.1)
-    assert schedule.after(ended).lengths == {}
-
-
 def test_a_threshold_alone_needs_confidence() -> None:
     """Drafts may leave out the sum over the vocabulary where nobody asks."""
     assert [Limit(5).needs_confidence, Limit(5, 0.1).needs_confidence] == [False, True]
@@ -194,7 +186,7 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
     assert list(kinds) == list(DRAFTS)
     assert tuple(word for word, known in DRAFT_WORDS.items() if known.copies) == COPYING
     for word, known in DRAFT_WORDS.items():
-        assert known.copies == issubclass(DRAFTS[word], TextDrafter)
+        assert known.copies == issubclass(DRAFTS[word], TextDraft)
         assert known.copies <= DRAFTS[word].reads_predictions
         assert not known.takes("" if known.argument else "3")
 

@@ -92,6 +92,19 @@ def tiny(name: str, vocab: int = 64, seed: int = 0, **options: Any) -> PreTraine
     return model.eval()
 
 
+def never(*_: Any, **__: Any) -> Any:
+    """A forward for calls that must end before it."""
+    raise AssertionError("a forward pass was run")
+
+
+def silent(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, which from now on must not run."""
+    model.forward = never
+    if model.config.is_encoder_decoder:
+        model.get_encoder().forward = never
+    return model
+
+
 def tiny_inputs(name: str, rows: int = 1, seed: int = 0, vocab: int = 64) -> dict[str, torch.Tensor]:
     """Random encoder inputs for an encoder-decoder: ids with a ragged mask, or features for Whisper."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,7 @@
 """Pages that are made from the code while the site is built: a hook of mkdocs.
 
+In the repository each has a stub in its place, so that links lead somewhere.
+
 | page | made from |
 | --- | --- |
 | `reference/cli.md` | the parsers of `specdec` |
@@ -44,6 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path, make in PAGES.items():
+        if (stub := files.get_file_from_path(path)) is not None:  # for readers of the repository
+            files.remove(stub)
         files.append(File.generated(config, path, content=make()))
     return files
 

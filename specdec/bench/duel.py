@@ -49,7 +49,7 @@ class Duel:
 
 def load(pair: Pair) -> tuple[SpecGenerator, SpecGenerator]:
     """The assisted and the plain generator, which share the target; in float32 both write the same text."""
-    assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32", schedule="cost")
+    assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32")
     return assisted, SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
 
 

@@ -13,7 +13,7 @@ from specdec.bench.machine import Watch
 from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Failure, Key, Sample, Store, Strip
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
-from specdec.bench.synthetic import Oracle, SyntheticDrafter
+from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, Systems, measure, strip
 from specdec.generator.generator import SpecGenerator
 
@@ -94,7 +94,7 @@ class GroupRun:
         """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
         generator = systems.generator(self.group.label, cell)
         drafter = generator.drafter
-        if isinstance(drafter, SyntheticDrafter):
+        if isinstance(drafter, SyntheticDraft):
             if batch not in self._foretold:
                 out = systems.plain.generate(**self._call(None, self.batches[batch]))
                 self._foretold[batch] = out.new_tokens()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from specdec.bench.group import GroupRun, in_words
+from specdec.bench.imports import digests
 from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import batches, read_prompts
 from specdec.bench.samples import Failure, Run, Store, fingerprint
@@ -41,7 +42,8 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     check_extras()
     prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
-    mark = fingerprint(suite.model_dump(mode="json"), texts, {**versions(), "threads": torch.get_num_threads()})
+    place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
+    mark = fingerprint(suite.model_dump(mode="json"), texts, place)
     store, failures, groups = Store(folder, mark), list[Failure](), list[GroupRun]()
 
     def report(doing: str) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from specdec.bench.imports import import_modules
 from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
@@ -123,6 +124,7 @@ def _spread(schedules: Any) -> Any:
 class Suite(BaseModel):
     """A benchmark; every list is one side of the matrix.
 
+    `imports` are modules that register drafts and schedules of the caller's own, imported before the rest is read.
     `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two best logits
     are at most `near_tie` apart.
     """
@@ -130,6 +132,7 @@ class Suite(BaseModel):
     model_config = Part.model_config
 
     name: str = "bench"
+    imports: Annotated[list[str], BeforeValidator(listed)] = []
     targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(listed), Field(min_length=1)]
     drafts: Annotated[list[str | Synthetic], BeforeValidator(listed)] = []
     modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
@@ -137,7 +140,7 @@ class Suite(BaseModel):
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(listed)] = []
     schedules: Annotated[
         list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
-    ] = [Drafting(schedule="cost")]
+    ] = [Drafting(schedule="auto")]
     prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(listed), Field(min_length=1)] = [
         Prompts(source="code")
     ]
@@ -216,6 +219,8 @@ def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dic
 
 def read_suite(given: Mapping[str, Any]) -> Suite:
     """The suite with these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
+    if isinstance(imports := given.get("imports"), str | list):
+        import_modules([name for name in listed(imports) if isinstance(name, str)])
     try:
         suite = Suite(**given)
     except ValidationError as error:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.tree_samplers import WIDER
@@ -63,21 +63,23 @@ class _Node:
     right: bool
 
 
-class SyntheticDrafter(BatchDrafter, DraftSession):
+class SyntheticDraft(Draft, Proposer):
     """SYNTHETIC: grows the likeliest nodes level by level, as a draft model does, and does `work` for each level.
 
     `rates` are the chances of its guesses (see `Oracle`). `oracle` is that of the next call; without one all guesses
     are wrong.
     """
 
+    guesses_trees = True
+
     def __init__(self, rates: Sequence[float], work: DraftPass) -> None:
         self.rates, self._work = list(rates), work
         self.oracle: Oracle | None = None
 
     def __repr__(self) -> str:
-        return f"SyntheticDrafter({self.rates})"
+        return f"SyntheticDraft({self.rates})"
 
-    def start(self, vocab_size: int) -> SyntheticDrafter:
+    def start(self, vocab_size: int) -> SyntheticDraft:
         """The drafter itself, which has no state of rows."""
         return self
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
-from specdec.bench.synthetic import SyntheticDrafter, passes_of
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SequenceView
+from specdec.bench.synthetic import SyntheticDraft, passes_of
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.generator.generation import Generation
@@ -52,7 +52,7 @@ class Systems:
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
-            drafter = SyntheticDrafter(draft.synthetic, passes_of(self._model(draft.like).target))
+            drafter = SyntheticDraft(draft.synthetic, passes_of(self._model(draft.like).target))
             return SpecGenerator(target, drafter, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):
@@ -123,32 +123,30 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     return gaps
 
 
-class _Recording(BatchDrafter, DraftSession):
+class _Recording(Draft, Proposer):
     """A draft that records its proposals, for one row."""
 
-    def __init__(self, drafter: BatchDrafter) -> None:
+    def __init__(self, drafter: Draft) -> None:
         self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
+        self.guesses_trees, self.reads_predictions = drafter.guesses_trees, drafter.reads_predictions
         self.proposed: list[Tree] = []
         self._last = EMPTY
 
-    def start(self, vocab_size: int) -> DraftSession:
-        self._session = self._drafter.start(vocab_size)
+    def start(self, vocab_size: int) -> Proposer:
+        self._proposer = self._drafter.start(vocab_size)
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        [self._last] = trees = self._session.propose(rows, plans)
+        [self._last] = trees = self._proposer.propose(rows, plans)
         return trees
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        self._session.rewind(row, length)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         self.proposed.append(self._last)
         self._last = EMPTY
-        self._session.commit(commits)
+        self._proposer.update(commits)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
-        self._session.release(seq_ids)
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        self._proposer.drop(seq_ids)
 
 
 def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from specdec.errors import OptionError
 
 # Flag of `bench` -> key of a suite.
 FLAGS = {
+    "modules": "imports",
     "target": "targets",
     "draft": "drafts",
     "strategy": "strategies",
@@ -56,6 +57,10 @@ def bench(
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file of the matrix, as in configs/bench; flags win.")
+    ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import a module that registers your own draft; repeatable."),
     ] = None,
     draft: Draft = None,
     schedule: Annotated[

@@ -31,7 +31,9 @@ def compile_(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Compile the passes of TARGET and its draft model. It takes about a minute each, once per dtype."""
+    """Compile the passes of TARGET and its draft model. It takes 20 to 60 seconds each, once per architecture,
+    size and dtype.
+    """
     from specdec import kernels
     from specdec.generator.generator import SpecGenerator
 

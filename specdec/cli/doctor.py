@@ -191,14 +191,14 @@ def _backend(role: str, model: LanguageModel) -> Finding:
 
 def _fit(generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
-    from specdec.proposers.model import ModelDrafter
+    from specdec.proposers.model import ModelDraft
     from specdec.proposers.other_tokenizer.by_text import TextBridge
 
     drafter, target = generator.drafter, generator.target
     assert drafter is not None
     if not drafter.models:
         return Finding("models", "fit", f"{drafter!r} reads the text alone and fits any target")
-    if isinstance(drafter, ModelDrafter):
+    if isinstance(drafter, ModelDraft):
         widths = {model.vocab_size for model in (target, *drafter.models)}
         known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
         return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
@@ -315,7 +315,7 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request, quiet=quiet, schedule="cost")
+        generator: SpecGenerator = load(request, quiet=quiet)
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return

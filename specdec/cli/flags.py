@@ -39,8 +39,8 @@ Method = Annotated[
 DraftTokens = Annotated[
     int | None,
     typer.Option(
-        help="Tokens to draft per round: the first length of heuristic (5), the length of constant (5), the limit of "
-        "confidence (20) and cost (32)."
+        help="Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "
+        "limit of confidence (20) and cost (32)."
     ),
 ]
 ScheduleName = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -89,10 +89,11 @@ class Chained(NamedTuple):
 class SequenceView(Protocol):
     """One sequence or search as drafts and strategies see it.
 
-    `tokens`: its text; of a search, the text that all its branches share, from which `tree` grows. `leaves`: the nodes
-    to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens may
-    follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that the
-    output may resemble. `task`: the draft's instructions.
+    `tokens`: its text, a list that only grows; a text that is written anew (another best branch, another tokenizer's
+    tokens) is another list. Of a search, the text that all its branches share, from which `tree` grows. `leaves`: the
+    nodes to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens
+    may follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that
+    the output may resemble. `task`: the draft's instructions.
     """
 
     id: int
@@ -116,11 +117,7 @@ class SequenceView(Protocol):
 
 
 class DraftRule(Protocol):
-    """How a draft turns its logits into a guess that tends to agree with the strategy.
-
-    A rule may have a method `choice(seq)` that returns itself in numbers (`Choice`); without it, or where that returns
-    None, `pick` is called for every guess.
-    """
+    """How a draft turns its logits into a guess that tends to agree with the strategy."""
 
     @property
     def needs_q(self) -> bool:
@@ -137,6 +134,10 @@ class DraftRule(Protocol):
         Unless `confident`, the probability is returned as 1, which saves a sum over the vocabulary. NaN: no guess.
         """
 
+    def choice(self, seq: SequenceView) -> Choice | None:
+        """The rule in numbers, after the sequence's text; None: `pick` must be called for every guess."""
+        return None
+
 
 class BranchRule(Protocol):
     """How a draft turns its logits into several guesses; for a search, by the search's own steps."""
@@ -149,10 +150,7 @@ class BranchRule(Protocol):
 
 
 class Plan(Protocol):
-    """How much one sequence may draft in this round, as its schedule decided.
-
-    A plan may have an attribute `until`: an `Until` that equals its `go_on` for chains, or None.
-    """
+    """How much one sequence may draft in this round, as its schedule decided."""
 
     @property
     def limit(self) -> int:
@@ -172,6 +170,11 @@ class Plan(Protocol):
         `paths`: the confidence of each node on the paths that the pass would continue. `width`: how many nodes the pass
         adds. The branches of a search count as one path.
         """
+
+    @property
+    def until(self) -> Until | None:
+        """What equals `go_on` for chains, in numbers; None: `go_on` must be called before every pass."""
+        return None
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
@@ -234,13 +237,8 @@ class SavedState:
     bytes: int
 
 
-class DraftSession(ABC):
-    """A draft at work on sequences of one target, which come and go; it owns all its buffers.
-
-    `guesses_branches`: it proposes for all branches of a search; otherwise it is asked to continue the best one.
-    """
-
-    guesses_branches = False
+class Proposer(ABC):
+    """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
     @property
     def cache(self) -> Any:
@@ -252,63 +250,62 @@ class DraftSession(ABC):
         """One tree per sequence, possibly empty, from the sequence's leaves.
 
         A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
-        be 0 or less.
-        A sequence with an unknown `seq.id` is new.
+        be 0 or less. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read shows
+        which guesses stayed.
         """
 
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
 
         It gets hidden states from token n on only; 0: of the whole prompt. `source` is the id of a running
-        sequence, or a state that a session of the same draft saved. Only called for drafts with `hidden_layers`.
+        sequence, or a state that a proposer of the same draft saved. Only called for drafts with `hidden_layers`.
         """
         return 0
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """A copy of the draft's state of at most the first `length` tokens of a sequence that leaves, or None.
 
-        `join` gets it for later sequences, also of other sessions. Only called for drafts with `hidden_layers`, before
-        `release`.
+        `fork` gets it for later sequences, also of other proposers. Only called for drafts with `hidden_layers`, before
+        `drop`.
         """
         return None
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Takes in a round's results, also of sequences that another draft proposed for."""
+    def update(self, commits: Sequence[Commit]) -> None:
+        """Takes in a round's results, also of sequences that another draft proposed for.
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        """Called when the text of `seq` changes (the best beam, another tokenizer).
-
-        Only its first `length` tokens are the same as before; `seq.tokens` is already the new text.
+        A draft behind another tokenizer gets none: texts and hidden states are the target's.
         """
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
 
 
-class BatchDrafter(ABC):
-    """A draft: opens sessions, and describes itself.
+class Draft(ABC):
+    """A draft: starts proposers, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
-    `reads_predictions`: it copies from `seq.prediction`. `instant`: it runs no model, and takes next to no
-    time. `hidden_layers`: the layers of the target whose hidden states it gets after every round (`Commit.hidden`), in
-    this order; state i is the input of decoder layer i (0: the embeddings), the last one the input of the output head.
+    `reads_predictions`: it copies from `seq.prediction`. Calls that ask for what it does not do raise. `instant`: it
+    runs no model, and takes next to no time. `hidden_layers`: the layers of the target whose hidden states it gets
+    after every round (`Commit.hidden`), in this order; state i is the input of decoder layer i (0: the embeddings), the
+    last one the input of the output head.
     """
 
     models: Sequence[Any] = ()
     hidden_layers: Sequence[int] = ()
-    guesses_trees = True
-    reads_predictions = True
+    guesses_trees = False
+    reads_predictions = False
     instant = False
 
     @abstractmethod
-    def start(self, vocab_size: int) -> DraftSession:
-        """A session without sequences, for a target with logits of this width."""
+    def start(self, vocab_size: int) -> Proposer:
+        """A proposer without sequences, for a target with logits of this width."""
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """The draft for a call's kind of sampling: "rejection", "block", …, or None (no sampling)."""
         return self
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """The simplest draft that a user can write: from the text so far, at most `k` tokens that may follow."""
 

@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
+from specdec.core.drafts import Commit, Draft, Plan, Proposer
 from specdec.core.outcome import Outcome
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel
-from specdec.proposers import BestBranch
 
-_IDLE = 2  # sessions without sequences that keep their buffers for the next request
+_IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 Blamed = Callable[[Sequence[RunningSequence]], AbstractContextManager[None]]
 
 
 class OpenDraft(NamedTuple):
-    """A drafter and its session."""
+    """A draft and its proposer."""
 
-    drafter: BatchDrafter
-    session: DraftSession
+    drafter: Draft
+    proposer: Proposer
 
 
 class Drafts:
@@ -39,19 +38,17 @@ class Drafts:
         self._model, self._requests, self._blamed = model, requests, blamed
         self._is_offloaded = model.is_offloaded  # kept, since the property walks all modules
 
-    def start(self, drafter: BatchDrafter | None) -> None:
-        """Opens a drafter's session, which all its sequences share, unless it is open."""
+    def start(self, drafter: Draft | None) -> None:
+        """Starts a draft's proposer, which all its sequences share, unless it has started."""
         if drafter is None or id(drafter) in self.open:
             return
         if drafter.hidden_layers:
             self._model.check_hidden_states(drafter.hidden_layers)
-        session = drafter.start(self._model.vocab_size)
-        if not isinstance(session, DraftSession):
-            kind = type(session).__name__
-            raise DraftError(
-                f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
-            )
-        self.open[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
+        proposer = drafter.start(self._model.vocab_size)
+        if not isinstance(proposer, Proposer):
+            kind = type(proposer).__name__
+            raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
+        self.open[id(drafter)] = OpenDraft(drafter, proposer)
 
     def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft.
@@ -71,16 +68,16 @@ class Drafts:
                 calls = [own for _, own in grouped(group, lambda seq: self._requests[seq.id])]
             for together in filter(None, calls):
                 with self._blamed(together):
-                    proposals |= self._ask(draft.session, together, [plans[seq.id] for seq in together])
+                    proposals |= self._ask(draft.proposer, together, [plans[seq.id] for seq in together])
         return proposals
 
-    def _ask(self, session: DraftSession, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
+    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
         """One draft's proposals by sequence id.
 
         It is asked with plans that allow no guess too: a draft that copies goes on learning how often it would be
         right.
         """
-        trees = [_allowed(seq, tree) for seq, tree in zip(seqs, session.propose(seqs, plans), strict=True)]
+        trees = [_allowed(seq, tree) for seq, tree in zip(seqs, proposer.propose(seqs, plans), strict=True)]
         for seq, tree in zip(seqs, trees, strict=True):
             with self._blamed([seq]):
                 self._check(seq, tree)
@@ -124,18 +121,18 @@ class Drafts:
         own = {message.seq.id: message for message in messages}
         for draft, group in self._grouped(message.seq for message in messages):
             with self._blamed(group):
-                draft.session.commit([own[seq.id] for seq in group])
+                draft.proposer.update([own[seq.id] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:
-        """Takes sequences away from their drafts; a session that cannot release them is dropped."""
+        """Takes sequences away from their proposers; one that cannot drop them is dropped itself."""
         for draft, group in self._grouped(seqs):
             try:
-                draft.session.release([seq.id for seq in group])
+                draft.proposer.drop([seq.id for seq in group])
             except Exception:
                 del self.open[id(draft.drafter)]
 
     def close_idle(self, *, every: bool) -> None:
-        """Drops sessions without sequences; the latest ones stay unless `every` is to go."""
+        """Drops proposers without sequences; the latest ones stay unless `every` is to go."""
         used = {id(request.drafter) for request in self._requests.values()}
         idle = [key for key in self.open if key not in used]
         for key in idle if every else idle[:-_IDLE]:

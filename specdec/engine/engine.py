@@ -132,8 +132,8 @@ class Engine:
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
         for draft in self.drafts.open.values():
-            if draft.session.cache is not None:
-                draft.session.cache.bound(*ample)
+            if draft.proposer.cache is not None:
+                draft.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
         prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from specdec.core.drafts import BatchDrafter, SavedState
+from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
 from specdec.options.checks import common_length
 
@@ -79,9 +79,9 @@ class PrefixCache:
         self.limit, self.room, self.bytes = limit, limit, 0
         self._index = PrefixIndex[SavedState]()
         self._states: OrderedDict[SavedState, Key] = OrderedDict()
-        self._drafters: WeakValueDictionary[int, BatchDrafter] = WeakValueDictionary()
+        self._drafters: WeakValueDictionary[int, Draft] = WeakValueDictionary()
 
-    def key(self, context: Context | None, drafter: BatchDrafter | None = None) -> Key:
+    def key(self, context: Context | None, drafter: Draft | None = None) -> Key:
         """What states have in common that may continue each other: a drafter's own, or the target's."""
         if drafter is None:
             return context, None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from specdec.core.draft_schedules import Schedule
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.core.rounds import Round
 from specdec.core.sequence import RunningSequence
 from specdec.core.work import Logits
@@ -38,7 +38,7 @@ class Request:
 
     seqs: list[RunningSequence]
     pacing: Pacing
-    drafter: BatchDrafter | None = None
+    drafter: Draft | None = None
     encode: Callable[[], Encoding] | None = None
     prefill_chunk: int | None = None
     output_hidden_states: bool = False

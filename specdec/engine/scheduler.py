@@ -164,11 +164,11 @@ class Scheduler:
             return length
         if seq.num_embeds_only:
             return 0
-        if isinstance(source, RunningSequence) and (joined := draft.session.join(seq, source.id, length)):
+        if isinstance(source, RunningSequence) and (joined := draft.proposer.fork(seq, source.id, length)):
             return joined
         key = self.prefix_cache.key(seq.context, draft.drafter)
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
-        return 0 if saved is None else draft.session.join(seq, saved, length)
+        return 0 if saved is None else draft.proposer.fork(seq, saved, length)
 
     def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
         """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
@@ -185,7 +185,7 @@ class Scheduler:
         draft = self._draft_of(request)
         if draft is not None and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved, key = draft.session.keep(seq, len(ids)), kept.key(context, draft.drafter)
+                saved, key = draft.proposer.save(seq, len(ids)), kept.key(context, draft.drafter)
                 if saved is not None and kept.wants(key, ids[: saved.length]):
                     kept.keep(key, ids[: saved.length], saved)
         if kept.wants(key := kept.key(context), ids):

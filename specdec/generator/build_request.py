@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.core.draft_schedules import Schedule
-from specdec.core.drafts import BatchDrafter, DraftTask
+from specdec.core.drafts import Draft, DraftTask
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import Strategy
@@ -24,7 +24,7 @@ from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.generator.checks import check_call
-from specdec.generator.drafts_by_name import Draft
+from specdec.generator.drafts_by_name import ScheduledDraft
 from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState, digest
 from specdec.models.exactness import Exactness
@@ -81,8 +81,8 @@ class Call:
     options: Options
     prompts: Prompts
     extras: Extras
-    draft: Draft
-    drafter: BatchDrafter | None
+    draft: ScheduledDraft
+    drafter: Draft | None
     make_schedule: Callable[[Schedule | None], Schedule]
     state: ModelState
     exactness: Exactness

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
@@ -24,7 +24,7 @@ _DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule
 
 
 def check_draft(
-    drafter: BatchDrafter | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
+    drafter: Draft | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
 ) -> None:
     """Raises OptionError for options that the draft cannot serve; `named`: the call named it.
 
@@ -46,7 +46,7 @@ def check_draft(
         )
 
 
-def _check_branches(drafter: BatchDrafter, options: Options) -> None:
+def _check_branches(drafter: Draft, options: Options) -> None:
     """Raises OptionError where trees are asked of a draft that guesses chains."""
     own = options.schedule is not None and not isinstance(options.schedule, str)
     asked = options.schedule.max_branches if own else options.num_assistant_branches or 1

@@ -1,4 +1,4 @@
-"""A draft by any name that a caller gives it, as a `BatchDrafter` of one target."""
+"""A draft by any name that a caller gives it, as a `Draft` of one target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, learns
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
@@ -29,13 +29,13 @@ from specdec.parallel.load import load
 from specdec.proposers import (
     COPYING,
     DRAFTS,
-    EarlyExitDrafter,
-    FunctionDrafter,
-    HeadDrafter,
-    HybridDrafter,
-    ModelDrafter,
-    MtpDrafter,
-    NgramDrafter,
+    EarlyExitDraft,
+    FunctionDraft,
+    HeadDraft,
+    HybridDraft,
+    ModelDraft,
+    MtpDraft,
+    NgramDraft,
     TextBridge,
     is_word,
 )
@@ -57,10 +57,10 @@ _KEPT = 2  # drafts named in calls; each may hold a model
 
 
 @dataclass(eq=False)
-class Draft:
+class ScheduledDraft:
     """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
 
-    drafter: BatchDrafter | None
+    drafter: Draft | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
     _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
     _lock: Any = field(default_factory=threading.Lock)
@@ -101,11 +101,10 @@ class Drafts:
         self._target = target
         self._how = Loading(backend=backend)
         self._lock = threading.Lock()
-        self._recent: list[tuple[tuple[Any, ...], Draft]] = []  # with the arguments that name them; the last first
+        # with the arguments that name them; the last first
+        self._recent: list[tuple[tuple[Any, ...], ScheduledDraft]] = []
 
-    def make(
-        self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
-    ) -> BatchDrafter | None:
+    def make(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft") -> Draft | None:
         """The draft that the caller's argument `name` stands for; `tokenizer` is the target's.
 
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
@@ -120,12 +119,12 @@ class Drafts:
                 return None
             case str() if is_word(draft):
                 word, colon, argument = draft.partition(":")
-                made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
+                made: Draft = DRAFTS[word].of(self._target, argument if colon else None, name)
                 return made
             case HeadAt():
                 return self._head(draft, tokenizer, name)
             case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
-                return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
+                return HeadDraft(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
@@ -133,7 +132,7 @@ class Drafts:
             case _:
                 return _own(draft, name)
 
-    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> Draft:
+    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> ScheduledDraft:
         """The draft that a call names by transformers' arguments.
 
         Raises OptionError where several name one.
@@ -146,11 +145,11 @@ class Drafts:
             found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
             # The oldest is freed before another one is loaded.
             self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
-            found = found or (parts, Draft(self._of_call(named[0], given, tokenizer)))
+            found = found or (parts, ScheduledDraft(self._of_call(named[0], given, tokenizer)))
             self._recent.insert(0, found)
             return found[1]
 
-    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
+    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:
             case "prompt_lookup_num_tokens":
                 return _lookup(**given)
@@ -159,19 +158,19 @@ class Drafts:
             case "use_mtp":
                 if given[name] is not True:
                     raise OptionError.of(name, "True or False", given[name])
-                return MtpDrafter.of(self._target, None, name)
+                return MtpDraft.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
 
-    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDrafter:
+    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
         target, wanted = self._target, draft.vocabulary
         choose = None if wanted is None else chooser(target, wanted, tokenizer)
         if is_word(draft.source):
-            made: HeadDrafter = DRAFTS[draft.source].of(target, None, name, choose=choose)
+            made: HeadDraft = DRAFTS[draft.source].of(target, None, name, choose=choose)
             return made
-        return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
+        return HeadDraft(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
-    def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+    def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
         if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
             assistant_tokenizer = tokenizer_beside(str(draft))
@@ -183,7 +182,7 @@ class Drafts:
                 "name a decoder-only model, or 'suffix'"
             )
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
-        drafter = ModelDrafter(model, shared_encoder=shared)
+        drafter = ModelDraft(model, shared_encoder=shared)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
             return drafter
@@ -191,19 +190,19 @@ class Drafts:
             return drafter
         return TextBridge(drafter, tokenizer, assistant_tokenizer)
 
-    def _early_exit(self, layers: Any, name: str) -> BatchDrafter:
+    def _early_exit(self, layers: Any, name: str) -> Draft:
         most = self._target.num_layers - 1
         if not is_whole(layers) or not 1 <= layers <= most:
             raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
-        return EarlyExitDrafter(self._target, layers)
+        return EarlyExitDraft(self._target, layers)
 
-    def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+    def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
         if len(pair) != 2 or kinds[0] not in COPYING or pair[1] is None or is_word(pair[1]):
             raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
-        return HybridDrafter(DRAFTS[pair[0]].of(self._target, None), model)
+        return HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -282,7 +281,7 @@ def names_model(draft: Any) -> bool:
 
 def is_head(draft: Any) -> bool:
     """Whether `draft` is the word for a head of the target's checkpoint."""
-    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDrafter)
+    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDraft)
 
 
 def _check_spelling(draft: Any, name: str) -> None:
@@ -301,26 +300,26 @@ def _same(mine: Any, theirs: Any) -> bool:
     )
 
 
-def _own(draft: Any, name: str) -> BatchDrafter:
+def _own(draft: Any, name: str) -> Draft:
     """The caller's drafter or function; raises OptionError for other objects."""
     refuse_class(name, draft)
-    if isinstance(draft, BatchDrafter):
+    if isinstance(draft, Draft):
         return draft
     if hasattr(draft, "start"):
-        raise OptionError.of(name, "a `specdec.core.drafts.BatchDrafter`", type(draft).__name__, "subclass it")
-    if hasattr(draft, "propose") or (callable(draft) and not isinstance(draft, nn.Module)):
-        return FunctionDrafter(draft)
+        raise OptionError.of(name, "a `specdec.core.drafts.Draft`", type(draft).__name__, "subclass it")
+    if isinstance(draft, Drafter) or (callable(draft) and not isinstance(draft, nn.Module)):
+        return FunctionDraft(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)
 
 
-def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> BatchDrafter:
+def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> Draft:
     for name, value in {
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         "max_matching_ngram_size": max_matching_ngram_size,
     }.items():
         if not is_whole(value) or value < 1:
             raise OptionError.of(name, "a whole number of at least 1", value)
-    return NgramDrafter(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
+    return NgramDraft(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, make_schedule
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
@@ -23,8 +23,8 @@ from specdec.generator.checks import check_draft
 from specdec.generator.detokenizer import Detokenizer
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
-    Draft,
     Drafts,
+    ScheduledDraft,
     is_head,
     is_name,
     language_model,
@@ -84,7 +84,7 @@ class SpecGenerator:
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
         self._drafts = Drafts(self.target, backend=backend)
-        self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        self._draft = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
@@ -140,7 +140,7 @@ class SpecGenerator:
         )
 
     @property
-    def drafter(self) -> BatchDrafter | None:
+    def drafter(self) -> Draft | None:
         """The generator's draft; a call may name another."""
         return self._draft.drafter
 

@@ -143,10 +143,10 @@ class DraftWord(NamedTuple):
 
 # Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first that copies is the default.
 DRAFT_WORDS: dict[str, DraftWord] = {
-    "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
-    "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
-    "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
-    "mtp": DraftWord("heads.mtp", "MtpDrafter"),
+    "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
+    "ngram": DraftWord("ngram", "NgramDraft", copies=True),
+    "early_exit": DraftWord("early_exit", "EarlyExitDraft", argument="N"),
+    "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # What a value with parts must be; pydantic would name one part only.
 EXPECTED = {

@@ -1,6 +1,6 @@
 """Drafts: they propose tokens; the target's strategy accepts or rejects them.
 
-A new draft is a subclass of `BatchDrafter` and, if callers name it by a word, a line in
+A new draft is a subclass of `Draft` and, if callers name it by a word, a line in
 `specdec.options.fields.DRAFT_WORDS` (example in docs/extending.md).
 """
 
@@ -10,23 +10,23 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.best_branch import BestBranch
-from specdec.proposers.early_exit import EarlyExitDrafter
-from specdec.proposers.function import FunctionDrafter
-from specdec.proposers.heads.mtp import MtpDrafter
-from specdec.proposers.heads.proposer import HeadDrafter
-from specdec.proposers.hybrid import HybridDrafter
-from specdec.proposers.model import ModelDrafter
-from specdec.proposers.ngram import NgramDrafter
+from specdec.proposers.best_branch import best_branch
+from specdec.proposers.early_exit import EarlyExitDraft
+from specdec.proposers.function import FunctionDraft
+from specdec.proposers.heads.mtp import MtpDraft
+from specdec.proposers.heads.proposer import HeadDraft
+from specdec.proposers.hybrid import HybridDraft
+from specdec.proposers.model import ModelDraft
+from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer.by_text import TextBridge
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
-from specdec.proposers.suffix import SuffixAutomaton, SuffixDrafter
+from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
 
 DRAFTS: dict[str, type[Any]] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
 """Drafts by word; their classmethod `of(target, argument, name)` takes what follows a colon, and the caller's name for
-the draft; that of a `HeadDrafter` also `choose`, for a vocabulary of its own."""
+the draft; that of a `HeadDraft` also `choose`, for a vocabulary of its own."""
 
 COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
 """The words of drafts that copy, which may be paired with a model."""
@@ -40,17 +40,17 @@ def is_word(draft: object) -> bool:
 __all__ = [
     "COPYING",
     "DRAFTS",
-    "BestBranch",
-    "EarlyExitDrafter",
-    "FunctionDrafter",
-    "HeadDrafter",
-    "HybridDrafter",
-    "ModelDrafter",
-    "MtpDrafter",
-    "NgramDrafter",
+    "EarlyExitDraft",
+    "FunctionDraft",
+    "HeadDraft",
+    "HybridDraft",
+    "ModelDraft",
+    "MtpDraft",
+    "NgramDraft",
     "SuffixAutomaton",
-    "SuffixDrafter",
+    "SuffixDraft",
     "TextBridge",
     "VocabularyIntersection",
+    "best_branch",
     "is_word",
 ]

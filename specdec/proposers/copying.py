@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers.best_branch import branch_tokens
@@ -88,21 +88,22 @@ def merge_chains(chains: Sequence[Tree]) -> Tree:
 
 @dataclass(slots=True)
 class _Reading:
-    """One sequence's index, how many tokens of its text are `seen`, and the last guess after `match` matched tokens."""
+    """One sequence's index, of which `text` it has `seen` tokens, and the last guess after `match` matched tokens."""
 
     index: Index
+    text: list[int]
     seen: int = 0
     guess: list[int] = field(default_factory=list)
     match: int = 0
 
 
-class TextDrafter(BatchDrafter):
+class TextDraft(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
     """
 
-    guesses_trees = False
+    reads_predictions = True
     instant = True
     reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]
@@ -111,7 +112,7 @@ class TextDrafter(BatchDrafter):
         self.calibration = Calibration()
 
     @classmethod
-    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
+    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDraft:
         """The draft with its defaults; raises OptionError, naming the caller's argument `name`, for an argument."""
         if argument is not None:
             raise OptionError.of(name, "a word without an argument", argument)
@@ -121,17 +122,15 @@ class TextDrafter(BatchDrafter):
     def index(self) -> Index:
         """An empty index for one sequence."""
 
-    def start(self, vocab_size: int) -> TextSession:
-        """A session without sequences; all sessions share the learned confidence."""
-        return TextSession(self, vocab_size)
+    def start(self, vocab_size: int) -> TextProposer:
+        """A proposer without sequences; all proposers share the learned confidence."""
+        return TextProposer(self, vocab_size)
 
 
-class TextSession(DraftSession):
+class TextProposer(Proposer):
     """Copies for each sequence from its own index."""
 
-    guesses_branches = True
-
-    def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: TextDraft, vocab_size: int) -> None:
         self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
         self._readings: dict[int, _Reading] = {}
 
@@ -141,8 +140,10 @@ class TextSession(DraftSession):
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
         """At most `max(limit, 1)` tokens for `seq` and their confidence; one is looked up always, to keep learning."""
-        reading = self._readings.pop(seq.id, None) or self._open(seq)
-        self._read(reading, seq.tokens)
+        reading = self._readings.pop(seq.id, None)
+        if reading is None or reading.text is not seq.tokens:  # new, or written anew
+            reading = self._open(seq)
+        self._read(reading)
         found, reading.match = reading.index.lookup(max(limit, 1))
         reading.guess, confidence = self._usable(seq, found, reading.match)
         # Stored only now, so that after an exception the text is indexed anew.
@@ -164,15 +165,12 @@ class TextSession(DraftSession):
         guess = known_tokens(found, self._vocab_size, seq.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        self._readings.pop(seq.id, None)
-
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._readings.pop(seq_id, None)
 
     def _open(self, seq: SequenceView) -> _Reading:
-        reading = _Reading(self._drafter.index())
+        reading = _Reading(self._drafter.index(), seq.tokens)
         if self._drafter.reads_encoder and seq.encoder_tokens:
             reading.index.extend([*seq.encoder_tokens, SEPARATOR])
         if seq.prediction:
@@ -181,11 +179,11 @@ class TextSession(DraftSession):
             reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
 
-    def _read(self, reading: _Reading, text: list[int]) -> None:
-        new = text[reading.seen :]
+    def _read(self, reading: _Reading) -> None:
+        new = reading.text[reading.seen :]
         self._calibration.learn(reading.guess, reading.match, new)
         reading.index.extend(new)
-        reading.seen = len(text)
+        reading.seen += len(new)
 
 
 def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:

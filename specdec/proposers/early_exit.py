@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdec.errors import OptionError
-from specdec.proposers.model import ModelDrafter
+from specdec.proposers.model import ModelDraft
 
 if TYPE_CHECKING:
     from specdec.models import LanguageModel
 
 
-class EarlyExitDrafter(ModelDrafter):
+class EarlyExitDraft(ModelDraft):
     """Drafts with the target's first `layers` layers and its own head (LayerSkip, arXiv 2404.16710, section 3.3)."""
 
     def __init__(self, target: LanguageModel, layers: int) -> None:
@@ -21,7 +21,7 @@ class EarlyExitDrafter(ModelDrafter):
         self.layers = layers
 
     @classmethod
-    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDrafter:
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDraft:
         """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
         layers = int(argument) if argument is not None and argument.isdecimal() else 0
         if not 1 <= layers < target.num_layers:
@@ -30,4 +30,4 @@ class EarlyExitDrafter(ModelDrafter):
         return cls(target, layers)
 
     def __repr__(self) -> str:
-        return f"EarlyExitDrafter({self.layers})"
+        return f"EarlyExitDraft({self.layers})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
-from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
 from specdec.proposers.best_branch import branch_tokens
@@ -14,34 +14,31 @@ from specdec.proposers.copying import cut, merge_chains
 Propose = Callable[[list[int], int], Iterable[int]]
 
 
-class FunctionDrafter(BatchDrafter):
+class FunctionDraft(Draft):
     """Drafts with a `Drafter`, or with a plain callable `(tokens, k) -> tokens`.
 
     It returns a list, or a one-dimensional tensor or array; tokens beyond `k` are cut off.
     """
 
-    guesses_trees = reads_predictions = False
     instant = True
 
     def __init__(self, draft: Drafter | Propose) -> None:
         refuse_class("draft", draft)
-        propose = getattr(draft, "propose", draft)
+        propose = draft.propose if isinstance(draft, Drafter) else draft
         if not callable(propose):
             raise OptionError.of("draft", "a Drafter or a callable (tokens, k) -> tokens", draft)
         self._propose: Propose = propose
         self._name = getattr(draft, "__name__", type(draft).__name__)
 
     def __repr__(self) -> str:
-        return f"FunctionDrafter({self._name})"
+        return f"FunctionDraft({self._name})"
 
-    def start(self, vocab_size: int) -> FunctionSession:
-        return FunctionSession(self._propose, self._name, vocab_size)
+    def start(self, vocab_size: int) -> FunctionProposer:
+        return FunctionProposer(self._propose, self._name, vocab_size)
 
 
-class FunctionSession(DraftSession):
+class FunctionProposer(Proposer):
     """Calls the user's function once per leaf."""
-
-    guesses_branches = True
 
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import Work
+from specdec.options.checks import common_length
 from specdec.proposers.best_branch import branch_tokens
 
 MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
@@ -18,20 +21,81 @@ MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a 
 
 @dataclass(eq=False, slots=True)
 class CachedText:
-    """What row `cache_row` of the draft's cache holds of one sequence.
+    """What row `cache_row` of the draft's cache holds of `seq`.
 
-    First `text` tokens of its text, then either `guesses` of a chain or `branches`. `where` maps a node (the sequence's
-    own branches, then the proposal) to its number in `branches`. `unreadable`: the text has a token without an
-    embedding in the draft. `open`: the last proposal is not committed yet.
+    First `text` of the `tokens` that it was read from (a list that only grows), then either `guesses` of a chain or
+    `branches`, the first `own` of which were the sequence's own. `where` maps a node of the sequence's tree to its
+    number in `branches`.
     """
 
     cache_row: int
+    seq: SequenceView
+    tokens: list[int]
     text: int = 0
-    guesses: int = 0
+    guesses: list[int] = field(default_factory=list)
     branches: Tree = EMPTY
+    own: int = 0
     where: dict[int, int] = field(default_factory=dict)
-    unreadable: bool = False
-    open: bool = False
+
+    def take_back(self, *, keeps_guesses: bool) -> bool:
+        """Forgets what the sequence's text no longer has, and counts guesses that became text; whether text must go.
+
+        A list of tokens only grows, so only its new tokens are compared.
+        """
+        before, now = self.text + len(self.guesses), self.seq.tokens
+        guesses = self.guesses if keeps_guesses else []
+        if now is self.tokens:
+            self.text += common_length(guesses, now[self.text : before])
+        else:
+            self.text, self.tokens = common_length(self.tokens[: self.text] + guesses, now), now
+        self.text, self.guesses, self.where = min(self.text, self._readable), [], {}
+        if self.text < before:
+            self.branches = EMPTY
+        return self.text < before
+
+    @property
+    def _readable(self) -> int:
+        """How much of the text may be cached: not the last token before a leaf, which is fed again for its logits."""
+        return len(self.seq.tokens) - (-1 in self.seq.leaves)
+
+    def settle(self, most: int) -> tuple[list[int], int]:
+        """The first `most` nodes of `branches` that the text or the sequence's tree has, and how many of them are text.
+
+        Leaves are left out: they are fed again, for their logits. The others are forgotten.
+        """
+        found, seq = self.branches.part(range(most)).children(), self.seq
+        path: list[int] = []
+        for token in seq.tokens[self.text : self._readable]:
+            if (node := found.get((path[-1] if path else -1, token))) is None:
+                break
+            path.append(node)
+        text, at = len(path), {-1: path[-1] if path else -1}
+        self.text += text
+        for node, (parent, token) in enumerate(zip(seq.tree.parents, seq.tree.tokens, strict=True)):
+            cached = found.get((at.get(parent, -2), token))  # -2: none
+            if self.text == len(seq.tokens) and node not in seq.leaves and cached is not None:
+                at[node] = cached
+                path.append(cached)
+        self.branches, self.own = self.branches.part(path, text), len(path) - text
+        self.where = {node: i - 1 for i, node in enumerate(at) if node >= 0}
+        return path, text
+
+
+class Feed(NamedTuple):
+    """A sequence's work in a draft pass."""
+
+    seq: SequenceView
+    cached: CachedText
+    work: Work
+
+    @classmethod
+    def of(cls, seq: SequenceView, cached: CachedText, tree: Tree, num_text: int, num_logits: int = 0) -> Feed:
+        """The tree begins with the cached branches, or `num_text` tokens of text; without logits it is a chunk of the
+        text.
+        """
+        length = 0 if num_logits else len(seq.tokens)
+        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches), text_length=length)
+        return cls(seq, cached, work)
 
 
 class Chain:
@@ -50,14 +114,14 @@ class Chain:
         self.num_as_text = len(missing)
         return Tree.chain(missing)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: the last one."""
-        return 1
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the last node."""
+        return Feed.of(self.seq, self.cached, tree, self.num_as_text, 1)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
         if self.tokens:
-            self.cached.guesses += 1
+            self.cached.guesses.append(self.tokens[-1])
         else:
             self.cached.text += len(tree)
         rule = self.seq.task.rule
@@ -73,16 +137,15 @@ class Chain:
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
         task = self.seq.task
-        until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
-        if until is None or choose is None or (choice := choose(self.seq)) is None:
+        if (until := self.plan.until) is None or (choice := task.rule.choice(self.seq)) is None:
             return None
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
         self.cached.text += len(text)
-        self.cached.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
+        self.cached.guesses = self.tokens[:-1]
         self._guess(self.tokens.pop(), self.confidence.pop())
         if q is not None:
             self.q = [*q[: len(self.tokens)]]
@@ -119,7 +182,6 @@ class Branches:
         self._proposed = [-1 - i for i in range(len(self.ends))]
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
-        self._fed: dict[int, int] = {}  # new node -> branch of the cache
         self._levels: list[float] = []
 
     def first(self) -> Tree | None:
@@ -138,9 +200,9 @@ class Branches:
         cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
-    def keep(self, tree: Tree) -> int:
-        """How many nodes need logits: those from the first end on."""
-        return len(tree) - min(self.at)
+    def feed(self, tree: Tree) -> Feed:
+        """A pass over `tree`, with logits of the nodes from the first end on."""
+        return Feed.of(self.seq, self.cached, tree, self.num_as_text, len(tree) - min(self.at))
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
@@ -149,6 +211,8 @@ class Branches:
         text, self.num_as_text = self.num_as_text, 0
         self.cached.text += text
         self.cached.branches = tree.part(range(len(tree)), text)
+        if not self._nodes:
+            self.cached.own = len(self.cached.branches)
         self.at = [max(end - text, -1) for end in self.at]
         branching = self.seq.task.branching
         assert branching is not None
@@ -172,7 +236,6 @@ class Branches:
         self._proposed = [node for node, _, _ in chosen]
         if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
             return None
-        self._fed |= dict(zip(self._proposed, self.at, strict=True))
         return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
 
     def _paths(self) -> list[Sequence[float]]:
@@ -188,13 +251,11 @@ class Branches:
         return sorted(best[: self.plan.branches * self.plan.limit])
 
     def proposal(self, source: str) -> Tree:
-        """The proposed nodes; `cached.where` uses their numbers from now on."""
+        """The proposed nodes."""
         nodes = self._best()
         place = {node: i for i, node in enumerate(nodes)}
         kept = [self._nodes[node] for node in nodes]
         drawn = [node.q for node in kept if node.q is not None]
-        own = len(self.seq.tree)
-        self.cached.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
         return Tree(
             [node.tokens[-1] for node in kept],
             [place.get(self._parents[node], self._parents[node]) for node in nodes],

@@ -8,10 +8,10 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.copying import TextDrafter, TextSession, cut
+from specdec.proposers.copying import TextDraft, TextProposer, cut
 
 _MEMORY = 0.9
 
@@ -52,51 +52,49 @@ class Odds:
         self.nodes = _fading(self.nodes, max(nodes, 1))
 
 
-class HybridDrafter(BatchDrafter):
+class HybridDraft(Draft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
     it is chosen, and then reads what it missed. The choice precedes the model's draws, so q stays their distribution.
     """
 
-    def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
-        if not isinstance(text, TextDrafter):
-            raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
+    reads_predictions = True
+
+    def __init__(self, text: TextDraft, model: Draft) -> None:
+        if not isinstance(text, TextDraft):
+            raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         self.text, self.model = text, model
         self.models, self.guesses_trees = model.models, model.guesses_trees
         self.hidden_layers = model.hidden_layers
         self._odds = Odds()
-        self._other: HybridDrafter | None = None
+        self._other: HybridDraft | None = None
 
     def __repr__(self) -> str:
-        return f"HybridDrafter({self.text!r}, {self.model!r})"
+        return f"HybridDraft({self.text!r}, {self.model!r})"
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """The same pair with the model draft that serves this kind of sampling."""
         model = self.model.for_sampling(sampling)
         if model is self.model:
             return self
         if self._other is None or self._other.model is not model:
-            self._other = HybridDrafter(self.text, model)
+            self._other = HybridDraft(self.text, model)
         return self._other
 
-    def start(self, vocab_size: int) -> HybridSession:
-        """A session without sequences; all sessions share the estimates for the model draft."""
-        return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
+    def start(self, vocab_size: int) -> HybridProposer:
+        """A proposer without sequences; all proposers share the estimates for the model draft."""
+        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
-class HybridSession(DraftSession):
+class HybridProposer(Proposer):
     """Runs the text draft for all sequences, the model draft for those that prefer it."""
 
-    def __init__(self, text: TextSession, model: DraftSession, source: str, odds: Odds) -> None:
+    def __init__(self, text: TextProposer, model: Proposer, source: str, odds: Odds) -> None:
         self._text, self._model, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
-
-    @property
-    def guesses_branches(self) -> bool:  # type: ignore[override]
-        return self._model.guesses_branches
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
@@ -123,26 +121,22 @@ class HybridSession(DraftSession):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return self._model.join(seq, source, length)
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        return self._model.fork(seq, source, length)
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._model.keep(seq, length)
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        return self._model.save(seq, length)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
-        self._model.commit(commits)
+        self._model.update(commits)
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        self._text.rewind(seq, length)
-        self._model.rewind(seq, length)
-
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._pending.pop(seq_id, None)
             self._read.discard(seq_id)
-        self._text.release(seq_ids)
-        self._model.release(seq_ids)
+        self._text.drop(seq_ids)
+        self._model.drop(seq_ids)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         limit = min(plan.limit, seq.remaining - 1)

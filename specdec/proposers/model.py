@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import pad
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Chained, ChainRule, Draft, Plan, Proposer, SequenceView
 from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import Logits
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
-from specdec.proposers.growth import Branches, CachedText, Chain
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _FEW = 16  # missing tokens that are fed in the pass that makes the first guess
 
 
-class ModelDrafter(BatchDrafter):
+class ModelDraft(Draft):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
     An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
     the sequence's task itself. A decoder-only draft reads the decoder's tokens alone.
     """
 
-    reads_predictions = False
+    guesses_trees = True
 
     def __init__(self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False) -> None:
         self.model = model
@@ -38,19 +38,19 @@ class ModelDrafter(BatchDrafter):
         self.shared_encoder = shared_encoder
 
     def __repr__(self) -> str:
-        return f"ModelDrafter({self.model!r})"
+        return f"ModelDraft({self.model!r})"
 
-    def start(self, vocab_size: int) -> ModelSession:
-        return ModelSession(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
+    def start(self, vocab_size: int) -> ModelProposer:
+        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
 
 
-class ModelSession(DraftSession):
+class ModelProposer(Proposer):
     """Drafts with one pass per level over all sequences that still grow.
 
-    `keeps_guesses`: accepted guesses stay in the cache. False: they are fed again, with the target's hidden states.
+    A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:
+    they are fed again, with the target's hidden states.
     """
 
-    guesses_branches = True
     keeps_guesses = True
 
     def __init__(
@@ -60,7 +60,6 @@ class ModelSession(DraftSession):
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
-        self._seqs: dict[int, SequenceView] = {}
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
@@ -84,47 +83,17 @@ class ModelSession(DraftSession):
                 if limit and seq.id in ready
             }
             self._grow(list(growths.values()))
-            for seq_id in growths:
-                self._cached[seq_id].open = True
             return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
         except BaseException:
             # The cache may hold half a round: the next round reads the texts again.
-            self._session, self._cached, self._seqs = self._model.session(), {}, {}
+            self._session, self._cached = self._model.session(), {}
             raise
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Keeps accepted nodes and branches in the cache; leaves are fed again, for their logits."""
-        cut, lengths = [], []
-        for seq, path, text, _ in commits:
-            cached = self._cached.get(seq.id)
-            if cached is None:
-                continue
-            cached.open = False
-            if cached.guesses:
-                kept = min(text, cached.guesses) if self.keeps_guesses else 0
-                cached.text += kept
-                if kept < cached.guesses:
-                    cut.append(cached.cache_row)
-                    lengths.append(cached.text)
-                cached.guesses = 0
-            elif cached.branches.tokens:
-                self._settle(cached, seq, path, text)
-        if cut:
-            self._session.truncate(cut, lengths)
-
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        cached = self._cached.get(seq.id)
-        if cached is not None and length < cached.text:
-            cached.text, cached.guesses, cached.branches, cached.where, cached.unreadable = length, 0, EMPTY, {}, False
-            self._session.truncate([cached.cache_row], [length])
-
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
-        for seq_id in seq_ids:
-            self._seqs.pop(seq_id, None)
         if gone:
             self._session.remove(gone)
-        used = {id(seq.task.inputs) for seq in self._seqs.values()}
+        used = {id(cached.seq.task.inputs) for cached in self._cached.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
@@ -136,130 +105,120 @@ class ModelSession(DraftSession):
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
 
+    def _settle(self, seqs: Sequence[SequenceView]) -> None:
+        """Takes back what these sequences do not have; what they have of guesses and branches stays.
+
+        Texts whose rotary scaling changes with their length are forgotten: they are read again.
+        """
+        cut: list[CachedText] = []
+        for seq in seqs:
+            if (cached := self._cached.get(seq.id)) is None:
+                continue
+            cached.seq = seq
+            if cached.take_back(keeps_guesses=self.keeps_guesses):
+                cut.append(cached)
+            elif cached.branches.tokens:
+                path, text = cached.settle(self._reusable(cached))
+                self._session.commit([cached.cache_row], [path], texts=[text])
+        if cut:
+            self._session.truncate([cached.cache_row for cached in cut], [cached.text for cached in cut])
+        if self._session.cache_reset_length is not None:
+            for cached in [self._cached[seq.id] for seq in seqs if seq.id in self._cached]:
+                self._session.refresh([cached.cache_row])
+                if (length := self._session.length(cached.cache_row)) < cached.text:
+                    cached.text, cached.branches, cached.where = length, EMPTY, {}
+
+    def _reusable(self, cached: CachedText) -> int:
+        """How many of the cached branches may stay."""
+        return len(cached.branches)
+
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
-        followers = self._admit(seqs)
-        self._close([seq for seq in seqs if seq.id in self._cached and self._cached[seq.id].open])
-        for seq in seqs:
-            cached = self._cached.get(seq.id)
-            if cached is not None and max(seq.tokens[cached.text :], default=0) >= self._model.vocab_size:
-                cached.unreadable = True
-        self._refresh(seqs)
-        ready = [seq for seq in seqs if seq.id in self._cached and not self._cached[seq.id].unreadable]
+        leaders = self._admit(seqs)
+        self._settle(seqs)
+        ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
-        sizes = {seq.id: self._behind(seq, most, followers) for seq in ready}
+        sizes = {seq.id: self._behind(seq, 0 if seq.id in leaders else most) for seq in ready}
         batch: list[SequenceView] = []
         for seq in ready:
             widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
             if sizes[seq.id] and (not batch or (len(batch) + 1) * widest <= chunk):
                 batch.append(seq)
         self._read(batch, chunk)
-        joined = self._join_followers(followers)
-        return {seq.id for seq in [*ready, *joined] if not self._behind(seq, most, {})}
+        self._admit(seqs)
+        found = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
+        return {seq.id for seq in found if not self._behind(seq, most)}
 
-    def _behind(self, seq: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
-        """Tokens to read before the sequence can be drafted for; all but the last if followers wait for it."""
-        cached = self._cached[seq.id].text
-        missing = len(seq.tokens) - cached
-        awaited = max((len(one.tokens) - 1 for one in followers.get(seq.id, ())), default=0)
-        return missing - 1 if missing > most or cached < awaited else 0
+    def _can_read(self, seq: SequenceView) -> bool:
+        """Whether the draft has embeddings for what it has not read of the text."""
+        return max(seq.tokens[self._cached[seq.id].text :], default=0) < self._model.vocab_size
+
+    def _behind(self, seq: SequenceView, most: int) -> int:
+        """Tokens to read before the sequence can be drafted for, where more than `most` are missing."""
+        missing = len(seq.tokens) - self._cached[seq.id].text
+        return missing - 1 if missing > most else 0
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """Reads at most `chunk` more tokens of each text, in one pass."""
         if not seqs:
             return
-        cached = [self._cached[seq.id] for seq in seqs]
-        self._drop_branches([one for one in cached if one.branches.tokens])
-        pieces = [
-            seq.tokens[one.text : min(one.text + chunk, self._end(seq))] for seq, one in zip(seqs, cached, strict=True)
-        ]
-        texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
-        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
-        for one, piece in zip(cached, pieces, strict=True):
-            one.text += len(piece)
+        feeds = []
+        for seq in seqs:
+            cached = self._cached[seq.id]
+            piece = seq.tokens[cached.text : min(cached.text + chunk, self._end(seq))]
+            feeds.append(Feed.of(seq, cached, Tree.chain(piece), len(piece)))
+        self._run(feeds)
+        for feed in feeds:
+            feed.cached.text += feed.work.num_text
 
     def _end(self, seq: SequenceView) -> int:
         """How many tokens of the text may be read; the last one is fed with the first guess."""
         return len(seq.tokens) - 1
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
-        """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
-
-        All nodes stay in the cache, the first `texts[i]` of a tree as text.
-        """
-        works = self._works(seqs, trees, keep, text_lengths)
-        outputs = self._session.run(works)
-        rows = [work.row for work in works]
-        self._session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
+        """One pass over text and branches (`level` 0), or guesses of this round; all nodes stay in the cache."""
+        outputs = self._session.run([feed.work for feed in feeds])
+        self._keep(feeds, final=not level)
         return outputs
 
-    def _works(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        text_lengths: Sequence[int] | None = None,
-    ) -> list[Work]:
-        """The works of one pass, in these sequences' rows."""
-        rows = [self._cached[seq.id].cache_row for seq in seqs]
-        lengths = text_lengths or [0] * len(rows)
-        return [
-            Work(row, tree, kept, num_cached=self._session.pending(row), text_length=length)
-            for row, tree, kept, length in zip(rows, trees, keep, lengths, strict=True)
-        ]
+    def _keep(self, feeds: Sequence[Feed], *, final: bool) -> None:
+        """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
+        works = [feed.work for feed in feeds]
+        paths, texts = [list(range(len(work.tree))) for work in works], [work.num_text for work in works]
+        self._session.commit([work.row for work in works], paths, texts=texts, final=final)
 
-    def _admit(self, seqs: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
-        """Adds new sequences to the cache; returns those that will fork another one's row, by the id of that one."""
-        followers: dict[int, list[SequenceView]] = {}
-        present = {seq.id for seq in seqs}
+    def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
+        """Gives new sequences rows of the cache, forked where another sequence has read the same.
+
+        Returns the ids of sequences that others wait for, without a row until these have read as much.
+        """
+        present, awaited = {seq.id for seq in seqs}, set[int]()
         for seq in seqs:
             if seq.id in self._cached:
                 continue
-            leader = self._leader(seq, present)
+            leader, count = self._leader(seq, present), len(seq.tokens) - 1
             if leader is None:
-                self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0])
-                self._seqs[seq.id] = seq
+                self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0], seq, seq.tokens)
+            elif leader.text >= count:
+                cache_row = self._session.fork(leader.cache_row, count)
+                self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
             else:
-                followers.setdefault(leader, []).append(seq)
-        return followers
+                awaited.add(leader.seq.id)
+        return awaited
 
-    def _leader(self, seq: SequenceView, present: set[int]) -> int | None:
-        """The id of a sequence with the same source whose cache row has, or will have, all but the last token."""
+    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
+        """What is cached of a sequence with the same source that has, or will have, read all but the last token."""
         count = len(seq.tokens) - 1
         if seq.task.source is None or not count:
             return None
-        for seq_id, other in self._seqs.items():
-            cached = self._cached[seq_id]
-            usable = not cached.unreadable and (cached.text >= count or seq_id in present)
-            if usable and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
-                return seq_id
+        for other, cached in self._cached.items():
+            usable = cached.text >= count or (other in present and self._can_read(cached.seq))
+            if usable and cached.seq.task.source == seq.task.source and cached.tokens[:count] == seq.tokens[:count]:
+                return cached
         return None
-
-    def _join_followers(self, followers: dict[int, list[SequenceView]]) -> list[SequenceView]:
-        """Forks the rows of leaders that have read enough; returns the sequences that have a row now."""
-        joined = []
-        for seq_id, seqs in followers.items():
-            leader = self._cached[seq_id]
-            for seq in seqs:
-                count = len(seq.tokens) - 1
-                if leader.text >= count:
-                    cache_row = self._session.fork(leader.cache_row, count)
-                    self._cached[seq.id] = CachedText(cache_row, count, unreadable=leader.unreadable)
-                    self._seqs[seq.id] = seq
-                    joined.append(seq)
-        return joined
 
     def _encoding(self, seq: SequenceView) -> Encoding | None:
         """The output of the draft's encoder, or of the target's; raises UnsupportedError without encoder inputs."""
@@ -276,54 +235,8 @@ class ModelSession(DraftSession):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _refresh(self, seqs: Sequence[SequenceView]) -> None:
-        """Forgets texts whose rotary scaling changes with their length: they are read again."""
-        if self._session.cache_reset_length is None:
-            return
-        cached = [self._cached[seq.id] for seq in seqs if seq.id in self._cached]
-        self._session.refresh([one.cache_row for one in cached])
-        for one in cached:
-            if (length := self._session.length(one.cache_row)) < one.text:
-                one.text, one.branches, one.where = length, EMPTY, {}
-
-    def _close(self, seqs: Sequence[SequenceView]) -> None:
-        """Forgets proposals that were never committed."""
-        for seq in seqs:
-            cached = self._cached[seq.id]
-            self._session.truncate([cached.cache_row], [cached.text])
-            if cached.branches.tokens:
-                self._drop_branches([cached])
-            cached.guesses, cached.open = 0, False
-
-    def _drop_branches(self, cached: Sequence[CachedText]) -> None:
-        """Forgets branches of sequences whose text grew without this draft."""
-        if cached:
-            self._session.commit([one.cache_row for one in cached], [[] for _ in cached])
-            for one in cached:
-                one.branches, one.where = EMPTY, {}
-
-    def _settle(self, cached: CachedText, seq: SequenceView, path: list[int], text: int) -> None:
-        """Keeps the nodes of `path` that the cache holds, the first `text` of them as text."""
-        leaves = {text + leaf for leaf in seq.leaves if leaf >= 0}
-        number = {node: i for i, node in enumerate(path)}
-        kept: list[int] = []
-        nodes: list[int] = []
-        for node in path:
-            at = cached.where.get(node)
-            if at is None or number[node] in leaves or cached.branches.parents[at] not in {-1, *nodes}:
-                continue
-            kept.append(node)
-            nodes.append(at)
-        settled = sum(number[node] < text for node in kept)
-        self._session.commit([cached.cache_row], [nodes], texts=[settled])
-        cached.text += settled
-        cached.branches = cached.branches.part(nodes, settled)
-        cached.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
-
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
         cached = self._cached[seq.id]
-        if -1 in seq.leaves and cached.text >= len(seq.tokens):  # its last token is fed again, for its logits
-            self.rewind(seq, len(seq.tokens) - 1)
         if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
             return Chain(seq, plan, limit, cached, self._may_follow)
         readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
@@ -341,19 +254,18 @@ class ModelSession(DraftSession):
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.feed(text) for growth, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        """The guesses after `texts`, all in one call; None if the session cannot."""
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._session.draft_chain(cache_rows, [text.tokens for text in texts], rules)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        """The guesses after texts, all in one call; None if the session cannot."""
+        return self._session.draft_chain(
+            [feed.cached.cache_row for feed in feeds], [feed.work.new_tokens for feed in feeds], rules
+        )
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
@@ -362,10 +274,7 @@ class ModelSession(DraftSession):
             return
         level = 0
         while feeds:
-            trees = [tree for _, tree in feeds]
-            keep = [growth.keep(tree) for growth, tree in feeds]
-            texts = [growth.num_as_text for growth, _ in feeds]
-            outputs = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
+            outputs = self._run([growth.feed(tree) for growth, tree in feeds], level)
             feeds = [
                 (growth, following)
                 for (growth, tree), out in zip(feeds, outputs, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.errors import OptionError
-from specdec.proposers.copying import SEPARATOR, TextDrafter, until_separator
+from specdec.proposers.copying import SEPARATOR, TextDraft, until_separator
 
 
 class NgramIndex:
@@ -37,7 +37,7 @@ class NgramIndex:
         return [], 0
 
 
-class NgramDrafter(TextDrafter):
+class NgramDraft(TextDraft):
     """Copies what followed the first occurrence of the last n tokens (prompt lookup, as in transformers).
 
     A proposal has at most `num_tokens`; n runs from `max_ngram` down to 1, and the first match counts.
@@ -53,7 +53,7 @@ class NgramDrafter(TextDrafter):
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def __repr__(self) -> str:
-        return f"NgramDrafter({self.num_tokens}, {self.max_ngram})"
+        return f"NgramDraft({self.num_tokens}, {self.max_ngram})"
 
     def index(self) -> NgramIndex:
         return NgramIndex(self.num_tokens, self.max_ngram)

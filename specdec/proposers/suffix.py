@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.proposers.copying import TextDrafter, until_separator
+from specdec.proposers.copying import TextDraft, until_separator
 
 _ROOT = 0
 _MAX_LINKS = 64  # states whose latest end a token updates
@@ -104,7 +104,7 @@ class SuffixAutomaton:
         return tokens
 
 
-class SuffixDrafter(TextDrafter):
+class SuffixDraft(TextDraft):
     """Copies what followed the longest repeated suffix, at most 1 + 2 tokens per matched one (arXiv 2411.10666).
 
     It also searches the input of an encoder-decoder target.
@@ -114,7 +114,7 @@ class SuffixDrafter(TextDrafter):
     reads_encoder = True
 
     def __repr__(self) -> str:
-        return "SuffixDrafter()"
+        return "SuffixDraft()"
 
     def index(self) -> SuffixAutomaton:
         return SuffixAutomaton()

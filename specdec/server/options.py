@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.detokenizer import decode
 from specdec.server.errors import ApiError
@@ -49,7 +49,7 @@ def check_length(characters: int, param: str, limits: Limits) -> None:
         raise ApiError(400, message, param=param, code="above_limit")
 
 
-def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDrafter | None) -> dict[str, Any]:
+def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
     options: dict[str, Any] = {
         name: value for name, idle in _SAME.items() if (value := getattr(asked, name)) not in idle
@@ -78,7 +78,7 @@ def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDra
     return options | _draft_options(asked, draft)
 
 
-def _draft_options(asked: Generate, draft: BatchDrafter | None) -> dict[str, Any]:
+def _draft_options(asked: Generate, draft: Draft | None) -> dict[str, Any]:
     named = {name: value for name in _DRAFTING if (value := getattr(asked, name)) is not None}
     if draft is not None and (not asked.speculate or asked.penalty_alpha):
         if named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -125,12 +126,8 @@ def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None
     assert (ends[0].done, out.read_bytes()) == (0, b"")
     while ends[-1].done < len(PROMPTS):
         news: list[int] = []
-        some = {
-            "start": embedded(1),
-            "tell": lambda p, news=news: news.append(p.done),
-            "stop": lambda news=news: len(news) > 3,
-        }
-        ends.append(run_batch(rows, out, spec, **some))
+        tell, stop = lambda p, news=news: news.append(p.done), lambda news=news: len(news) > 3
+        ends.append(run_batch(rows, out, spec, start=embedded(1), tell=tell, stop=stop))
         assert ends[-1].before == ends[-2].done < ends[-1].done
     assert len(ends) > 3
     assert out.read_bytes() == whole.read_bytes()
@@ -172,22 +169,14 @@ def test_lines_of_text_and_parquet(models: list[str], tmp_path: Path) -> None:
     pq.write_table(table := pa.table(columns), tmp_path / "in.parquet")
     (tmp_path / "in.txt").write_text("\n\n".join(PROMPTS[:4]))
     outs = []
-    for name, ending in (
-        ("in.parquet", "parquet"),
-        ("in.txt", "parquet"),
-        ("in.parquet", "jsonl"),
-        ("in.txt", "jsonl"),
-    ):
+    for ending, name in itertools.product(("parquet", "jsonl"), ("in.parquet", "in.txt")):
         outs.append(tmp_path / f"{name}.{ending}")
         assert batch(tmp_path / name, outs[-1], *models, *NEW) == 0
     kept, text = pq.read_table(outs[0]), pq.read_table(outs[1])
     assert kept.select(["prompt", "when", "raw"]).equals(table.select(["prompt", "when", "raw"]))
     assert kept.select(["output", "usage"]).equals(text.select(["output", "usage"]))
-    assert (
-        [row["output"] for row in read(outs[2])]
-        == [row["output"] for row in read(outs[3])]
-        == text["output"].to_pylist()
-    )
+    for out in outs[2:]:
+        assert [row["output"] for row in read(out)] == text["output"].to_pylist()
     assert not list(tmp_path.glob("*.rows*"))
     assert batch(tmp_path / "in.txt", outs[1], *models, *NEW) == 2
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")

@@ -66,11 +66,8 @@ def strict(schema: Any) -> Any:
     made = {name: strict(value) for name, value in schema.items()}
     if "properties" in made:
         made["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
-        open_ = schema.get("x-kubernetes-preserve-unknown-fields") or schema["properties"].keys() == {
-            "apiVersion",
-            "kind",
-        }
-        made.setdefault("additionalProperties", bool(open_))
+        known = schema["properties"].keys() == {"apiVersion", "kind"}
+        made.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields") or known))
     return made
 
 
@@ -78,14 +75,8 @@ def test_replicas_are_read() -> None:
     """A number, a range, or auto."""
     assert (Replicas.of("3").options(8)["num_replicas"], Replicas.of(3).most) == (3, 3)
     scale = Replicas.of("2-5").options(8)["autoscaling_config"]
-    assert scale == {
-        "min_replicas": 2,
-        "max_replicas": 5,
-        "target_ongoing_requests": 4.0,
-        "upscale_delay_s": 30.0,
-        "downscale_delay_s": 600.0,
-        "look_back_period_s": 30.0,
-    }
+    delays = {"upscale_delay_s": 30.0, "downscale_delay_s": 600.0, "look_back_period_s": 30.0}
+    assert scale == {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4.0, **delays}
     assert (Replicas.of("auto").least, Replicas.of(None).most) == (1, None)
     for wrong in ("0", "4-2", "many", "-1"):
         with pytest.raises(OptionError, match="replicas"):

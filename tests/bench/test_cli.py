@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from rich.console import Console
 from specdec.bench import group as group_module
 from specdec.bench.systems import measure
 from specdec.bench.tune import best, candidates, ranked, snippet
-from specdec.cli.bench import suite_keys
+from specdec.cli.bench import bench, suite_keys
 from specdec.cli.commands import run
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
+from specdec.proposers import DRAFTS
 from tests.folders import saved_model
 
 
@@ -36,27 +39,46 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
-    names = ("target", "config", "draft", "schedule", "num_draft_tokens", "strategy", "temperature", "prompts", "count")
-    more = (
-        "batch",
-        "dtype",
-        "quantization",
-        "gguf_file",
-        "offload",
-        "offload_folder",
-        "backend",
-        "exactness",
-        "max_new_tokens",
-        "repeats",
-    )
-    return {**dict.fromkeys((*names, *more, "repeats", "seed", "near_tie")), **given}
+    return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
+
+
+OWN = """
+from specdec.proposers import DRAFTS, FunctionDraft
+
+class Echo(FunctionDraft):
+    @classmethod
+    def of(cls, target, argument, name="draft"):
+        return cls(lambda tokens, k: tokens[-1:] * k)
+
+DRAFTS["echo"] = Echo
+"""
+
+
+def test_a_draft_of_ones_own(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module registers it before the suite is read; samples of other code are not continued."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(DRAFTS, "echo", DRAFTS["suffix"])  # what the module sets is undone
+    Path("own_echo.py").write_text(OWN)
+    arguments += ["--draft", "echo", "--import", "own_echo"]
+    assert run(arguments) == 0
+    assert re.search(r"echo, auto +\d+\.\d\d ms per token", capsys.readouterr().out)
+    assert DRAFTS["echo"].__module__ == "own_echo"
+    Path("own_echo.py").write_text(f"{OWN}# better")
+    assert run(arguments) == 2
+    assert "another configuration" in capsys.readouterr().err
+    assert run([*arguments, "--import", "own_missing"]) == 2
+    assert "module 'own_missing' cannot be imported (ModuleNotFoundError" in capsys.readouterr().err
+    del sys.modules["own_echo"]
 
 
 def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
     assert run(arguments) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"suffix, cost +\d+\.\d\d ms per token  eager", out)
+    assert re.search(r"suffix, auto +\d+\.\d\d ms per token  eager", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
@@ -150,8 +172,8 @@ def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFi
     """What could be measured is shown."""
     assert run([*arguments, "--draft", "early_exit:99"]) == 1
     out, err = capsys.readouterr()
-    assert "suffix, cost" in out
-    assert "early_exit:99, cost: OptionError: " in err
+    assert "suffix, auto" in out
+    assert "early_exit:99, auto: OptionError: " in err
 
 
 def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,23 +184,15 @@ def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.
     assert run([*arguments, "--seed", "5", "--restart"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (["--schedule", "fast"], "`schedule`"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
-        (["--repeats", "0"], "--repeats"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_usage_errors(arguments: list[str], extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 before anything is loaded."""
-    assert run([*arguments, *extra]) == 2
-    assert words in capsys.readouterr().err
+WRONG = [("--schedule", "fast", "`schedule`"), ("--repeats", "0", "--repeats")]
+WRONG += [("--prompts", "nowhere.txt", "nowhere.txt"), ("--config", "nowhere.yaml", "nowhere.yaml")]
 
 
-def test_no_target(capsys: pytest.CaptureFixture[str]) -> None:
-    """The way out is named."""
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 before anything is loaded, with the way out."""
+    for *flag, words in WRONG:
+        assert run([*arguments, *flag]) == 2
+        assert words in capsys.readouterr().err
     assert run(["bench"]) == 2
     assert "pass TARGET" in capsys.readouterr().err
 
@@ -257,7 +271,7 @@ def test_candidates() -> None:
     """Every schedule there is, and several lengths."""
     (group,) = candidates("t", "d", {"max_new_tokens": 7}, (2, 4)).groups()
     names = [cell.drafting.label for cell in group.cells]
-    assert names == ["constant 2", "constant 4", "heuristic", "confidence", "cost"]
+    assert names == ["constant 2", "constant 4", "auto", "heuristic", "confidence", "cost"]
 
 
 @pytest.mark.slow

@@ -52,19 +52,15 @@ def test_formats(tmp_path: Path) -> None:
         ("a.jsonl", '{"turns": []}', "line 1 has no text"),
         ("a.jsonl", "[1]", "line 1 has no text"),
         ("a.txt", " \n\n ", "a file with prompts in it"),
+        ("nowhere.txt", None, "code, copy, text or a readable file"),
     ],
 )
-def test_bad_files(name: str, content: str, words: str, tmp_path: Path) -> None:
-    """An error names the file and the line."""
-    (tmp_path / name).write_text(content)
+def test_bad_files(name: str, content: str | None, words: str, tmp_path: Path) -> None:
+    """An error names the file and the line; the sets of the package are the way out."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(OptionError, match=words):
         read_prompts(str(tmp_path / name), 3)
-
-
-def test_no_file() -> None:
-    """The sets of the package are the way out."""
-    with pytest.raises(OptionError, match="code, copy, text or a readable file"):
-        read_prompts("nowhere.txt", 3)
 
 
 def test_categories_are_mixed_and_batches_are_not() -> None:

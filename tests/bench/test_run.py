@@ -16,7 +16,7 @@ from specdec.bench import group as group_module
 from specdec.bench.results import as_csv
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
-from specdec.bench.synthetic import Oracle, SyntheticDrafter
+from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, measure
 from specdec.errors import OptionError, SpecdecError
 from tests.folders import saved_model
@@ -182,29 +182,22 @@ def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     assert mismatch["gap"] == pytest.approx(best - second, abs=1e-5)
 
 
-def test_a_row_dependent_target_may_differ(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("exactness", "told"),
+    [("exact", "near-ties"), ("row-dependent", "4 part where the target is row-dependent")],
+)
+def test_what_may_differ(
+    exactness: str, told: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its texts are counted and shown as such, whatever the gap; they are no mismatch."""
-    monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: "row-dependent")
+    """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""
+    monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: exactness)
     monkeypatch.setattr(group_module, "measure", lie)
     found = results(run(read_suite({**keys, "near_tie": 1e6, "drafts": "suffix"}), tmp_path / "out"))
     assert exit_state(found) == "ok"
-    assert {m["excuse"] for m in found["mismatches"]} == {"row-dependent"}
-    assert [s["exactness"] for s in found["groups"][0]["systems"]] == ["row-dependent"] * 2
+    assert {m["excuse"] for m in found["mismatches"]} == {"near-tie" if exactness == "exact" else exactness}
+    assert [s["exactness"] for s in found["groups"][0]["systems"]] == [exactness] * 2
     assert found["groups"][0]["systems"][1]["forgiven"] == 4
-    assert "4 part where the target is row-dependent" in " ".join(found["summary"])
-
-
-def test_near_ties_are_forgiven_where_asked(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are counted, and no mismatch."""
-    monkeypatch.setattr(group_module, "measure", lie)
-    found = results(run(read_suite({**keys, "near_tie": 1e6}), tmp_path / "out"))
-    assert exit_state(found) == "ok"
-    assert found["groups"][0]["systems"][1]["forgiven"] == 4
-    assert "near-ties" in " ".join(found["summary"])
+    assert told in " ".join(found["summary"])
 
 
 def test_rejection_is_not_compared(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -315,7 +308,7 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
     widths: list[int] = []
     target = SpecGenerator.from_pretrained(models[0])
     plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
-    drafter = SyntheticDrafter([0.5, 0.3], widths.append)
+    drafter = SyntheticDraft([0.5, 0.3], widths.append)
     drafter.oracle = Oracle(plain.new_tokens(), drafter.rates, 50)
     gen = SpecGenerator(target.target, drafter, tokenizer=target.tokenizer, schedule="constant")
     tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}

@@ -80,13 +80,8 @@ def test_strategies() -> None:
     """Presets, files and mappings; what is compared, what has a draft, and whose text grows."""
     ranked = Path(__file__).parents[2] / "configs" / "strategies" / "sample-and-rank.yaml"
     contrastive = ranked.parent / "contrastive-search.yaml"
-    entries = [
-        "greedy",
-        str(ranked),
-        str(contrastive),
-        {"num_beams": 3},
-        {"name": "law", "do_sample": True, "sampling": "block"},
-    ]
+    law = {"name": "law", "do_sample": True, "sampling": "block"}
+    entries = ["greedy", str(ranked), str(contrastive), {"num_beams": 3}, law]
     groups = read_suite({"targets": "t", "strategies": entries, "max_new_tokens": 8}).groups()
     names = ["greedy", "sample-and-rank", "contrastive-search", "num_beams 3", "law"]
     assert [g.strategy.label for g in groups] == names
@@ -113,10 +108,7 @@ def test_strategies() -> None:
         ({"targets": "t", "options": {"ranking": "sum"}}, "ranking"),
         ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
         ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
-        (
-            {"targets": "t", "drafts": [{"synthetic": [], "like": "d"}]},
-            "`drafts.0.synthetic` must have at least 1 item",
-        ),
+        ({"targets": "t", "drafts": [{"synthetic": [], "like": "d"}]}, "`drafts.0.synthetic` must have at least 1"),
         ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "at most 1 in sum"),
         (
             {"targets": "t", "drafts": [{"synthetic": 0.5, "like": "d"}], "strategies": {"num_beams": 2}},
@@ -132,14 +124,10 @@ def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_packages_suites(path: Path) -> None:
-    """Each says what it is for, and is understood."""
+    """Each says what it is for, and is understood; there are a quick one, and those that flags cannot say."""
+    assert {path.stem for path in CONFIGS} >= {"quick", "strategies", "int8", "offload"}
     assert path.read_text().startswith("#")
     assert read_suite(read_yaml(path)).groups()
-
-
-def test_all_suites_are_there() -> None:
-    """A quick one, and those that flags cannot say."""
-    assert {path.stem for path in CONFIGS} >= {"quick", "strategies", "int8", "offload"}
 
 
 def test_the_suite_of_the_guide() -> None:

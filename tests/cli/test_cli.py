@@ -43,19 +43,10 @@ NEW = ["--max-new-tokens", "12"]
 PARAMETERS = inspect.signature(commands.generate).parameters
 JSON_KEYS = {"texts", "token_ids", "finish_reasons", "interrupted", "stats", "settings", "versions"}
 STATS = {
-    "num_new_tokens",
-    "num_target_passes",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "mean_acceptance_length",
-    "draft_acceptance_rate",
-    "acceptance_histogram",
-    "target_passes_per_token",
-    "tokens_per_second",
-    "per_step_drafted",
-    "per_step_accepted",
-}
+    "num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
+    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token",
+    "tokens_per_second", "per_step_drafted", "per_step_accepted",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +70,16 @@ def generate(target: str, capsys: pytest.CaptureFixture[str]) -> Any:
         return code, *capsys.readouterr()
 
     return call
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """The one line on stderr of a call that goes wrong, which prints nothing else."""
+    assert run(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
 
 
 def params(**given: Any) -> dict[str, Any]:
@@ -115,8 +116,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    """Looking up a flag takes no model library, and so no seconds."""
-    code = "from specdec.cli.commands import run; run(['generate', '--help'])"
+    """Looking up a flag takes no model library, and so no seconds; nor do options and the names of schedules."""
+    code = "import specdec.options.generate, specdec.core.draft_schedules"
+    code += "; from specdec.cli.commands import run; run(['generate', '--help'])"
     code += "; import sys; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -166,14 +168,9 @@ def test_examples_run_offline(command: str, tmp_path: Path) -> None:
     """As they stand in the help; those of servers and of training have tests of their own."""
     words = shlex.split(EXAMPLES[command])
     (tmp_path / "prompts.txt").write_text("def mean(values):\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec.cli", *words[1:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    given = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "specdec.cli", *words[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=given)
     assert done.returncode == 0, done.stderr
 
 
@@ -208,63 +205,60 @@ def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.Mon
     assert "0:00:00" in text  # the time left, at the end
 
 
-USAGE_ERRORS = [
-    (["generate"], "no target was named"),
-    (["generate", "t"], "no prompt was given"),
-    (["generate", "t", "-p", "x", "--nonsense"], "--nonsense"),
-    (["generate", "t", "-p", "x", "--num-draft-tokens", "many"], "--num-draft-tokens"),
-    (["generate", "t", "-p", "x", "--num-draft-tokens", "0"], "error: --num-draft-tokens must be"),
-    (["generate", "t", "-p", "x", "--set", "num_assistant_tokens=0"], "error: `num_assistant_tokens` must be"),
-    (["generate", "t", "-p", "x", "--method", "magic"], "early_exit:N"),
-    (["generate", "t", "-p", "x", "--method", "early_exit:two"], "early_exit:N"),
-    (["generate", "t", "-p", "x", "--method", "early_exit"], "early_exit:N"),
-    (["generate", "t", "-p", "x", "--method", "suffix:3"], "early_exit:N"),
-    (["generate", "t", "-p", "x", "--method", "hybrid:early_exit"], "early_exit:N"),
-    (["generate", "t", "-p", "x", "--method", "draft"], "pass --draft-model"),
-    (["generate", "t", "-p", "x", "--method", "hybrid"], "pass --draft-model"),
-    (["generate", "t", "-p", "x", "--method", "ngram", "--draft-model", "d"], "leave out --draft-model"),
-    (["generate", "t", "-p", "x", "--schedule", "fast"], "--schedule must be one of"),
-    (["generate", "t", "-p", "x", "--top-p", "1.5"], "--top-p must be"),
-    (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is for sampling"),
-    (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "--num-return-sequences above 1 needs --sample"),
-    (
-        ["generate", "t", "-p", "x", "--set", "num_samples=3"],
-        "`num_samples`=3 is about drawing tokens, which needs --sample",
-    ),
-    (["generate", "t", "-p", "x", "--stop", ""], "--stop must be text, or a list of texts"),
-    (["generate", "t", "-p", "x\udcff"], "the prompt is not text in UTF-8"),
-    (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),
-    (["generate", "t", "-p", "x", "--set", "a=[1"], "YAML"),
-    (["generate", "t", "-p", "x", "--set", "temprature=1"], "did you mean `temperature`"),
-    (["generate", "t", "-p", "x", "--set", "dola_layers=low"], "DoLa is not available"),
-    (["generate", "t", "-p", "x", "--set", "top_k=5", "--top-k", "6"], "by its flag and by --set"),
-    (["generate", "t", "-p", "x", "--set", "prompt_lookup_num_tokens=5", "--method", "suffix"], "pass one of them"),
-    (["generate", "t", "-p", "x", "--json", "--show-draft"], "leave one of them out"),
-    (["generate", "t", "-p", "x", "--show-draft", "--no-stream"], "leave out --no-stream"),
-    (["generate", "t", "-p", "x", "--show-draft", "--sample", "--num-return-sequences", "2"], "shows one text"),
-    (["generate", "t", "-p", "x", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
-    (
-        ["generate", "zoo:nope", "-p", "x"],
-        "`TARGET` must be a hub id, a folder or one of zoo:python-code, zoo:speech, zoo:python-summary, got 'zoo:nope'",
-    ),
-    (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
-    (["generate", "t", "-p", "x", "--method", "none", "--prediction", "f"], "--prediction is for text drafts"),
-    (["generate", "t", "-p", "x", "--prediction", "no-such-file"], "no-such-file cannot be read"),
-    (["generate", "t", "-p", "x", "--prediction", os.devnull], "is empty"),
-    (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
-    (["nonsense"], "nonsense"),
-]
+USAGE_ERRORS = {
+    "generate": "no target was named",
+    "generate t": "no prompt was given",
+    "generate zoo:nope -p x": "`TARGET` must be a hub id, a folder or one of zoo:python-code, zoo:speech, zoo:python-"
+    "summary, got 'zoo:nope'",
+    "generate t -p 'x\udcff'": "the prompt is not text in UTF-8",
+    "demo --max-new-tokens 0": "--max-new-tokens",
+    "nonsense": "nonsense",
+}
+FLAG_ERRORS = {
+    "--nonsense": "--nonsense",
+    "--num-draft-tokens many": "--num-draft-tokens",
+    "--num-draft-tokens 0": "error: --num-draft-tokens must be",
+    "--set num_assistant_tokens=0": "error: `num_assistant_tokens` must be",
+    "--method magic": "early_exit:N",
+    "--method early_exit:two": "early_exit:N",
+    "--method early_exit": "early_exit:N",
+    "--method suffix:3": "early_exit:N",
+    "--method hybrid:early_exit": "early_exit:N",
+    "--method draft": "pass --draft-model",
+    "--method hybrid": "pass --draft-model",
+    "--method ngram --draft-model d": "leave out --draft-model",
+    "--schedule fast": "--schedule must be one of",
+    "--top-p 1.5": "--top-p must be",
+    "--greedy --top-k 5": "--top-k is for sampling",
+    "--num-return-sequences 2": "--num-return-sequences above 1 needs --sample",
+    "--set num_samples=3": "`num_samples`=3 is about drawing tokens, which needs --sample",
+    "--stop ''": "--stop must be text, or a list of texts",
+    "--set top_k": "KEY=VALUE",
+    "--set a=[1": "YAML",
+    "--set temprature=1": "did you mean `temperature`",
+    "--set dola_layers=low": "DoLa is not available",
+    "--set top_k=5 --top-k 6": "by its flag and by --set",
+    "--set prompt_lookup_num_tokens=5 --method suffix": "pass one of them",
+    "--json --show-draft": "leave one of them out",
+    "--show-draft --no-stream": "leave out --no-stream",
+    "--show-draft --sample --num-return-sequences 2": "shows one text",
+    "--config no-such-file.yaml": "no-such-file.yaml",
+    "--draft-model zoo:nope": "`--draft-model` must be",
+    "--method none --prediction f": "--prediction is for text drafts",
+    "--prediction no-such-file": "no-such-file cannot be read",
+    f"--prediction {os.devnull}": "is empty",
+    "--quantization int4": "nf4",
+    "--max-memory cpu --offload disk": "DEVICE=SIZE",
+    "--max-memory cpu=1GB": "max_memory",
+    "--draft-dtype float32 --method suffix": "no draft model",
+}
+USAGE_ERRORS |= {f"generate t -p x {flags}": words for flags, words in FLAG_ERRORS.items()}
 
 
-@pytest.mark.parametrize(("arguments", "words"), USAGE_ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_usage_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, nothing on stdout, and one line on stderr that names the argument."""
-    assert run(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert words in err
+@pytest.mark.parametrize("arguments", USAGE_ERRORS)
+def test_usage_errors(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that names the argument; nothing is loaded."""
+    assert USAGE_ERRORS[arguments] in error_of(shlex.split(arguments), capsys)
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
@@ -273,22 +267,19 @@ def test_a_prompt_that_is_no_text(
 ) -> None:
     """Undecodable bytes on stdin are a usage error. (They were an internal one, or reached the tokenizer.)"""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8", errors=errors))
-    assert run(["generate", "t", "-p", "-"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: standard input is not text in UTF-8")
-    assert err.count("\n") == 1
+    assert error_of(["generate", "t", "-p", "-"], capsys).startswith("error: standard input is not text in UTF-8")
 
 
-def test_a_config_file_in_latin_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is a usage error that names the file. (It was an internal one.)"""
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder and a config in Latin-1 are a wrong use of the command, a broken checkpoint is a failure."""
+    error_of(["generate", str(tmp_path), "-p", "x"], capsys)
     file = tmp_path / "c.yaml"
     file.write_bytes("# Höhe\ntop_k: 3\n".encode("latin-1"))
-    assert run(["generate", "t", "-p", "x", "--config", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    err = error_of(["generate", "t", "-p", "x", "--config", str(file)], capsys)
     assert err.startswith("error: `config` must be a YAML file in UTF-8, got ")
-    assert err.count("\n") == 1
+    model, weights = saved_model(tmp_path / "model"), tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert "broken or incomplete" in error_of(["generate", model, "-p", "ab", "--quiet"], capsys, 1)
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,16 +322,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     """A flag replaces the file's value, the rest of the file stays, and a length flag replaces either length limit."""
     file = tmp_path / "c.yaml"
     file.write_text("target: file-target\ndo_sample: true\ntop_k: 7\ntop_p: 0.5\nmax_length: 30\nseed: 4\n")
-    assert read_request(params(target=None, config=file)).options == {
-        "do_sample": True,
-        "top_k": 7,
-        "top_p": 0.5,
-        "max_length": 30,
-        "seed": 4,
-    }
+    common = {"do_sample": True, "top_p": 0.5, "seed": 4}
+    assert read_request(params(target=None, config=file)).options == {**common, "top_k": 7, "max_length": 30}
     request = read_request(params(target="flag", config=file, top_k=9, max_new_tokens=5))
     assert request.target == "flag"
-    assert request.options == {"do_sample": True, "top_k": 9, "top_p": 0.5, "max_new_tokens": 5, "seed": 4}
+    assert request.options == {**common, "top_k": 9, "max_new_tokens": 5}
 
 
 def test_greedy_drops_what_the_file_says_about_sampling(tmp_path: Path) -> None:
@@ -427,21 +413,17 @@ def chatty(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_chat(live: bool, chatty: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The prompt as a message, behind what the system says."""
+def test_chat(live: bool, chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt as a message, behind what the system says; without a template the error says so."""
+    code, _, err = generate("--chat", *NEW)
+    assert code == 2
+    assert "chat template" in err
     generator = SpecGenerator.from_pretrained(chatty)
     user = {"role": "user", "content": "def f"}
     for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
         assert run(["generate", chatty, "-p", "def f", *NEW, *flags, *([] if live else ["--no-stream"])]) == 0
         expected = generator.generate(messages=[*system, user], max_new_tokens=12)
         assert capsys.readouterr() == (expected.texts[0] + "\n", "")
-
-
-def test_a_chat_needs_a_template(generate: Any) -> None:
-    """The error says so."""
-    code, _, err = generate("--chat", *NEW)
-    assert code == 2
-    assert "chat template" in err
 
 
 def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -506,19 +488,14 @@ def test_json(method: str, generate: Any, target: str, draft: str) -> None:
 
 
 def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
-    """A sampled call without a seed can be repeated from its JSON, with any draft."""
+    """A sampled call without a seed can be repeated from its JSON, with any draft; several samples are numbered."""
     first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2")[1])
     assert len(first["texts"]) == len(first["token_ids"]) == 2
     again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
     second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again)[1])
     assert second["texts"] == first["texts"]
-
-
-def test_several_texts_have_headings(generate: Any) -> None:
-    """Several samples are numbered."""
-    out = generate(*NEW, "--sample", "--seed", "1", "--num-return-sequences", "2")[1]
-    assert out.startswith("── 1/2 ──\n")
-    assert "\n── 2/2 ──\n" in out
+    out = generate(*NEW, "--num-return-sequences", "2", *again)[1]
+    assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
 
 
 def test_stop_strings(generate: Any) -> None:
@@ -565,15 +542,6 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     assert specdec(*writing) == (0, f"note: no kernels, so passes and sampling on the CPU are slower: {words}")
     assert specdec(*writing, "--quiet") == (0, "")
     assert specdec("compile", "zoo:python-code") == (1, f"error: nothing can be compiled here, {words}")
-
-
-def test_a_target_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder is one clean error line."""
-    assert run(["generate", str(tmp_path), "-p", "x"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
 
 
 def test_show_draft_without_colours_marks_the_draft(generate: Any, target: str) -> None:
@@ -779,11 +747,7 @@ def test_missing_weights(
 ) -> None:
     """An installation without its data files is no usage error: exit code 1, and one line that says so."""
     monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
-    assert run(arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: the weights of 'python-code' are not in ")
-    assert err.count("\n") == 1
+    assert error_of(arguments, capsys, 1).startswith("error: the weights of 'python-code' are not in ")
 
 
 def _weights_are_installed() -> bool:
@@ -828,21 +792,6 @@ def test_loading_by_flags_and_file(target: str, draft: str, tmp_path: Path, caps
     assert found["stats"]["exactness"] == "exact"
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--quantization", "int4"], "nf4"),
-        (["--max-memory", "cpu", "--offload", "disk"], "DEVICE=SIZE"),
-        (["--max-memory", "cpu=1GB"], "max_memory"),
-        (["--draft-dtype", "float32", "--method", "suffix"], "no draft model"),
-    ],
-)
-def test_wrong_loading_flags(target: str, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are told before anything is loaded."""
-    assert run(["generate", target, "-p", "ab", *flags]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
     pytest.importorskip("gguf")
@@ -862,12 +811,3 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stats"]["num_draft_tokens"]
     assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
     assert "there are draft.gguf, model.gguf" in capsys.readouterr().err
-
-
-def test_a_broken_checkpoint_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a wrong use of the command."""
-    model = saved_model(tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    assert run(["generate", model, "-p", "ab", "--quiet"]) == 1
-    assert "broken or incomplete" in capsys.readouterr().err

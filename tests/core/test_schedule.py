@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec.core.draft_schedules import WIDEST, Confidence, Constant, Cost, Heuristic
+from specdec.core.draft_schedules import WIDEST, Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
+from specdec.core.draft_schedules.cost import CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.rounds import Round, SequenceRound
 from specdec.core.tree import Step
@@ -33,17 +34,66 @@ def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, flo
     return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
 
 
+def limit(schedule: Any) -> int:
+    """How many tokens are drafted next, for one row."""
+    return schedule.plan([Key(0)])[0].limit
+
+
+def tried(schedule: Any, rounds: int, most: int, cost: float, accepted: int = 0, **more: Any) -> Any:
+    """After so many rounds with drafts of `most` tokens, each of this cost, where a pass takes one second."""
+    for _ in range(rounds):
+        k = min(limit(schedule), most)
+        seconds, guessed = (cost * k, 1.0), {"confidence": [more.get("belief", 0.5)] * k}
+        hidden = k * more.get("hidden", 0.0)
+        schedule = schedule.after(outcome(k, min(k, accepted), seconds=seconds, more=hidden, **guessed))
+    return schedule
+
+
+def waited(schedule: Any, seconds: float = 1.0) -> int:
+    """The rounds without a draft until one is tried again."""
+    for idle in range(5000):
+        if limit(schedule):
+            return idle
+        schedule = schedule.after(outcome(0, 0, seconds=(0.0, seconds)))
+    raise AssertionError("never")
+
+
+def chain(plan: Any) -> list[float]:
+    """The confidences of a chain as long as the plan wants it, of a draft that is always as sure."""
+    confidence: list[float] = []
+    while len(confidence) < plan.limit and plan.go_on([confidence]):
+        confidence.append(0.7)
+    return confidence
+
+
+def shared(rng: random.Random, confidence: list[float], rows: int, acceptance: float) -> list[SequenceRound]:
+    """What becomes of a chain in each row."""
+    found, k = [], len(confidence)
+    for row in range(rows):
+        accepted = next((i for i in range(k) if rng.random() >= acceptance), k)
+        found += outcome(k, accepted, row, confidence=confidence).seqs
+    return found
+
+
 def test_heuristic() -> None:
     """Starts at 5; all accepted, +2; otherwise −1, never below 1; every row has its own length."""
     schedule = Heuristic()
     lengths = []
     for drafted, accepted in ((5, 5), (7, 7), (9, 3), (8, 0)):
         schedule = schedule.after(outcome(drafted, accepted))
-        lengths.append(schedule.plan([Key(0)])[0].limit)
+        lengths.append(limit(schedule))
     assert lengths == [7, 9, 8, 7]
     for _ in range(20):
         schedule = schedule.after(outcome(5, 0))
     assert [plan.limit for plan in schedule.plan([Key(0), Key(1)])] == [1, 5]
+
+
+def test_finished_rows_leave_the_heuristic() -> None:
+    """A generator that runs for days keeps no lengths of texts that ended."""
+    whole = outcome(5, 5, key=3)
+    schedule = Heuristic().after(whole)
+    assert schedule.lengths == {3: 7}
+    assert schedule.after(replace(whole, seqs=[replace(whole.seqs[0], finish="eos")])).lengths == {}
 
 
 def test_heuristic_trees_stop_growing() -> None:
@@ -51,7 +101,7 @@ def test_heuristic_trees_stop_growing() -> None:
     schedule = Heuristic(60, branches=16)
     for _ in range(4):
         schedule = schedule.after(outcome(5, 5))
-    assert schedule.plan([Key(0)])[0].limit == 64
+    assert limit(schedule) == 64
     for make in (Heuristic, Constant, Cost):
         with pytest.raises(OptionError, match="1040 nodes"):
             make(65, branches=16)
@@ -59,12 +109,12 @@ def test_heuristic_trees_stop_growing() -> None:
 
 def test_nothing_drafted_changes_nothing() -> None:
     """A round in which a text draft had no idea is no failure."""
-    assert Heuristic().after(outcome(0, 0)).plan([Key(0)])[0].limit == 5
+    assert limit(Heuristic().after(outcome(0, 0))) == 5
 
 
 def test_constant_and_confidence() -> None:
     """A fixed length; and a draft that stops behind the first token it doubts."""
-    assert Constant(3).after(outcome(3, 3)).plan([Key(0)])[0].limit == 3
+    assert limit(Constant(3).after(outcome(3, 3))) == 3
     plan = Confidence(k=4, threshold=0.4).plan([Key(0)])[0]
     assert plan.go_on([[]])
     assert plan.go_on([[0.9, 0.4]])
@@ -75,32 +125,22 @@ def test_constant_and_confidence() -> None:
 
 
 def simulate(
-    schedule: Any,
-    acceptance: float,
-    draft_cost: float,
-    node_cost: float,
-    tokens: int,
-    seed: int = 0,
-    hidden: float = 0.0,
+    schedule: Any, acceptance: float, draft_cost: float, node_cost: float, tokens: int, hidden: float = 0.0
 ) -> float:
     """Seconds per token of decoding with a draft of this acceptance, where a plain pass takes one second.
 
     `hidden` seconds of every round with a draft are neither the draft's nor the pass's.
     """
-    rng = random.Random(seed)
-    made, spent = 0, 0.0
+    rng, made, spent = random.Random(0), 0, 0.0
     while made < tokens:
-        plan = schedule.plan([Key(0)])[0]
-        confidence: list[float] = []
-        while len(confidence) < plan.limit and plan.go_on([confidence]):
-            confidence.append(0.7)
+        confidence = chain(schedule.plan([Key(0)])[0])
         k = len(confidence)
-        accepted = next((i for i in range(k) if rng.random() >= acceptance), k)
-        seconds = (k * draft_cost, 1 + k * node_cost)
-        more = hidden * bool(k)
-        schedule = schedule.after(outcome(k, accepted, seconds=seconds, confidence=confidence, more=more))
-        made += accepted + 1
-        spent += sum(seconds) + more
+        [row] = shared(rng, confidence, 1, acceptance)
+        seconds = k * draft_cost, 1 + k * node_cost
+        whole = sum(seconds) + hidden * bool(k)
+        schedule = schedule.after(Round([row], 1 + k, *seconds, 0.0, whole))
+        made += len(row.steps)
+        spent += whole
     return spent / made
 
 
@@ -125,18 +165,17 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
     assert simulate(Cost(), 0.9, 0.01, 0.001, 512, hidden=hidden) < 0.6
 
 
+@pytest.mark.parametrize("paths", [1, 3])
+def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
+    """Its tokens count by the mean of what came true: how sure the draft is of them is not known yet."""
+    worth = paths * Acceptance().mean
+    assert CostPlan(9, Acceptance(), 0.99 * worth, 0.0).go_on([[]] * paths)
+    assert not CostPlan(9, Acceptance(), 1.01 * worth, 0.0).go_on([[]] * paths)
+
+
 def test_cost_tries_again() -> None:
     """A draft that turns good is found again."""
-    schedule: Any = Cost()
-    for _ in range(60):
-        k = schedule.plan([Key(0)])[0].limit
-        schedule = schedule.after(outcome(min(k, 3), 0, seconds=(0.1 * min(k, 3), 1.0), confidence=[0.5] * min(k, 3)))
-    idle = 0
-    while schedule.plan([Key(0)])[0].limit == 0:
-        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
-        idle += 1
-        assert idle < 300
-    assert idle > 0
+    assert 0 < waited(tried(Cost(), 60, 3, 0.1)) < 300
 
 
 @pytest.mark.parametrize("hidden", [0.0, 1.0])
@@ -147,7 +186,7 @@ def test_cost_tries_again_in_short_calls(hidden: float) -> None:
     for turn in range(40):
         good, schedule = turn >= 10, schedule.fresh(32)
         for _ in range(24):
-            k = min(schedule.plan([Key(0)])[0].limit, 3)
+            k = min(limit(schedule), 3)
             seconds, more = (0.1 * k, 1.0), 0.0 if good else hidden * bool(k)
             schedule = schedule.after(outcome(k, k if good else 0, seconds=seconds, confidence=[0.5] * k, more=more))
             drafted += good and k > 0
@@ -158,11 +197,11 @@ def test_a_draft_that_proposes_nothing_is_charged() -> None:
     """A draft pass in every round, whose guess is never worth verifying. (It made its pass for ever: nothing proposed,
     nothing learned, and a fifth of all time went there.)"""
     schedule: Any = Cost()
-    tried = [schedule.plan([Key(0)])[0].limit > 0]
+    passes = [limit(schedule) > 0]
     for _ in range(256):
-        schedule = schedule.after(outcome(0, 0, seconds=(0.25 * tried[-1], 1.0)))
-        tried.append(schedule.plan([Key(0)])[0].limit > 0)
-    assert 3 <= sum(tried) <= 10
+        schedule = schedule.after(outcome(0, 0, seconds=(0.25 * passes[-1], 1.0)))
+        passes.append(limit(schedule) > 0)
+    assert 3 <= sum(passes) <= 10
     assert schedule.plain.at(1) == pytest.approx(1.0)  # what the draft took is no part of a round without one
 
 
@@ -170,33 +209,21 @@ def test_texts_without_an_idea_are_asked_on() -> None:
     """A draft that takes next to no time has nothing to propose for long, and then something."""
     schedule: Any = Cost()
     for _ in range(500):
-        assert schedule.plan([Key(0)])[0].limit > 0
+        assert limit(schedule) > 0
         schedule = schedule.after(outcome(0, 0, seconds=(0.005, 1.0)))
 
 
 @pytest.mark.parametrize(("reading", "least", "most"), [(0.0, 30, 300), (4.0, 800, 1024)])
 def test_a_dear_look_is_a_rare_one(reading: float, least: int, most: int) -> None:
     """What a draft reads before it can guess again counts as what the look costs; the first one sets the wait."""
-    schedule: Any = Cost()
-    for _ in range(12):
-        k = min(schedule.plan([Key(0)])[0].limit, 1)
-        schedule = schedule.after(outcome(k, 0, seconds=(0.2 * k, 1.0), confidence=[0.5] * k))
-    schedule = schedule.fresh(32)
+    schedule = tried(Cost(), 12, 1, 0.2).fresh(32)
     row = replace(outcome(1, 0, confidence=[0.5]).seqs[0], prefill=True)
-    schedule = schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))
-    idle = 0
-    while schedule.plan([Key(0)])[0].limit == 0:
-        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
-        idle += 1
-    assert least <= idle <= most
+    assert least <= waited(schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))) <= most
 
 
 def test_rest_ends_with_what_is_new() -> None:
     """Most rounds without a draft are not looked at, but for one that takes far longer, or has other company."""
-    schedule: Any = Cost()
-    for _ in range(40):
-        k = min(schedule.plan([Key(0)])[0].limit, 1)
-        schedule = schedule.after(outcome(k, 0, seconds=(0.2 * k, 1.0), confidence=[0.5] * k))
+    schedule = tried(Cost(), 40, 1, 0.2)
     while not schedule.rest:
         schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
     usual = outcome(0, 0, seconds=(0.0, 1.0))
@@ -214,16 +241,10 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
     for rows in (1, 1, 8):
         schedule, drafted = schedule.fresh(32), 0
         for _ in range(20):
-            plan = schedule.plan([Key(row) for row in range(rows)])[0]
-            confidence: list[float] = []
-            while len(confidence) < plan.limit and plan.go_on([confidence]):
-                confidence.append(0.7)
-            k, shares = len(confidence), []
-            for row in range(rows):
-                accepted = next((i for i in range(k) if rng.random() >= 0.8), k)
-                shares += outcome(k, accepted, row, confidence=confidence).seqs
+            confidence = chain(schedule.plan([Key(row) for row in range(rows)])[0])
+            k = len(confidence)
             nodes, drafting = rows * (k + 1), 0.1 * k
-            seconds = 1 + 0.05 * nodes
+            shares, seconds = shared(rng, confidence, rows, 0.8), 1 + 0.05 * nodes
             schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds))
             drafted += k > 0
         assert drafted >= 17
@@ -231,16 +252,9 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
 
 def test_cost_tries_again_when_passes_get_dearer() -> None:
     """Drafting that lost beside fast passes is tried again soon after they become slow, as when files turn cold."""
-    schedule: Any = Cost()
-    for _ in range(200):
-        k = min(schedule.plan([Key(0)])[0].limit, 3)
-        schedule = schedule.after(outcome(k, 1 if k else 0, seconds=(0.5 * k, 1.0), confidence=[0.7] * k, more=0.5 * k))
+    schedule = tried(Cost(), 200, 3, 0.5, accepted=1, belief=0.7, hidden=0.5)
     assert schedule.suspended
-    idle = 0
-    while schedule.suspended:
-        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 5.0)))
-        idle += 1
-    assert idle < 12
+    assert waited(schedule, 5.0) < 12
 
 
 def test_rows_that_leave_make_nothing_dearer() -> None:
@@ -250,13 +264,8 @@ def test_rows_that_leave_make_nothing_dearer() -> None:
     schedule: Any = Cost()
     drafted = 0
     for turn in range(320):
-        rows, plan, confidence = 8 - turn // 40, schedule.plan([Key(0)])[0], list[float]()
-        while len(confidence) < plan.limit and plan.go_on([confidence]):
-            confidence.append(0.7)
-        k, shares = len(confidence), []
-        for row in range(rows):
-            accepted = next((i for i in range(k) if rng.random() >= 0.3), k)
-            shares += outcome(k, accepted, row, confidence=confidence).seqs
+        rows, confidence = 8 - turn // 40, chain(schedule.plan([Key(0)])[0])
+        k, shares = len(confidence), shared(rng, confidence, rows, 0.3)
         nodes, drafting, seconds = rows * (k + 1), 0.02 * k, 1 + 0.002 * rows * (k + 1)
         schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds + bool(k)))
         drafted += k > 0
@@ -436,3 +445,32 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     assert (alone.other_seqs, alone.drafting_seqs) == (0, 0)
     reading = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(other, prefill=True)]))
     assert reading.passes.weight == 0
+
+
+# --- auto
+
+
+def test_the_default_begins_with_the_published_length_and_grows_and_shrinks_with_it() -> None:
+    """Five tokens, two more after a round in which all were accepted, else one less; the cost rule only shortens."""
+    schedule: Any = Auto.of(ScheduleSetup(trees=False))
+    assert limit(schedule) == 5
+    for accepted, expected in ((5, 7), (7, 9), (3, 8)):
+        drafted = limit(schedule)
+        schedule = schedule.after(outcome(drafted, accepted, seconds=(0.05 * drafted, 1.0)))
+        assert limit(schedule) == expected
+    assert limit(Auto.of(ScheduleSetup(tokens=3, trees=False))) == 3
+
+
+def test_the_default_stops_where_drafting_loses_and_bounds_no_guesses_that_take_no_time() -> None:
+    """A wrong draft that costs as much as the target is left alone; text that is copied comes at full length."""
+    assert limit(tried(Auto.of(ScheduleSetup(trees=False)), 40, 5, cost=1.0)) == 0
+    copied = tried(Auto.of(ScheduleSetup(trees=False)), 3, 5, cost=0.0001, accepted=5, belief=1.0)
+    assert limit(copied) == Cost().k
+
+
+def test_the_default_takes_along_what_it_learned() -> None:
+    """The next request of the family begins with the measured costs, and with the first length."""
+    learned = tried(Auto.of(ScheduleSetup(trees=False)), 6, 5, cost=0.05, accepted=5)
+    following = Auto.of(ScheduleSetup(trees=False, learned=learned))
+    assert following.cost.passes == learned.cost.passes
+    assert limit(following) == 5

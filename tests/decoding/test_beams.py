@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TextIteratorStreamer
 
-from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec import LanguageModel, SpecGenerator
 from specdec.decoding.strategies import beam
 from specdec.errors import SpecdecError
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -122,7 +121,7 @@ def test_no_draft_changes_a_search(name: str) -> None:
 def test_a_pair_of_drafts_helps_a_search_as_its_model_does() -> None:
     """The model of a hybrid guesses after every beam. (It guessed after the best one alone, and nearly in vain.)"""
     model, prompts = tiny("llama", vocab=VOCAB), [[5, 6, 7], [9, 8, 7, 6, 9, 8]]
-    options = {"num_beams": 4, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "output_scores": True}
+    options = endless(16, num_beams=4, output_scores=True)
     plain = SpecGenerator(model).generate(prompts, **options)
     alone, paired = (SpecGenerator(model, draft).generate(prompts, **options) for draft in (model, ("suffix", model)))
     assert_same(paired, plain, None)
@@ -130,28 +129,12 @@ def test_a_pair_of_drafts_helps_a_search_as_its_model_does() -> None:
     assert paired.stats.num_target_passes <= alone.stats.num_target_passes + 1  # the first round may copy
 
 
-def test_batch_equals_each_row_alone() -> None:
-    """Ragged prompts in one batch, with a draft that runs all their branches in one tree each."""
-    model, draft = tiny("llama", vocab=VOCAB), tiny("llama", vocab=VOCAB, seed=1)
-    prompts = [[5, 9, 12], [6, 6, 9, 20, 21, 9, 30, 14, 6, 6], [17]]
-    options = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 12, "eos_token_id": 7, "pad_token_id": 0}
-    together = SpecGenerator(model, draft).generate(prompts, **options, output_scores=True)
-    for row, prompt in enumerate(prompts):
-        alone = SpecGenerator(model).generate([prompt], **options, output_scores=True)
-        for i in range(2):
-            count = alone.stats.lengths[i]
-            start = together.sequences.shape[1] - max(together.stats.lengths)
-            mine = together.sequences[2 * row + i, start : start + count].tolist()
-            assert mine == alone.sequences[i, len(prompt) : len(prompt) + count].tolist()
-        assert torch.allclose(together.sequences_scores[2 * row : 2 * row + 2], alone.sequences_scores, atol=1e-4)
-
-
 def test_the_prompt_is_read_once() -> None:
     """A prompt goes through the target as one row, however many beams there are."""
     model = tiny("llama", vocab=VOCAB)
     widths: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_hook(lambda _, args, __: widths.append(tuple(args[0].shape)))
-    SpecGenerator(model).generate([list(range(5, 35))], num_beams=4, max_new_tokens=6, eos_token_id=[], pad_token_id=0)
+    SpecGenerator(model).generate([list(range(5, 35))], **endless(6, num_beams=4))
     assert widths == [(1, 30)] + [(1, 4)] * 5
 
 
@@ -184,19 +167,6 @@ def test_transition_scores() -> None:
     scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
     lengths = torch.tensor(out.stats.lengths)
     assert torch.allclose(scores.sum(1) / lengths, out.sequences_scores, atol=1e-4)
-
-
-def test_trace_tells_every_step() -> None:
-    """Live beams after each step, as the next step continues them, and the hypotheses so far."""
-    model = tiny("llama", vocab=VOCAB)
-    case = {"num_beams": 3, "max_new_tokens": 6, "eos_token_id": [5, 7], "num_return_sequences": 3}
-    out = ours(model, "suffix", prompt_for("llama"), case, output_trace=True)
-    (states,) = out.trace
-    assert [state.length for state in states] == list(range(1, len(states) + 1))
-    for before, after in itertools.pairwise(states):
-        for one in after.live:
-            assert one.tokens[:-1] == before.live[one.origins[-1]].tokens
-    assert [list(found.tokens) for found in states[-1].finished] == out.new_tokens()
 
 
 def test_padding_may_be_zero() -> None:
@@ -241,32 +211,6 @@ def test_beam_sample_draws_without_replacement() -> None:
     then = sum(law[i] * law / (1 - law[i]) * (torch.arange(6) != i) for i in range(6))
     assert (first / runs - law).abs().max() < 0.03
     assert (second / runs - then).abs().max() < 0.03
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
-        ({"num_beams": 0}, "num_beams"),
-        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping"),
-        ({"num_beams": 2, "do_sample": True, "sampling": "rejection"}, "sampling"),
-    ],
-)
-def test_bad_input(options: dict[str, Any], named: str) -> None:
-    """Each error names the argument."""
-    with pytest.raises(OptionError, match=named):
-        SpecGenerator(tiny("llama", vocab=VOCAB)).generate([[5, 6]], max_new_tokens=3, **options)
-
-
-def test_beams_stream_at_the_end() -> None:
-    """Text of a search is final only at the end: a stream brings it then; a transformers streamer is refused."""
-    generator = SpecGenerator(tiny("llama", vocab=VOCAB))
-    options = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 2, "eos_token_id": [], "pad_token_id": 0}
-    events = list(generator.stream([[5, 6]], **options))
-    out = generator.generate([[5, 6]], **options)
-    assert [event.token_ids for event in events] == out.new_tokens()
-    with pytest.raises(OptionError, match="streamer"):
-        generator.generate([[5, 6]], **{**options, "streamer": TextIteratorStreamer(None)})
 
 
 def test_the_documented_example() -> None:

@@ -131,16 +131,16 @@ def test_all_fields_keep_transformers_order(model) -> None:
     assert_equal(model, options(**{k: v for k, v in FIELDS.items() if k != "remove_invalid_values"}))
 
 
-@pytest.mark.parametrize("field", ["min_length", "min_new_tokens", "forced_eos_token_id", "begin_suppress_tokens"])
-def test_padding_counts_as_in_transformers(model, field) -> None:
-    """Lengths mean what they mean for the padded row, although our ids hold no padding."""
-    assert_equal(model, options(**{field: FIELDS[field]}), padding=3)
-
-
-def test_padded_row_penalises_and_decays_as_transformers_does(model) -> None:
-    """The repetition penalty overlooks padding; the decay starts after the prompt."""
-    both = ("repetition_penalty", "exponential_decay_length_penalty")
-    assert_equal(model, options(**{field: FIELDS[field] for field in both}), padding=2)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(["min_length"], ["min_new_tokens"], ["forced_eos_token_id"], ["begin_suppress_tokens"]),
+        ["repetition_penalty", "exponential_decay_length_penalty"],  # this starts after the prompt
+    ],
+)
+def test_padding_counts_as_in_transformers(model, fields) -> None:
+    """Lengths mean what they mean for the padded row, although our ids hold no padding; penalties overlook it."""
+    assert_equal(model, options(**{field: FIELDS[field] for field in fields}), padding=3)
 
 
 def test_forced_bos_acts_on_a_single_known_token(model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
@@ -18,7 +19,8 @@ from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
 from specdec.decoding.tree_samplers import likeliest_children
-from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, decode, logits_of, propose, sprout, table, verify, walk
+from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, logits_of, propose, sprout, table, verify, walk
+from tests.matrix import in_pairs
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
@@ -26,12 +28,21 @@ WARPED = Processors((SuppressTokensLogitsProcessor([3]), TemperatureLogitsWarper
 READING = Processors((RepetitionPenaltyLogitsProcessor(1.3), TopKTopP(9, 0.9)))
 LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 STRATEGIES: dict[str, Any] = {
-    "greedy": lambda processors, **more: Greedy(processors, width=V, **more),
-    "coupled": lambda processors, **more: Coupled(processors, 5, width=V, **more),
-    "match": lambda processors, **more: Match(processors, 5, width=V, **more),
-    "rejection": lambda processors, **more: Rejection(processors, 5, width=V, **more),
-    "block": lambda processors, **more: Block(processors, 5, width=V, **more),
+    "greedy": partial(Greedy, width=V),
+    **{kind.__name__.lower(): partial(kind, seed=5, width=V) for kind in (Coupled, Match, Rejection, Block)},
 }
+
+
+def own(ids: Any, logits: Any) -> Any:
+    """A user's processor, which is asked as the walk goes."""
+    return logits + (ids[:, -1:] % 3 == 0) * torch.arange(V) * 0.1
+
+
+OWN = Processors((own, *WARPED.items))
+PROCESSORS = {"none": NOTHING, "warpers": WARPED, "ids": READING}
+
+
+GUESSING = ("greedy", "coupled", "rejection")  # the others guess as one of these
 
 
 class Far(torch.Tensor):
@@ -60,12 +71,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return Far.looks
 
 
-@pytest.mark.parametrize("processors", [NOTHING, WARPED, READING], ids=["none", "warpers", "ids"])
-@pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_one_look_in_a_round(name: str, branches: int, processors: Any, looks: list[str]) -> None:
+@in_pairs(name=[*STRATEGIES], processors=[*PROCESSORS], branches=[1, 3])
+def test_one_look_in_a_round(name: str, processors: str, branches: int, looks: list[str]) -> None:
     """Chains and trees, with processors that read ids or do not; log-probabilities come with it."""
-    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](processors, ranked=True)
+    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](PROCESSORS[processors], ranked=True)
     if branches == 1:
         proposal = propose(strategy.rule, row, far(TARGET), 5)
     else:
@@ -76,22 +85,20 @@ def test_one_look_in_a_round(name: str, branches: int, processors: Any, looks: l
     assert len(looks) == 1
 
 
-@pytest.mark.parametrize("processors", [NOTHING, WARPED, READING], ids=["none", "warpers", "ids"])
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_same_is_said_on_an_accelerator(
-    name: str, branches: int, processors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of every round, from chains and trees of a draft that is often wrong, drawn by the same rule."""
     strategy = STRATEGIES[name]
 
     def results() -> list[Any]:
         rounds = []
-        for length in range(1, 12):
-            row = ToyRow([0, *range(length)], 1)
-            rule = strategy(processors).rule
-            tree = propose(rule, row, DRAFT, 4) if branches == 1 else sprout(rule, row, DRAFT, 3, branches)
-            rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
+        for processors in (*PROCESSORS.values(), *[OWN] * (name != "block")):
+            for length in range(1, 12):
+                row = ToyRow([0, *range(length)], 1)
+                rule = strategy(processors).rule
+                tree = propose(rule, row, DRAFT, 4) if branches == 1 else sprout(rule, row, DRAFT, 3, branches)
+                rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
         return rounds
 
     here = results()
@@ -100,7 +107,7 @@ def test_the_same_is_said_on_an_accelerator(
 
 
 @pytest.mark.parametrize("confident", [True, False])
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("name", GUESSING)
 def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) -> None:
     """Token, confidence and whether there is a guess at all come together."""
     rule = STRATEGIES[name](WARPED).rule
@@ -110,10 +117,7 @@ def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) ->
     assert 0 <= token < V
 
 
-@pytest.mark.parametrize("confident", [True, False])
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@in_pairs(name=GUESSING, bad=[math.nan, math.inf], local=[True, False], confident=[True, False])
 def test_a_draft_that_overflowed_has_no_guess(
     name: str, bad: float, local: bool, confident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +128,7 @@ def test_a_draft_that_overflowed_has_no_guess(
     assert math.isnan(STRATEGIES[name](NOTHING).rule.pick(ToyRow(), [], logits, confident=confident)[1])
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("name", GUESSING)
 def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
     """The likeliest children are found together; those of one end are drawn without looking."""
     ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]
@@ -195,20 +199,6 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     assert strategy.emit(ToyRow(), [], out, 0).token == token
     with pytest.raises(SpecdecError, match="no token is left"):
         strategy.emit(ToyRow(), [token], out, 1)
-
-
-def test_decoding_is_the_same_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round after round, with processors of a user's own, which are asked as the walk goes."""
-
-    def own(ids: Any, logits: Any) -> Any:
-        return logits + (ids[:, -1:] % 3 == 0) * torch.arange(V) * 0.1
-
-    for processors in (WARPED, Processors((own, *WARPED.items))):
-        for name in ("greedy", "coupled", "rejection"):
-            here = decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3)
-            with monkeypatch.context() as patched:
-                patched.setattr(device_reads, "is_local", lambda values: False)
-                assert decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3) == here
 
 
 def test_likeliest_children_are_few() -> None:

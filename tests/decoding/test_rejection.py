@@ -13,7 +13,7 @@ from specdec.core.tree import Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
-from specdec.decoding.strategies import Block, Match, Rejection
+from specdec.decoding.strategies import Block, Coupled, Match, Rejection
 from specdec.decoding.strategies.block import child_weight, without_child
 from specdec.decoding.strategies.rejection import drawn_children, residual
 from specdec.errors import OptionError
@@ -31,6 +31,7 @@ from tests.decoding.toys import (
     walk,
     wrong,
 )
+from tests.matrix import in_pairs
 
 V = 3
 TARGET = table(1, V)
@@ -48,15 +49,6 @@ def assert_law(law, expected) -> None:
     assert sum(law.values()) == pytest.approx(1, abs=1e-5)
     for text in law.keys() | expected.keys():
         assert law.get(text, 0) == pytest.approx(expected.get(text, 0), abs=2e-6), text
-
-
-@pytest.mark.parametrize("kind", [Rejection, Block])
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_law_is_the_targets(monkeypatch, kind, draft) -> None:
-    """The first three tokens over rounds of at most two drafted ones, every decision enumerated."""
-    branching = Branching(monkeypatch)
-    law = law_of(branching, lambda: decode(kind(NOTHING, 0, width=V), TARGET, DRAFTS[draft], length=3, k=2)[0])
-    assert_law(law, target_law(TARGET, 3))
 
 
 @pytest.mark.parametrize("kind", [Rejection, Block])
@@ -106,18 +98,19 @@ def test_law_with_several_drawn_children(monkeypatch, kind, replace) -> None:
     assert_law(law, target_law(TARGET, 2))
 
 
-@pytest.mark.parametrize("kind", [Rejection, Block])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("branches", [2, 3])
-def test_law_with_drawn_trees(monkeypatch, kind, draft, branches) -> None:
-    """Trees as a branching draft model draws them, without replacement, every decision enumerated over two rounds."""
+@in_pairs(kind=[Rejection, Block], draft=[*DRAFTS], branches=[1, 2, 3])
+def test_law_is_the_targets(monkeypatch, kind, draft, branches) -> None:
+    """Chains, and trees drawn without replacement, of two levels; every decision of the first tokens enumerated."""
+    length = 3 if branches < 3 else 2
 
     def play():
         selector = kind(NOTHING, 0, width=V)
+        if branches == 1:
+            return decode(selector, TARGET, DRAFTS[draft], length=length, k=2)[0]
         guesses = lambda row, k: sprout(selector.rule, row, DRAFTS[draft], k, branches)  # noqa: E731
-        return decode(selector, TARGET, None, length=3 if branches == 2 else 2, k=2, guesses=guesses)[0]
+        return decode(selector, TARGET, None, length=length, k=2, guesses=guesses)[0]
 
-    assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, 3 if branches == 2 else 2))
+    assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, length))
 
 
 @pytest.mark.parametrize("kind", [Rejection, Block])
@@ -212,7 +205,7 @@ def test_block_accepts_no_less_and_here_more(monkeypatch) -> None:
     assert accepted(monkeypatch, Block, TARGET) == pytest.approx(3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize("kind", [Coupled, Rejection, Block])
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_law_with_the_real_hash(kind, k) -> None:
     """3,000 neighbouring seeds, first two tokens; chi-square with a false alarm in a million runs."""

@@ -9,12 +9,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specdec import OptionError, SpecGenerator
+from specdec import SpecGenerator
+from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
 
-OPTIONS = {"do_sample": True, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": 20}
+OPTIONS = endless(20, do_sample=True)
 FALSE_ALARM = 1e-4  # per test, fixed by its seed
 
 
@@ -32,14 +33,8 @@ def test_coupled_text_depends_on_the_seed_alone(name: str, shift: int) -> None:
     """
     model, assistant = tiny(name), tiny(name, seed=1)
     prompt = [[5, 9, 12, 7, 30, 5, 9]]
-    options = {
-        **OPTIONS,
-        "max_new_tokens": 6 if name == "qwen3_next" else 12,
-        "temperature": 0.8,
-        "top_k": 20,
-        "top_p": 0.95,
-        "seed": 11,
-    }
+    length = 6 if name == "qwen3_next" else 12
+    options = endless(length, do_sample=True, temperature=0.8, top_k=20, top_p=0.95, seed=11)
     plain = SpecGenerator(model).generate(prompt, **options).sequences.tolist()
     drafts = [model, assistant, ("suffix", assistant), "suffix", "ngram", oracle("random", [], 64)]
     for i, draft in enumerate(drafts):
@@ -92,13 +87,23 @@ def test_temperature_zero_is_greedy() -> None:
     assert cold.sequences.tolist() == greedy.sequences.tolist()
 
 
-def test_sampling_without_do_sample_raises() -> None:
-    """`sampling=` names a way to draw, so it needs `do_sample=True`."""
-    with pytest.raises(OptionError, match="do_sample"):
-        SpecGenerator(tiny("llama")).generate([[5, 6]], sampling="rejection", max_new_tokens=3)
-
-
 VOCAB, DEPTH = 5, 3
+
+
+def flat(seed: int = 0) -> Any:
+    """A model flat enough that every continuation is seen."""
+    model = tiny("llama", vocab=VOCAB, seed=seed)
+    model.lm_head.weight.data *= 0.35
+    return model
+
+
+def assert_law(texts: list[list[int]], law: dict[tuple[int, ...], float]) -> None:
+    """By chi-square; continuations that are seen too rarely count together."""
+    counts, total = Counter(tuple(text[:DEPTH]) for text in texts), len(texts)
+    common = [s for s in law if law[s] * total >= 5]
+    observed = [counts[s] for s in common] + [total - sum(counts[s] for s in common)]
+    expected = [law[s] * total for s in common] + [total * (1 - sum(law[s] for s in common))]
+    assert chisquare(observed, expected).pvalue > FALSE_ALARM
 
 
 def exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
@@ -129,36 +134,18 @@ def test_law_is_the_targets(sampling: str, schedule: str, branches: int | None) 
 
     A draft of another seed proposes up to four tokens, so that rejections happen at every depth.
     """
-    model, assistant = tiny("llama", vocab=VOCAB), tiny("llama", vocab=VOCAB, seed=1)
-    for m in (model, assistant):
-        m.lm_head.weight.data *= 0.35  # flat enough that every continuation is seen
-    law = exact_law(model, [1, 3], 0.9)
     how = {"schedule": schedule, "num_assistant_tokens": 4, "num_assistant_branches": branches}
-    generator = SpecGenerator(model, assistant, **how)
-    counts: Counter[tuple[int, ...]] = Counter()
+    generator, texts = SpecGenerator(model := flat(), flat(seed=1), **how), []
     accepted = rejected = 0
+    run = endless(DEPTH + 2, do_sample=True, sampling=sampling, temperature=0.9, top_k=0)
     for batch in range(3):
-        out = generator.generate(
-            [[1, 3]] * 500,
-            do_sample=True,
-            sampling=sampling,
-            temperature=0.9,
-            top_k=0,
-            seed=batch,
-            max_new_tokens=DEPTH + 2,
-            eos_token_id=[],
-            pad_token_id=0,
-        )
-        counts.update(tuple(row[2 : 2 + DEPTH]) for row in out.sequences.tolist())
+        out = generator.generate([[1, 3]] * 500, **run, seed=batch)
+        texts += out.new_tokens()
         accepted += out.stats.num_accepted_draft_tokens
         rejected += out.stats.num_draft_tokens - out.stats.num_accepted_draft_tokens
     assert accepted > 50
     assert rejected > 100
-    total = sum(counts.values())
-    common = [s for s in law if law[s] * total >= 5]
-    observed = [counts[s] for s in common] + [total - sum(counts[s] for s in common)]
-    expected = [law[s] * total for s in common] + [total * (1 - sum(law[s] for s in common))]
-    assert chisquare(observed, expected).pvalue > FALSE_ALARM
+    assert_law(texts, exact_law(model, [1, 3], 0.9))
 
 
 @pytest.mark.parametrize(
@@ -166,25 +153,9 @@ def test_law_is_the_targets(sampling: str, schedule: str, branches: int | None) 
 )
 def test_law_with_one_hot_drafts(sampling: str) -> None:
     """Drafts that are certain of a guess, right or wrong, leave the law alone (false alarm 1e-4)."""
-    model = tiny("llama", vocab=VOCAB)
-    model.lm_head.weight.data *= 0.35
-    law = exact_law(model, [1, 3], 1.0)
-    generator = SpecGenerator(model, lambda tokens, k: [(tokens[-1] + 1) % VOCAB] * k)
-    out = generator.generate(
-        [[1, 3]] * 2000,
-        do_sample=True,
-        sampling=sampling,
-        top_k=0,
-        seed=5,
-        max_new_tokens=4,
-        eos_token_id=[],
-        pad_token_id=0,
-    )
-    counts = Counter(tuple(row[2 : 2 + DEPTH]) for row in out.sequences.tolist())
-    common = [s for s in law if law[s] * 2000 >= 5]
-    observed = [counts[s] for s in common] + [2000 - sum(counts[s] for s in common)]
-    expected = [law[s] * 2000 for s in common] + [2000 * (1 - sum(law[s] for s in common))]
-    assert chisquare(observed, expected).pvalue > FALSE_ALARM
+    generator = SpecGenerator(model := flat(), lambda tokens, k: [(tokens[-1] + 1) % VOCAB] * k)
+    run = endless(4, do_sample=True, sampling=sampling, top_k=0, seed=5)
+    assert_law(generator.generate([[1, 3]] * 2000, **run).new_tokens(), exact_law(model, [1, 3], 1.0))
 
 
 @pytest.mark.parametrize("sampling", [None, "coupled", "match", "rejection", "block"])
@@ -204,7 +175,7 @@ def test_a_prompt_of_many_samples_is_read_once(name: str) -> None:
     """Copies share the reading of their prompt and of the encoder's input, and become what each is alone."""
     model, draft = tiny(name, vocab=64), tiny(name, vocab=64, seed=1)
     inputs = prompt_for(name, rows=2)
-    options = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+    options = endless(8, do_sample=True)
     seeds = list(range(6))
     fed: list[int] = []
     generator = SpecGenerator(model)

@@ -1,14 +1,15 @@
-"""What the golden data does not show of group, constrained and contrastive search: batches, drafts, outputs, errors."""
+"""What the golden data does not show of beam, group, constrained and contrastive search: batches, drafts, errors."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextIteratorStreamer
 
 from specdec import (
     DisjunctiveConstraint,
@@ -27,11 +28,12 @@ from tests.versions import wrong_before
 
 VOCAB = 64
 KINDS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 4, "num_return_sequences": 3},
     "group": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "num_return_sequences": 4},
     "constrained": {"num_beams": 4, "force_words_ids": [[20, 21], [[8, 9], [8, 30], [41]]], "num_return_sequences": 2},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
 }
-BEAMS = [KINDS["group"], KINDS["constrained"]]
+BEAMS = {kind: options for kind, options in KINDS.items() if kind != "contrastive"}
 RAGGED = [[5, 9, 12], [6, 6, 9, 20, 13, 9, 30, 14, 6, 6], [17]]
 
 
@@ -55,20 +57,20 @@ def assert_same(mine: Any, other: Any) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "qwen3_next", "whisper")),
     ],
 )
-@pytest.mark.parametrize("options", BEAMS, ids=["group", "constrained"])
-def test_no_draft_changes_a_search(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["group", "constrained"])  # test_beams.py has the others
+def test_no_draft_changes_a_search(name: str, kind: str) -> None:
     """Drafts that agree, disagree, copy or guess: same texts, scores and beams."""
     model, inputs = tiny(name, vocab=VOCAB), prompt_for(name, rows=2)
     most = 6 if name in ("mamba", "qwen3_next") else 10  # every branch is a row of its own there
-    plain = generate(model, None, inputs, options, max_new_tokens=most)
+    plain = generate(model, None, inputs, KINDS[kind], max_new_tokens=most)
     for draft in (tiny(name, vocab=VOCAB, seed=1), "suffix", oracle("random", [], VOCAB)):
-        assert_same(generate(model, draft, inputs, options, max_new_tokens=most), plain)
+        assert_same(generate(model, draft, inputs, KINDS[kind], max_new_tokens=most), plain)
 
 
 def test_a_draft_saves_passes() -> None:
     """A perfect draft runs the search ahead, also across groups and with forced words."""
     model = tiny("llama", vocab=VOCAB)
-    for options in BEAMS:
+    for options in BEAMS.values():
         plain = generate(model, None, RAGGED[:1], options, max_new_tokens=24, eos_token_id=[])
         out = generate(model, model, RAGGED[:1], options, max_new_tokens=24, eos_token_id=[])
         assert_same(out, plain)
@@ -119,12 +121,16 @@ def test_contrastive_equals_the_formula(name: str) -> None:
         assert out.stats.num_target_passes == 11
 
 
-def test_contrastive_streams() -> None:
-    """Every token is final when it is chosen, so it can be shown."""
-    model, options = tiny("llama", vocab=VOCAB), endless(6)
-    whole = SpecGenerator(model).generate(RAGGED[:1], **KINDS["contrastive"], **options)
-    events = list(SpecGenerator(model).stream(RAGGED[:1], **KINDS["contrastive"], **options))
-    assert [event.token_ids for event in events] == [[token] for token in whole.new_tokens()[0]]
+@pytest.mark.parametrize("kind", ["beams", "contrastive"])
+def test_streams(kind: str) -> None:
+    """Beams are final at the end: a stream brings them then, and none to a streamer. Contrastive tokens are at once."""
+    generator, options = SpecGenerator(tiny("llama", vocab=VOCAB)), endless(6, **KINDS[kind])
+    texts = generator.generate(RAGGED[:1], **options).new_tokens()
+    expected = texts if kind == "beams" else [[token] for token in texts[0]]
+    assert [event.token_ids for event in generator.stream(RAGGED[:1], **options)] == expected
+    if kind == "beams":
+        with pytest.raises(OptionError, match="streamer"):
+            generator.generate(RAGGED[:1], **options, streamer=TextIteratorStreamer(None))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,14 +221,8 @@ def test_encoder_processors_with_beams(option: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stopping_criteria(kind: str) -> None:
     """A search goes on until its criterion holds for all of its beams, as in transformers 4.49."""
-    out = generate(
-        tiny("llama", vocab=VOCAB),
-        None,
-        RAGGED[:1],
-        KINDS[kind],
-        eos_token_id=[],
-        stopping_criteria=[lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 8)],
-    )
+    ends = {"stopping_criteria": [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 8)], "eos_token_id": []}
+    out = generate(tiny("llama", vocab=VOCAB), None, RAGGED[:1], KINDS[kind], **ends)
     assert set(out.stats.lengths) == {5}
     assert out.stats.finish_reasons == ("criteria",) * KINDS[kind].get("num_return_sequences", 1)
 
@@ -241,7 +241,7 @@ def test_guidance() -> None:
 def test_a_large_bias_does_not_break_a_look_ahead() -> None:
     """A draft's confidence in a biased token is at most 1. (Its exponential overflowed.)"""
     model = tiny("llama", vocab=VOCAB)
-    for options in ({"num_beams": 2}, *BEAMS):
+    for options in BEAMS.values():
         biased = {**options, "sequence_bias": [[[20], 1000.0]]}
         assert_same(generate(model, model, RAGGED[:1], biased), generate(model, None, RAGGED[:1], biased))
 
@@ -296,6 +296,10 @@ def test_forced_steps_of_a_disjunction_share_a_list() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
+        ({"num_beams": 0}, "num_beams"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({"num_beams": 2, "do_sample": True, "sampling": "rejection"}, "sampling"),
         ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1.0}, "diversity_penalty"),
@@ -344,21 +348,25 @@ def test_defaults_wait_where_a_call_chooses_otherwise() -> None:
     once = {"max_new_tokens": 3, "eos_token_id": []}
     for kind, options in KINDS.items():
         generator = SpecGenerator(model, **options)
-        name = {"group": "groupsearch", "constrained": "constrainedsearch", "contrastive": "contrastive"}[kind]
-        assert generator.generate([[5, 6]], **once).stats.settings["strategy"] == name
+        strategy = generator.generate([[5, 6]], **once).stats.settings["strategy"]
+        assert strategy == {"beams": "beamsearch", "contrastive": kind}.get(kind, f"{kind}search")
         sampled = generator.generate([[5, 6]], do_sample=True, num_beams=1, num_return_sequences=1, **once)
         assert sampled.stats.settings["strategy"] == "coupled"
     out = SpecGenerator(model, **KINDS["contrastive"]).generate([[5, 6]], num_beams=2, do_sample=True, **once)
     assert out.stats.settings["strategy"] == "beamsearch"
 
 
-@pytest.mark.parametrize("options", BEAMS, ids=["group", "constrained"])
-def test_trace(options: dict[str, Any]) -> None:
-    """The trace tells every step's live beams and hypotheses."""
-    out = generate(tiny("llama", vocab=VOCAB), "suffix", RAGGED[:1], options, output_trace=True)
-    assert [len(state.live[0].tokens) for state in out.trace[0]] == list(range(1, out.stats.num_new_tokens + 1))
-    assert {len(state.live) for state in out.trace[0]} == {4}
-    best = out.trace[0][-1].finished[: options["num_return_sequences"]]
+@pytest.mark.parametrize("kind", BEAMS)
+def test_trace(kind: str) -> None:
+    """Live beams after each step, as the next step continues them, and the hypotheses so far."""
+    out = generate(tiny("llama", vocab=VOCAB), "suffix", RAGGED[:1], KINDS[kind], output_trace=True)
+    (states,) = out.trace
+    assert [len(state.live[0].tokens) for state in states] == list(range(1, len(states) + 1))
+    assert {len(state.live) for state in states} == {4}
+    for before, after in itertools.pairwise(states):
+        for one in after.live:
+            assert one.tokens[:-1] == before.live[one.origins[-1]].tokens
+    best = states[-1].finished[: KINDS[kind]["num_return_sequences"]]
     assert [list(found.tokens) for found in best] == out.new_tokens()
 
 

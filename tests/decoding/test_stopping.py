@@ -29,13 +29,8 @@ def row() -> ToyRow:
 def test_eos_and_length_without_criteria() -> None:
     """Integers only; end-of-sequence is named before the length."""
     stop = Stopping(frozenset({7, 9}), 6)
-    assert [stop(row(), new) for new in ([5], [5, 7], [5, 6], [5, 6, 4], [5, 6, 9])] == [
-        None,
-        "eos",
-        None,
-        "length",
-        "eos",
-    ]
+    reasons = [stop(row(), new) for new in ([5], [5, 7], [5, 6], [5, 6, 4], [5, 6, 9])]
+    assert reasons == [None, "eos", None, "length", "eos"]
     assert Stopping()(row(), [7] * 50) is None
 
 

@@ -166,16 +166,9 @@ def test_every_window_is_read_once_before_any_is_read_again() -> None:
 
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
     """Stopped after some steps and begun again, with text and prompts: the weights of one that was never stopped."""
-    told: list[float] = []
     given: dict[str, Any] = {"text": [text], "prompts": PROMPTS, "steps": 6}
     train(tmp_path / "whole", **given)
-    stopped = train(
-        tmp_path / "parts",
-        **given,
-        notify=lambda done, total, doing: told.append(done) if "step" in doing else None,
-        is_stopped=lambda: len(told) == 3,
-    )
-    assert (stopped["steps"], told) == (3, [1, 2, 3])
+    assert train(tmp_path / "parts", **given, **stopped_after(3))["steps"] == 3
     assert train(tmp_path / "parts", **given)["steps"] == 6
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
@@ -262,10 +255,21 @@ def listener() -> Any:
     return model
 
 
-def hear(out: Path, recordings: Path, **given: Any) -> dict[str, Any]:
+def hear(out: Path, recordings: Path, model: Any = None, **given: Any) -> dict[str, Any]:
     parts = processor()
-    options = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
-    return distill(listener(), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
+    options = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor, **given}
+    return distill(model or listener(), out, tokenizer=parts.tokenizer, audio=[recordings], **options)
+
+
+def stopped_after(steps: int) -> dict[str, Any]:
+    """Options that end a training after so many steps."""
+    told: list[float] = []
+
+    def notify(done: float, total: float, doing: str) -> None:
+        if "step" in doing:
+            told.append(done)
+
+    return {"notify": notify, "is_stopped": lambda: len(told) == steps}
 
 
 @pytest.mark.slow
@@ -274,15 +278,7 @@ def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
     first, last = (hear(tmp_path / str(steps), recordings, steps=steps) for steps in (1, 100))
     assert last["loss"] < 0.7 * first["loss"]
     hear(tmp_path / "parts", recordings, steps=12, is_stopped=lambda: True)
-    told: list[float] = []
-    hear(
-        tmp_path / "parts",
-        recordings,
-        steps=12,
-        notify=lambda done, total, doing: told.append(done) if "step" in doing else None,
-        is_stopped=lambda: len(told) == 5,
-    )
-    assert told == [1, 2, 3, 4, 5]
+    assert hear(tmp_path / "parts", recordings, steps=12, **stopped_after(5))["steps"] == 5
     hear(tmp_path / "parts", recordings, steps=12)
     hear(tmp_path / "whole", recordings, steps=12)
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
@@ -371,10 +367,8 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
 
 def test_windows_without_an_end_are_left_out(tmp_path: Path, recordings: Path) -> None:
     """Of those a target goes round in circles about, nothing is learned; where it is all of them, an error says so."""
-    parts = processor()
-    options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
     with pytest.raises(OptionError, match=r"windows of sound whose transcript ends.*got '0 of 5 windows'"):
-        distill(whisper(0), tmp_path, tokenizer=parts.tokenizer, audio=[recordings], steps=1, **options)
+        hear(tmp_path, recordings, model=whisper(0), steps=1)
 
 
 def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
@@ -449,11 +443,7 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
 
 def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It reads prompts and text, reports on stdout, and its folder is a draft for `generate`."""
-    model, prompts, out = (
-        saved("llama", tmp_path / "target", vocab=WIDTH, **THREE),
-        tmp_path / "p.jsonl",
-        tmp_path / "o",
-    )
+    model, prompts, out = saved("llama", tmp_path / "t", vocab=WIDTH, **THREE), tmp_path / "p.jsonl", tmp_path / "o"
     byte_tokenizer().save_pretrained(model)
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     asked = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
@@ -461,13 +451,8 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     assert run([*asked, "--quiet"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert [line.split("  ")[0] for line in said.out.splitlines()] == [
-        "steps",
-        "loss",
-        "agreement by position",
-        "acceptance length",
-        "ms per token",
-    ]
+    names = ["steps", "loss", "agreement by position", "acceptance length", "ms per token"]
+    assert [line.split("  ")[0] for line in said.out.splitlines()] == names
     assert run(["generate", model, "--draft-model", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
     assert run(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
     assert "nothing to learn from" in capsys.readouterr().err

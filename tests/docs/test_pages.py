@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typer.main import get_command
 
 from specdec.cli.commands import app
 from specdec.cli.transcribe import read_model
+from specdec.proposers import DRAFTS
 from tests.docs.hub import fill
 from tests.docs.pages import PAGES, ROOT, blocks, commands, run_python, run_shell, same
 from tests.speech import RATE, speech
@@ -54,15 +56,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that pages name, in which their code runs."""
+def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the files that pages name, in which their code runs; what it registers is undone."""
+    drafts = {**DRAFTS}
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = next(block for block in blocks(ROOT / "docs" / "guides" / "comparing.md") if block.language == "python")
+    Path(tmp_path, "my_draft.py").write_text(own.code, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text, encoding="utf-8")
     soundfile.write("talk.mp3", speech(1.5), RATE)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    return tmp_path
+    yield tmp_path
+    DRAFTS.clear()
+    DRAFTS.update(drafts)
+    sys.modules.pop("my_draft", None)
 
 
 def name_of(page: Path) -> str:
@@ -83,7 +92,7 @@ def test_every_command_exists(page: Path) -> None:
     for block in blocks(page):
         for words in commands(block) if block.language == "bash" else ():
             group = get_command(app)
-            if words[0] == "zoo":
+            if words[:1] == ["zoo"]:
                 group, words = group.commands["zoo"], words[1:]
             if not words or words[0].startswith("-") or words == ["…"]:
                 continue

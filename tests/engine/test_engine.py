@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import Constant, Heuristic
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
+from specdec.core.drafts import Draft, DraftTask, Proposer
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.core.work import Work
@@ -24,7 +24,7 @@ from specdec.engine.request import Pacing, Request
 from specdec.engine.stopwatch import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import FunctionDrafter, ModelDrafter
+from specdec.proposers import FunctionDraft, ModelDraft
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
@@ -90,13 +90,16 @@ def test_store_equals_a_recomputed_one_after_every_step(
     def stepping(self: Engine) -> None:
         nonlocal checked
         step(self)
-        inner = {key: held for d in self.drafts.open.values() for key, held in d.session._cached.items()}  # type: ignore
+        inner: dict[int, Any] = {}
+        for drafting in self.drafts.open.values():
+            drafting.proposer._settle([*self.prefilling, *self.running])  # type: ignore[attr-defined]
+            inner |= drafting.proposer._cached  # type: ignore[attr-defined]
         for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
             if row.id in inner:
-                [session] = [d.session.cache for d in self.drafts.open.values()]
+                [session] = [d.proposer.cache for d in self.drafts.open.values()]
                 held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])
@@ -149,7 +152,7 @@ def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
 
     model.forward = sleepy
     stats = (
-        SpecGenerator(model, FunctionDrafter(lambda tokens, k: []))
+        SpecGenerator(model, FunctionDraft(lambda tokens, k: []))
         .generate([[5] * 9], **COMMON, prefill_chunk_size=2)
         .stats
     )
@@ -171,11 +174,11 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
-@pytest.mark.parametrize("drafter", [None, FunctionDrafter(oracle("random", [], 64)), "model"])
+@pytest.mark.parametrize("drafter", [None, FunctionDraft(oracle("random", [], 64)), "model"])
 def test_requests_leave_the_others_alone(drafter: Any) -> None:
     """Cancelled, finished or come late: no request changes what the others become."""
     model = LanguageModel(tiny("llama"))
-    drafter = ModelDrafter(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
+    drafter = ModelDraft(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
     engine, alone = Engine(model), [request(model, [prompt], drafter) for prompt in PROMPTS]
     for one in alone:
         engine.submit(one)
@@ -384,7 +387,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
     """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
     heard: list[bool] = []
 
-    class Unsure(BatchDrafter, DraftSession):
+    class Unsure(Draft, Proposer):
         def start(self, vocab_size: int) -> Unsure:
             return self
 
@@ -404,7 +407,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
 def test_a_draft_that_offers_too_much_is_told() -> None:
     """A session that ignores how much may still come raises instead of overrunning the limit."""
 
-    class Endless(BatchDrafter, DraftSession):
+    class Endless(Draft, Proposer):
         def start(self, vocab_size: int) -> Endless:
             return self
 
@@ -418,11 +421,11 @@ def test_a_draft_that_offers_too_much_is_told() -> None:
 def test_a_draft_must_start_a_session() -> None:
     """What is missing is named with the way out, before any pass."""
 
-    class Odd(BatchDrafter):
+    class Odd(Draft):
         def start(self, vocab_size: int) -> Any:
             return object()
 
-    with pytest.raises(DraftError, match="DraftSession"):
+    with pytest.raises(DraftError, match="Proposer"):
         SpecGenerator(tiny("llama"), Odd()).generate([[5, 9]], **COMMON)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.core.drafts import BatchDrafter, SavedState
+from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
 from specdec.core.work import Work
 from specdec.engine import prefix_cache, scheduler
@@ -343,7 +343,7 @@ def test_readers_keep_what_they_have_read() -> None:
     """A draft finds only texts that it has read; texts of drafts that are gone are dropped when a new one comes."""
 
     @dataclass
-    class Equal(BatchDrafter):  # neither hashable nor different from others of its kind
+    class Equal(Draft):  # neither hashable nor different from others of its kind
         def start(self, vocab_size: int) -> Any: ...
 
     one, other = Equal(), Equal()
@@ -396,7 +396,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     def counted() -> None:
         step()
-        sessions = [engine.target, *(d.session.cache for d in engine.drafts.open.values())]
+        sessions = [engine.target, *(d.proposer.cache for d in engine.drafts.open.values())]
         assert generator._prefixes is not None
         seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 

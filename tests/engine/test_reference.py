@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.decoding import noise
 from specdec.engine import reference
-from specdec.proposers import FunctionDrafter
+from specdec.proposers import FunctionDraft
 from tests.tiny import tiny
 
 PROMPT = [5, 9, 12, 7, 5, 9]
@@ -53,5 +53,5 @@ def test_the_engine_writes_what_the_plainest_loop_writes(wrong: int, sampled: bo
     assert passes < 40 - len(PROMPT)
     options = {"max_new_tokens": 34, "eos_token_id": sorted(ends), "pad_token_id": 0}
     more = {"do_sample": True, "seed": [SEED], "top_k": 0} if sampled else {}
-    out = SpecGenerator(model, FunctionDrafter(draft.propose)).generate([PROMPT], **options, **more)
+    out = SpecGenerator(model, FunctionDraft(draft.propose)).generate([PROMPT], **options, **more)
     assert out.sequences[0].tolist() == plain[:until]

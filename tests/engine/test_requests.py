@@ -13,7 +13,7 @@ from specdec import CancelledError, LanguageModel, SpecGenerator
 from specdec.engine.engine import Engine
 from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 from tests.engine.test_requests_stateful import Trouble, failing, result
 from tests.matrix import endless
 from tests.oracle import rows_in_drafts
@@ -192,7 +192,7 @@ def test_rows_leave_at_once(how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", ["waiting", "prefilling", "running"])
 def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
     """Wherever it was: its rows are gone, from the target and the draft, and the store is empty again."""
-    draft = ModelDrafter(LanguageModel(tiny("llama", seed=1)))
+    draft = ModelDraft(LanguageModel(tiny("llama", seed=1)))
     generator = SpecGenerator(tiny("llama"), draft)
     engine = engine_of(generator)
     how = {"do_sample": True, "num_return_sequences": 3, "seed": 1, "prefill_chunk_size": 16}
@@ -265,7 +265,7 @@ def test_a_joining_request_is_encoded_alone(name: str) -> None:
 def test_what_fails_in_one_request_ends_it_alone(name: str, draft: Any, kind: str) -> None:
     """Whatever raises, and in whichever place it stands: the others' texts are what they are alone."""
     model = tiny(name)
-    generator = SpecGenerator(model, ModelDrafter(LanguageModel(tiny(name, seed=1))) if draft else None)
+    generator = SpecGenerator(model, ModelDraft(LanguageModel(tiny(name, seed=1))) if draft else None)
     prompts = [[[5, 9, 12]], [[6, 7, 8, 21]], [[17, 3]]]
     how = {**COMMON, "max_new_tokens": 6}
     expected = [SpecGenerator(model).generate(prompt, **how).sequences.tolist() for prompt in prompts]

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter
+from specdec.core.drafts import Draft
 from specdec.core.rounds import Round
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.generator.build_request import Call
 from specdec.generator.job import Job
-from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import EarlyExitDraft, FunctionDraft, HybridDraft, ModelDraft, SuffixDraft
 from tests.matrix import STRATEGIES
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
@@ -108,26 +108,26 @@ def models(name: str) -> tuple[LanguageModel, LanguageModel, LanguageModel]:
     return LanguageModel(tiny(name, vocab=VOCAB)), LanguageModel(tiny(name, vocab=VOCAB, seed=1)), LanguageModel(draft)
 
 
-def drafter(name: str, kind: str) -> BatchDrafter | None:
+def drafter(name: str, kind: str) -> Draft | None:
     """A fresh draft of one kind."""
     target, other, near = models(name)
     match kind:
         case "none":
             return None
         case "model":
-            return ModelDrafter(other)
+            return ModelDraft(other)
         case "noisy" | "trees" | "cost":
-            return ModelDrafter(near)
+            return ModelDraft(near)
         case "suffix":
-            return SuffixDrafter()
+            return SuffixDraft()
         case "early_exit":
-            return EarlyExitDrafter(target, 1)
+            return EarlyExitDraft(target, 1)
         case "hybrid":
-            return HybridDrafter(SuffixDrafter(), ModelDrafter(near))
+            return HybridDraft(SuffixDraft(), ModelDraft(near))
         case "numbers":
-            return FunctionDrafter(lambda tokens, k: [(tokens[-1] + i) % VOCAB for i in range(k)])
+            return FunctionDraft(lambda tokens, k: [(tokens[-1] + i) % VOCAB for i in range(k)])
         case _:
-            return FunctionDrafter(oracle(kind, [], VOCAB))
+            return FunctionDraft(oracle(kind, [], VOCAB))
 
 
 def possible(name: str, asked: Asked) -> Asked:
@@ -332,7 +332,11 @@ class Requests(RuleBasedStateMachine):
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.target.rows)  # type: ignore[attr-defined]
         for draft in engine.drafts.open.values():
-            for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
+            for part in (
+                draft.proposer,
+                getattr(draft.proposer, "_model", None),
+                getattr(draft.proposer, "_text", None),
+            ):
                 for held in ("_cached", "_readings", "_seqs"):
                     assert {*getattr(part, held, ())} <= keys, (draft, held)
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
-from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.drafts import Draft, Proposer
 from specdec.engine.openmp import release_helpers
-from specdec.proposers import FunctionDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.matrix import endless, some
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny
@@ -121,8 +121,8 @@ def is_clean(generator: SpecGenerator) -> bool:
 def test_eight_threads(name: str) -> None:
     """All strategies with all kinds of drafts, half of them streamed: the texts are those of calls alone."""
     model = LanguageModel(tiny(name))
-    drafts = [None, ModelDrafter(LanguageModel(tiny(name, seed=1))), SuffixDrafter(), "early_exit:1"]
-    drafts.append(FunctionDrafter(lambda tokens, k: [5] * k))
+    drafts = [None, ModelDraft(LanguageModel(tiny(name, seed=1))), SuffixDraft(), "early_exit:1"]
+    drafts.append(FunctionDraft(lambda tokens, k: [5] * k))
     prompts = [[[5 + i, 9, 12, *range(20, 20 + 3 * i)]] for i in range(8)]
     calls = []
     for turn in range(2):
@@ -361,10 +361,10 @@ def test_an_interrupt_is_one_thread_s() -> None:
     assert [generated(generator, prompt) for prompt in prompts] == alone
 
 
-class Interrupting(BatchDrafter):
+class Interrupting(Draft):
     """A draft at whose start the user presses a key."""
 
-    def start(self, vocab_size: int) -> DraftSession:
+    def start(self, vocab_size: int) -> Proposer:
         """Raises."""
         raise KeyboardInterrupt
 

@@ -21,7 +21,9 @@ from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
 from specdec.options.generate import Options
 from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
+from specdec.proposers import SuffixDrafter
 from tests.folders import WIDTH, byte_tokenizer
+from tests.generator.conftest import Letters, idle
 from tests.matrix import endless
 from tests.tiny import tiny
 
@@ -30,22 +32,13 @@ IDS = torch.tensor([[5, 6, 7]])
 
 @pytest.fixture(scope="module")
 def generator() -> SpecGenerator:
-    model = tiny("llama")
-
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a forward pass was run")
-
-    model.forward = never
-    return SpecGenerator(model, "suffix")
+    return idle("llama")
 
 
 WRONG_OPTIONS = [
     ({"max_new_tokens": 0}, "max_new_tokens"),
-    ({"max_new_tokens": -3}, "max_new_tokens"),
-    ({"max_new_tokens": 2.5}, "max_new_tokens"),
-    ({"max_new_tokens": "many"}, "max_new_tokens"),
-    ({"max_length": 3}, "max_length"),
-    ({"max_length": 2}, "max_length"),
+    *(({"max_new_tokens": value}, "max_new_tokens") for value in (-3, 2.5, "many")),
+    *(({"max_length": value}, "max_length") for value in (3, 2)),
     ({"temperature": -1.0}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -1}, "top_k"),
@@ -70,35 +63,28 @@ WRONG_OPTIONS = [
     ({"do_sample": True, "temperature": 0, "num_return_sequences": 2}, "only one answer"),
     ({"num_assistant_tokens_schedule": "bogus"}, "`num_assistant_tokens_schedule` must be one of"),
     ({"generation_config": GenerationConfig(num_assistant_tokens_schedule="bogus")}, "`num_assistant_tokens_schedule`"),
-    (
-        {"cache_implementation": "bogus"},
-        "`cache_implementation`='bogus' is not supported: specdec keeps keys and values in",
-    ),
-    (
-        {"eos_token_id": 999},
-        "`eos_token_id` must be ids from 0 to 63, which the target knows, got 999: pass [] for none",
-    ),
+    ({"cache_implementation": "bogus"}, "`cache_implementation`='bogus' is not supported: specdec keeps keys and"),
+    ({"eos_token_id": 999}, "must be ids from 0 to 63, which the target knows, got 999: pass [] for none"),
     ({"eos_token_id": [2, -1]}, "`eos_token_id` must be ids from 0 to 63, which the target knows, got -1"),
     ({"eos_token_id": True}, "`eos_token_id` must be a token id, or a list of token ids, got True"),
-    (
-        {"bad_words_ids": [[]]},
-        "`bad_words_ids` must be a list of words, each a list of at least one token id, got [[]]",
-    ),
+    ({"bad_words_ids": [[]]}, "`bad_words_ids` must be a list of words, each a list of at least one token id, got"),
     ({"bad_words_ids": []}, "bad_words_ids"),
     ({"suppress_tokens": ["7"]}, "`suppress_tokens` must be a list of token ids, got ['7']"),
     ({"stop_strings": []}, "`stop_strings` must be text, or a list of texts, none of them empty, got []"),
-    ({"stop_strings": ""}, "`stop_strings` must be text"),
-    ({"stop_strings": ["x", ""]}, "`stop_strings` must be text"),
-    ({"seed": True}, "`seed` must be a whole number, or a list of one for each row, got True"),
-    ({"seed": "7"}, "`seed` must be a whole number, or a list of one for each row, got '7'"),
-    ({"seed": [True]}, "`seed` must be a whole number, or a list of one for each row, got [True]"),
+    *(({"stop_strings": value}, "`stop_strings` must be text") for value in ("", ["x", ""])),
+    *(
+        ({"seed": value}, f"`seed` must be a whole number, or a list of one for each row, got {value!r}")
+        for value in (True, "7", [True])
+    ),
     ({"seed": 1.5}, "`seed`"),
     ({"exponential_decay_length_penalty": (1,)}, "must be a pair of a whole number and a factor, got (1,)"),
     ({"max_new_tokens": "3"}, "`max_new_tokens` must be a valid integer, got '3'"),
     ({"output_trace": True}, "`output_trace`=True belongs to beam search"),
     ({"num_samples": 3}, "`num_samples`=3 is about drawing tokens"),
-    ({"watermarking_config": 3}, "`watermarking_config` must be a transformers WatermarkingConfig"),
-    ({"watermarking_config": {"colour": 3}}, "`watermarking_config` must be a transformers WatermarkingConfig"),
+    *(
+        ({"watermarking_config": value}, "`watermarking_config` must be a transformers WatermarkingConfig")
+        for value in (3, {"colour": 3})
+    ),
     ({"stop": ["x"]}, "`stop` is not an option of generate: pass `stop_strings=`"),
     ({"num_draft_branches": 2}, "`num_draft_branches` is not an option of generate: pass `num_assistant_branches=`"),
     ({"max_tokens": 9}, "pass `max_new_tokens=`"),
@@ -167,12 +153,11 @@ def test_fewer_branches_than_beams() -> None:
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_branches_of_a_draft_that_has_none(draft: Any, num_beams: int) -> None:
     """Drafts that copy, functions and bridges guess one text at a time. (The number was ignored.)"""
-    target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
-    bridge = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
-    bridged = "bridge" in draft if isinstance(draft, str | tuple) else False
-    if bridged:
+    model, bridge = tiny("llama", vocab=WIDTH, seed=1), {}
+    if draft in ("bridge", ("suffix", "bridge")):
         draft = model if draft == "bridge" else ("suffix", model)
-    generator = SpecGenerator(target, draft, **(bridge if bridged else {}))
+        bridge = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), draft, **bridge)
     call = {"max_new_tokens": 2, "num_beams": num_beams}
     with pytest.raises(OptionError, match=r"`num_assistant_branches`=3 asks for trees .* leave the branches out"):
         generator.generate(IDS, **call, num_assistant_branches=3)
@@ -287,48 +272,18 @@ def test_a_checkpoints_settings_are_understood_once() -> None:
     assert other.temperature == 0.5
 
 
-WRONG_PROMPTS = [
-    ([], {}, "empty"),
-    ([[]], {}, "empty"),
-    (torch.empty(1, 0, dtype=torch.long), {}, "empty"),
-    ([[5, 99]], {}, "token 99"),
-    ([[5, -1]], {}, "token -1"),
-    (torch.tensor([[0.5, 1.0]]), {}, "input_ids"),
-    (torch.zeros(1, 2, 3, dtype=torch.long), {}, "input_ids"),
-    ("text", {}, "tokenizer"),
-    ({"a": 1}, {}, "prompt"),
-    (5, {}, "prompt"),
-    (IDS, {"attention_mask": torch.ones(1, 2)}, "attention_mask"),
-    (IDS, {"attention_mask": torch.zeros(1, 3)}, "empty"),
-    (IDS, {"input_ids": IDS}, "given 2 times"),
-    (IDS, {"messages": [{"role": "user", "content": "hi"}]}, "given 2 times"),
-    (None, {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
-    ([{"role": "user", "content": "hi"}], {}, "the prompt is a conversation: pass it as `messages=`"),
-    ([[{"role": "user", "content": "hi"}]], {}, "the prompt is a conversation: pass it as `messages=`"),
-    ({"role": "user", "content": "hi"}, {}, "the prompt is a conversation: pass it as `messages=`"),
-    (None, {"input_features": torch.zeros(1, 8, 40)}, "encoder"),
-    ([[5] * 600], {"max_new_tokens": 2000}, ""),
-]
+def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
+    """The error says what is missing."""
+    with pytest.raises(OptionError, match="tokenizer"):
+        generator.generate("text", max_new_tokens=4)
 
 
-@pytest.mark.parametrize(("prompt", "options", "message"), WRONG_PROMPTS[:-1], ids=lambda v: str(v)[:40])
-def test_wrong_prompts(generator: SpecGenerator, prompt: Any, options: dict[str, Any], message: str) -> None:
-    """Each raises OptionError and runs nothing."""
-    with pytest.raises(OptionError, match=re.escape(message)):
-        generator.generate(prompt, **{"max_new_tokens": 4, **options})
-
-
-@pytest.mark.parametrize("kind", ["generator", "text", "summarizer"])
-def test_half_of_a_character(kind: str) -> None:
+@pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer])
+def test_half_of_a_character(kind: Any) -> None:
     """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
-    model = tiny("llama", vocab_size=WIDTH)
-    calls: dict[str, Any] = {
-        "generator": lambda: SpecGenerator(model, tokenizer=byte_tokenizer()).generate("a\ud800", max_new_tokens=4),
-        "text": lambda: Text(model, tokenizer=byte_tokenizer())("a\ud800", max_new_tokens=4),
-        "summarizer": lambda: Summarizer(model, tokenizer=byte_tokenizer())("a\ud800", max_new_tokens=4),
-    }
+    made = kind(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
     with pytest.raises(OptionError, match=r"half of a character \(the lone surrogate '\\ud800', at \d+\)"):
-        calls[kind]()
+        (made.generate if kind is SpecGenerator else made)("a\ud800", max_new_tokens=4)
 
 
 def test_positions_run_out() -> None:
@@ -339,37 +294,40 @@ def test_positions_run_out() -> None:
 
 def test_text_without_a_limit() -> None:
     """Text never stops silently at 20 tokens."""
-
-    class Letters:
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [ord(c) % 60 for c in text]}
-
-        def decode(self, ids: list[int], **kwargs: Any) -> str:
-            return "x" * len(ids)
-
     generator = SpecGenerator(tiny("llama"), tokenizer=Letters())
     with pytest.raises(OptionError, match="max_new_tokens"):
         generator.generate("hello")
     assert generator.generate("hello", max_new_tokens=3, eos_token_id=[]).texts == ["xxx"]
 
 
-@pytest.mark.parametrize(
-    "draft", [3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix")], ids=str
-)
-def test_wrong_drafts(draft: Any) -> None:
-    """What cannot be a draft is refused when the generator is made."""
-    with pytest.raises(OptionError):
-        SpecGenerator(tiny("llama"), draft)
+class Guess:
+    """A draft of one's own."""
+
+    def propose(self, tokens: list[int], k: int) -> list[int]:
+        return tokens[:k]
 
 
-def test_wrong_targets() -> None:
-    """So is what cannot be a target."""
-    with pytest.raises(OptionError, match="target"):
-        SpecGenerator(3)
-    with pytest.raises(OptionError, match="nowhere"):
-        SpecGenerator("/nowhere/at/all")
-    with pytest.raises(OptionError, match="eval"):
-        SpecGenerator(tiny("llama").train())
+NO_DRAFTS = (3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix"))
+WRONG_MODELS: list[tuple[Any, Any, str]] = [
+    *((tiny("llama"), draft, "`draft`") for draft in NO_DRAFTS),
+    *(
+        (tiny("llama"), draft, r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)")
+        for draft in (Guess, SuffixDrafter, ("suffix", Guess))  # it was a TypeError in the middle of the call
+    ),
+    (tiny("llama"), tiny("t5"), r"encoder-decoder model.*name a decoder-only model"),  # told after the first token
+    (tiny("llama"), tiny("llama", vocab=50), r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"),
+    (3, None, "target"),
+    ("/nowhere/at/all", None, "nowhere"),
+    (tiny("llama").train(), None, "eval"),
+]
+
+
+@pytest.mark.parametrize(("target", "draft", "message"), WRONG_MODELS, ids=lambda value: str(value)[:40])
+def test_wrong_models(target: Any, draft: Any, message: str) -> None:
+    """What cannot be a target or its draft is refused when the generator is made."""
+    with pytest.raises(OptionError, match=message) as found:
+        SpecGenerator(target, draft)
+    assert isinstance(found.value, VocabularyError) == ("vocabulary" in message)
 
 
 @pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer, Transcriber])
@@ -379,12 +337,6 @@ def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) 
     way_out = re.escape(f"`{next(iter(option))}` is an option of loading: pass it to {kind.__name__}.from_pretrained")
     with pytest.raises(OptionError, match=way_out):
         kind("some/model", **option)
-
-
-def test_vocabularies_that_differ() -> None:
-    """Another vocabulary without its tokenizer is refused, with the way out."""
-    with pytest.raises(VocabularyError, match=r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"):
-        SpecGenerator(tiny("llama"), tiny("llama", vocab=50))
 
 
 # Every field of transformers' GenerationConfig and every argument of `generate`: what becomes of it, and a call.
@@ -437,18 +389,10 @@ HONOURED: dict[str, dict[str, Any]] = {
     "watermarking_config": {"watermarking_config": WatermarkingConfig()},
 }
 WARNED: dict[str, Any] = {
-    "assistant_lookbehind": 3,
-    "cache_config": {"nbits": 2},
-    "cache_implementation": "static",
-    "compile_config": CompileConfig(),
+    **{"assistant_lookbehind": 3, "target_lookbehind": 3, "max_cache_len": 64, "speculation_type": "dflash"},
+    **{"cache_config": {"nbits": 2}, "cache_implementation": "static", "use_cache": False, "low_memory": True},
+    **{"compile_config": CompileConfig(), "disable_compile": True, "trust_remote_code": True},
     "continuous_batching_config": {"num_blocks": 3},
-    "disable_compile": True,
-    "low_memory": True,
-    "max_cache_len": 64,
-    "speculation_type": "dflash",
-    "target_lookbehind": 3,
-    "trust_remote_code": True,
-    "use_cache": False,
     # without what they belong to
     **dict.fromkeys(("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), 0.3),
     **{"top_k": 7, "length_penalty": 2.0, "early_stopping": True, "max_matching_ngram_size": 3},
@@ -457,16 +401,16 @@ WARNED: dict[str, Any] = {
     **{"num_beam_groups": 2, "diversity_penalty": 0.5, "min_new_tokens": 20, "labels": IDS},
 }
 WRONG: dict[str, Any] = {
-    "assistant_ensemble_weight": 0.5,
-    "cache_implementation": "quantized",
-    "custom_generate": "a/place",
-    "dola_layers": "low",
-    "is_assistant": True,
-    "past_key_values": object(),
-    "token_healing": True,
+    **{"assistant_ensemble_weight": 0.5, "cache_implementation": "quantized", "custom_generate": "a/place"},
+    **{"dola_layers": "low", "is_assistant": True, "past_key_values": object(), "token_healing": True},
     # without what they belong to, or where a text less would come back
-    "constraints": [PhrasalConstraint([7])],
-    **{"force_words_ids": [[7]], "num_return_sequences": 2, "synced_gpus": True, "stop_strings": "x"},
+    **{
+        "constraints": [PhrasalConstraint([7])],
+        "force_words_ids": [[7]],
+        "num_return_sequences": 2,
+        "synced_gpus": True,
+        "stop_strings": "x",
+    },
 }
 DESCRIBES = {"transformers_version"}  # the file, and no call
 

@@ -13,8 +13,9 @@ import torch
 
 import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers import HybridDraft, NgramDraft, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -74,15 +75,13 @@ def test_assistants_are_let_go() -> None:
 
 def test_a_draft_is_prepared_once_for_the_same_model() -> None:
     """What a draft learned carries over to the next call that names the same object, and to no other."""
-    generator = SpecGenerator(tiny("llama"))
-    one, other = tiny("llama", seed=1), tiny("llama", seed=2)
-    first, second, again = (generator._drafts.of_call({"assistant_model": m}, None) for m in (one, other, one))
-    assert first is again
-    assert first is not second
-    lookups = [{"prompt_lookup_num_tokens": n} for n in (3, 3, 4)]
-    first, again, second = (generator._drafts.of_call(named, None) for named in lookups)
-    assert first is again
-    assert first is not second
+    drafts = Drafts(LanguageModel(tiny("llama")))
+    models = [{"assistant_model": tiny("llama", seed=seed)} for seed in (1, 2)]
+    lookups = [{"prompt_lookup_num_tokens": n} for n in (3, 4)]
+    for one, other in (models, lookups):
+        first = drafts.of_call(one, None)
+        assert drafts.of_call(other, None) is not first
+        assert drafts.of_call(dict(one), None) is first
 
 
 # --- what the cost rule learns
@@ -144,43 +143,24 @@ def test_errors_name_the_caller_s_argument(argument: str, given: dict[str, Any])
         SpecGenerator(tiny("llama")).generate(IDS, **RUN, **given)
 
 
-class Guess:
-    """A draft of one's own."""
-
-    def propose(self, tokens: list[int], k: int) -> list[int]:
-        return tokens[:k]
-
-
-@pytest.mark.parametrize("draft", [Guess, SuffixDrafter, ("suffix", Guess)])
-def test_a_class_is_no_drafter(draft: Any) -> None:
-    """The way out is an instance. (It was a TypeError in the middle of the call.)"""
-    with pytest.raises(OptionError, match=r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)"):
-        SpecGenerator(tiny("llama"), draft)
-
-
 # --- tokenizers
 
 
-def bridged(draft: Any = None) -> SpecGenerator:
-    """A target and a draft with other numbers for the same bytes."""
-    model = tiny("llama", vocab=WIDTH, seed=1)
-    return SpecGenerator(
-        tiny("llama", vocab=WIDTH),
-        (draft, model) if draft else model,
-        tokenizer=byte_tokenizer(),
-        assistant_tokenizer=byte_tokenizer(backwards=True),
-    )
+def tokenizers() -> dict[str, Any]:
+    """Those of a target and of a draft with other numbers for the same bytes."""
+    return {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
 
 
 @pytest.mark.parametrize("sampling", ["rejection", "block"])
 def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     """Under rejection sampling the draft draws from q. (Inside a hybrid it went on guessing greedily, by text.)"""
-    generator = bridged("suffix")
+    target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
+    generator = SpecGenerator(target, ("suffix", model), **tokenizers())
     drafter = generator.drafter
-    assert isinstance(drafter, HybridDrafter)
+    assert isinstance(drafter, HybridDraft)
     assert isinstance(drafter.model, TextBridge)
     suited = generator.drafter.for_sampling(sampling)
-    assert isinstance(suited, HybridDrafter)
+    assert isinstance(suited, HybridDraft)
     assert isinstance(suited.model, VocabularyIntersection)
     assert suited.text is drafter.text
     assert generator.drafter.for_sampling(sampling) is suited
@@ -208,17 +188,11 @@ def test_bridges_are_let_go() -> None:
     assert [reference() is not None for reference in seen] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [None, "suffix", "early_exit:1", Guess(), ("suffix", Guess())],
-    ids=["none", "suffix", "early_exit", "own", "pair"],
-)
+@pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", Sleepy([]), ("suffix", Sleepy([]))])
 def test_an_assistant_tokenizer_needs_a_draft_model(draft: Any) -> None:
     """Beside a draft that has none it did nothing, silently."""
     with pytest.raises(OptionError, match="`assistant_tokenizer` belongs to a draft model"):
-        SpecGenerator(
-            tiny("llama", vocab=WIDTH), draft, tokenizer=byte_tokenizer(), assistant_tokenizer=byte_tokenizer()
-        )
+        SpecGenerator(tiny("llama", vocab=WIDTH), draft, **tokenizers())
 
 
 def test_an_assistant_tokenizer_needs_the_target_s() -> None:
@@ -267,8 +241,7 @@ def test_training_mode_after_construction(draft: Any, which: str) -> None:
     """Dropout would change the text. (Only the constructor looked.)"""
     target, small = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
     names = {"model": small, "bridge": small, ("ngram", "model"): ("ngram", small)}
-    tokenizers = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
-    generator = SpecGenerator(target, names.get(draft, draft), **(tokenizers if draft == "bridge" else {}))
+    generator = SpecGenerator(target, names.get(draft, draft), **(tokenizers() if draft == "bridge" else {}))
     generator.generate(IDS, **RUN)
     (small if which == "draft" and draft != "early_exit:1" else target).train()
     with pytest.raises(OptionError, match=r"training mode.*\.eval\(\)"):
@@ -314,11 +287,8 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
     """However they are named. (`from_pretrained` compiled the target alone.)"""
     target, draft = folders
     objects = tiny("llama"), tiny("llama", seed=1)
-    for make, (one, two) in (
-        (SpecGenerator, objects),
-        (SpecGenerator, folders),
-        (SpecGenerator.from_pretrained, folders),
-    ):
+    ways = ((SpecGenerator, objects), (SpecGenerator, folders), (SpecGenerator.from_pretrained, folders))
+    for make, (one, two) in ways:
         generator = make(one, ("suffix", two) if pair else two, backend="compiled")
         assert len(generator.drafter.models) == 1
         assert is_compiled(generator.target, *generator.drafter.models)
@@ -345,7 +315,7 @@ def test_a_generator_describes_itself() -> None:
     generator = SpecGenerator(tiny("llama"), tiny("gpt2", seed=1))
     assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
     assert "0x" not in repr(generator)
-    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDrafter())
+    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDraft())
 
 
 def test_streams_that_are_closed_early_teach_costs() -> None:
@@ -358,9 +328,3 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     (pacing,) = generator._draft.pacings.values()
     cost = pacing.schedule
     assert cost.passes.weight > 0
-
-
-def test_an_encoder_decoder_cannot_draft_for_a_decoder() -> None:
-    """It has nothing to encode. (This was told after the first token.)"""
-    with pytest.raises(OptionError, match=r"encoder-decoder model.*name a decoder-only model"):
-        SpecGenerator(tiny("llama"), tiny("t5"))

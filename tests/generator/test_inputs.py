@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from transformers import BatchEncoding, LogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
-from specdec.generator import checks
 from specdec.generator.inputs import Prompts, RowPrompt
+from tests.generator.conftest import Letters, idle
+from tests.matrix import pairwise
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -38,18 +38,20 @@ def ours(model: Any, *args: Any, draft: Any = "suffix", **options: Any) -> list[
 # --- decoder prompts of encoder-decoders
 
 
-@pytest.mark.parametrize("prompt", [[[0, 7, 9], [0, 8, 8]], [[7, 9], [8, 8]], [[0, 7], [8, 8]]])
-def test_a_start_id_that_is_the_padding_id_stays(prompt: list[list[int]]) -> None:
-    """T5 starts with its padding id. (A leading start token was taken for padding, stripped, and put back twice.)"""
-    model = tiny("t5", decoder_start_token_id=0)
-    inputs = {**tiny_inputs("t5", rows=2), "decoder_input_ids": torch.tensor(prompt)}
-    assert ours(model, **inputs) == theirs(model, **inputs)
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        *(("t5", prompt) for prompt in ([[0, 7, 9], [0, 8, 8]], [[7, 9], [8, 8]], [[0, 7], [8, 8]])),
+        ("bart", [[1, 0, 9, 0]]),
+    ],
+)
+def test_padding_ids_in_a_decoder_prompt_stay(name: str, prompt: list[list[int]]) -> None:
+    """Only a mask says what is padding there, and T5 starts with its padding id.
 
-
-def test_padding_id_inside_a_decoder_prompt_stays() -> None:
-    """Only a mask says what is padding in a decoder prompt. (It was told by the padding id.)"""
-    model = tiny("bart")
-    inputs = {**tiny_inputs("bart"), "decoder_input_ids": torch.tensor([[1, 0, 9, 0]])}
+    (It was told by the id: a leading start token was stripped, and put back twice.)
+    """
+    model = tiny(name, **({"decoder_start_token_id": 0} if name == "t5" else {}))
+    inputs = {**tiny_inputs(name, rows=len(prompt)), "decoder_input_ids": torch.tensor(prompt)}
     assert ours(model, **inputs) == theirs(model, **inputs)
 
 
@@ -129,7 +131,7 @@ def test_drafts_read_the_encoder_s_text_without_padding() -> None:
     """(What a text draft copies from the source must not be padding.)"""
     seen: list[list[int] | None] = []
 
-    class Copy(BatchDrafter, DraftSession):
+    class Copy(Draft, Proposer):
         instant = True
 
         def start(self, vocab_size: int) -> Copy:
@@ -177,26 +179,21 @@ EMBEDDED_OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.filterwarnings("ignore:Passing", "ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("options", EMBEDDED_OPTIONS, ids=str)
-@pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", "wrong"])
-def test_embeddings_equal_transformers(options: dict[str, Any], draft: str | None) -> None:
+def test_embeddings_equal_transformers(options: dict[str, Any]) -> None:
     """Without ids, only new tokens count for processors. (Placeholders of id 0 leaked into processors, limits, drafts
     and results.)"""
     model = tiny("llama")
     embeds = embedded(model)
     expected = theirs(model, inputs_embeds=embeds, **options)
-    guess: Any = oracle("wrong", expected, 64) if draft == "wrong" else draft
-    assert ours(model, inputs_embeds=embeds, draft=guess, **{"eos_token_id": [], **options}) == expected
-
-
-def test_encoder_penalty_does_not_see_embeddings() -> None:
-    """There is no prompt to prefer. (The placeholder 0 was taken for it.)"""
-    model = tiny("llama")
-    plain = ours(model, inputs_embeds=embedded(model))
-    assert ours(model, inputs_embeds=embedded(model), encoder_repetition_penalty=5.0) == plain
+    for draft in (None, "suffix", "early_exit:1", oracle("wrong", expected, 64)):
+        assert ours(model, inputs_embeds=embeds, draft=draft, **{"eos_token_id": [], **options}) == expected, draft
 
 
 def test_processors_see_the_new_ids_alone() -> None:
-    """The first call sees ids of shape [1, 0]; a user's draft is asked once there is text."""
+    """The first call sees ids of shape [1, 0]; a user's draft is asked once there is text.
+
+    There is no prompt for an encoder's penalty to prefer. (The placeholder 0 was taken for it.)
+    """
     model, seen, asked = tiny("llama"), Seen(), []
 
     def draft(tokens: list[int], k: int) -> list[int]:
@@ -204,6 +201,7 @@ def test_processors_see_the_new_ids_alone() -> None:
         return []
 
     new = ours(model, inputs_embeds=embedded(model), draft=draft, logits_processor=seen)[0]
+    assert ours(model, inputs_embeds=embedded(model), encoder_repetition_penalty=5.0) == [new]
     assert seen.ids == [new[:n] for n in range(10)]
     assert asked[0] == new[:1]
 
@@ -250,51 +248,28 @@ def test_embeddings_count_as_positions() -> None:
 
 
 @pytest.mark.parametrize("negative", [None, [[4, 9, 9]], [[4, 9, 9], [6, 8, 7]]])
-@pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1"])
-def test_guidance_equals_transformers(negative: list[list[int]] | None, draft: str | None) -> None:
+def test_guidance_equals_transformers(negative: list[list[int]] | None) -> None:
     """A negative prompt for all or one for each, as a list or a tensor. (A list crashed.)"""
     model = tiny("llama")
     tensor = None if negative is None else torch.tensor(negative)
     everyone = None if tensor is None else tensor.expand(2, -1).contiguous()
     expected = theirs(model, IDS, guidance_scale=1.7, negative_prompt_ids=everyone)
-    for given in (negative, tensor):
+    for draft, given in pairwise(draft=(None, "suffix", "early_exit:1"), given=(negative, tensor)):
         assert ours(model, IDS, draft=draft, guidance_scale=1.7, negative_prompt_ids=given) == expected
 
 
 def test_negative_prompts_of_several_answers() -> None:
-    """Each copy of a prompt keeps the prompt's own negative. (Row 1 took the second prompt's.)"""
+    """Each copy of a prompt keeps the prompt's own negative, without its padding. (Row 1 took the second prompt's.)"""
     model = tiny("llama")
     options = {"guidance_scale": 1.7, "do_sample": True, "top_k": 1, "seed": 0}
     negative = [[4, 9, 9], [6, 8]]
-    twice = ours(model, IDS, **options, negative_prompt_ids=negative, num_return_sequences=2)
+    padded = {"negative_prompt_ids": [[4, 9, 9], [0, 6, 8]], "negative_prompt_attention_mask": [[1, 1, 1], [0, 1, 1]]}
+    twice = ours(model, IDS, **options, **padded, num_return_sequences=2)
     assert twice[:2] == [ours(model, IDS[:1], **options, negative_prompt_ids=negative[:1])[0]] * 2
     assert twice[2:] == [ours(model, IDS[1:], **options, negative_prompt_ids=negative[1:])[0]] * 2
 
 
-def test_negative_mask() -> None:
-    """Padding that the mask names is left out."""
-    model = tiny("llama")
-    masked = {"negative_prompt_ids": [[0, 4, 9]], "negative_prompt_attention_mask": torch.tensor([[0, 1, 1]])}
-    expected = ours(model, IDS, guidance_scale=1.7, negative_prompt_ids=[4, 9])
-    assert ours(model, IDS, guidance_scale=1.7, **masked) == expected
-
-
 # --- shapes that tokenizers and processors give
-
-
-class Letters:
-    """A tokenizer of letters, without a chat template."""
-
-    chat_template = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [5 + ord(c) % 50 for c in text]}
-
-    def decode(self, ids: list[int], **kwargs: Any) -> str:
-        return "x" * len(ids)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("no template")
 
 
 SPELLINGS = {
@@ -364,50 +339,41 @@ def test_repeated_prompts_keep_all_their_parts() -> None:
 # --- errors, before any forward
 
 
-def silent(name: str) -> SpecGenerator:
-    """A generator whose model must not run."""
-    model = tiny(name)
-
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a forward pass was run")
-
-    generator = SpecGenerator(model, "suffix", tokenizer=Letters())
-    model.forward = never
-    if model.config.is_encoder_decoder:
-        model.get_encoder().forward = never
-    return generator
-
-
 @pytest.fixture(scope="module")
 def generators() -> dict[str, SpecGenerator]:
-    return {name: silent(name) for name in ("llama", "t5", "whisper")}
+    return {name: idle(name, Letters()) for name in ("llama", "t5", "whisper")}
 
 
 CHAT = [{"role": "user", "content": "hi"}]
 EMBEDS = torch.zeros(1, 3, 32)
 GUIDED = {"guidance_scale": 1.5}
+CONVERSATIONS = [CHAT, [CHAT], CHAT[0]]
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("llama", torch.empty(0, 4), {}, "empty"),
+    *(("llama", prompt, {}, "empty") for prompt in ([], [[]], torch.empty(1, 0).long(), torch.empty(0, 4))),
     ("llama", torch.empty(0, 4, dtype=torch.long), {}, "empty"),
+    *(("llama", [[5, token]], {}, f"token {token}") for token in (99, -1)),
+    *(("llama", prompt, {}, "input_ids") for prompt in (torch.tensor([[0.5, 1.0]]), torch.zeros(1, 2, 3).long())),
+    ("llama", 5, {}, "prompt"),
+    *(("llama", prompt, {}, "the prompt is a conversation: pass it as `messages=`") for prompt in CONVERSATIONS),
+    ("llama", IDS, {"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+    ("llama", IDS, {"attention_mask": torch.zeros(2, 6)}, "empty"),
+    ("llama", IDS, {"messages": CHAT}, "given 2 times"),
+    ("llama", None, {"input_features": torch.zeros(1, 8, 40)}, "encoder"),
     ("llama", {"a": 1}, {}, "prompt is a mapping with ['a']"),
     ("llama", {"input_ids": IDS}, {"input_ids": IDS}, "given 2 times"),
-    ("llama", [[5, "x"]], {}, "token ids"),
-    ("llama", [[5, True]], {}, "token ids"),
-    ("llama", IDS, {"attention_mask": 5}, "attention_mask"),
-    ("llama", IDS, {"attention_mask": [[1, 1], [1]]}, "attention_mask"),
-    ("llama", IDS, {"attention_mask": torch.ones(2, 6, 6)}, "attention_mask"),
+    *(("llama", [[5, token]], {}, "token ids") for token in ("x", True)),
+    *(("llama", IDS, {"attention_mask": m}, "attention_mask") for m in (5, [[1, 1], [1]], torch.ones(2, 6, 6))),
     ("llama", None, {"attention_mask": torch.ones(1, 3)}, "attention_mask"),
     ("llama", "text", {"attention_mask": torch.ones(1, 4)}, "attention_mask"),
     ("llama", None, {"messages": CHAT}, "chat template"),
-    ("llama", IDS, {"decoder_input_ids": IDS}, "decoder_input_ids"),
-    ("llama", IDS, {"decoder_attention_mask": IDS}, "decoder_attention_mask"),
-    ("llama", None, {"encoder_outputs": 3}, "encoder_outputs"),
-    ("t5", None, {"encoder_outputs": 3}, "encoder_outputs"),
+    *(("llama", IDS, {name: IDS}, name) for name in ("decoder_input_ids", "decoder_attention_mask")),
+    *((name, None, {"encoder_outputs": 3}, "encoder_outputs") for name in ("llama", "t5")),
     ("t5", None, {"encoder_outputs": (torch.zeros(3, 32),)}, "[rows, frames, width]"),
     ("t5", IDS, {"encoder_outputs": torch.zeros(1, 6, 32)}, "2 rows"),
-    ("llama", None, {"inputs_embeds": torch.zeros(1, 3, 31)}, "[rows, length, 32]"),
-    ("llama", None, {"inputs_embeds": torch.zeros(3, 32)}, "[rows, length, 32]"),
-    ("llama", None, {"inputs_embeds": torch.zeros(0, 3, 32)}, "[rows, length, 32]"),
+    *(
+        ("llama", None, {"inputs_embeds": torch.zeros(n)}, "[rows, length, 32]")
+        for n in ((1, 3, 31), (3, 32), (0, 3, 32))
+    ),
     ("llama", None, {"inputs_embeds": [[1.0]]}, "[rows, length, 32]"),
     ("llama", None, {"inputs_embeds": EMBEDS, "attention_mask": torch.ones(1, 4)}, "attention_mask"),
     ("llama", None, {"inputs_embeds": EMBEDS, "attention_mask": torch.zeros(1, 3)}, "empty"),
@@ -424,10 +390,8 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("llama", IDS[:1], {"streamer": 3}, "streamer"),
     ("llama", IDS, {"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn"),
     ("llama", IDS, {"bad_words_ids": [[5], [6, 64]]}, "bad_words_ids"),
-    ("llama", IDS, {"sequence_bias": {(64,): 1.0}}, "sequence_bias"),
-    ("llama", IDS, {"sequence_bias": [[[5, 64], 1.0]]}, "sequence_bias"),
-    ("llama", IDS, {"suppress_tokens": [64]}, "suppress_tokens"),
-    ("llama", IDS, {"begin_suppress_tokens": [64]}, "begin_suppress_tokens"),
+    *(("llama", IDS, {"sequence_bias": bias}, "sequence_bias") for bias in ({(64,): 1.0}, [[[5, 64], 1.0]])),
+    *(("llama", IDS, {name: [64]}, name) for name in ("suppress_tokens", "begin_suppress_tokens")),
     ("llama", IDS, {"forced_bos_token_id": 64}, "forced_bos_token_id"),
     ("llama", IDS, {"forced_eos_token_id": [2, 64]}, "forced_eos_token_id"),
     ("t5", None, {"inputs_embeds": EMBEDS}, "inputs_embeds"),
@@ -436,8 +400,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("t5", IDS, {"decoder_attention_mask": [[1]]}, "decoder_input_ids"),
     ("t5", IDS, {"decoder_start_token_id": [1, 2, 3]}, "decoder_start_token_id"),
     ("t5", IDS, {"decoder_start_token_id": 64}, "token 64"),
-    ("whisper", None, {"input_features": torch.zeros(8, 40)}, "3 dimensions"),
-    ("whisper", None, {"input_features": torch.zeros(0, 8, 40)}, "3 dimensions"),
+    *(("whisper", None, {"input_features": torch.zeros(n)}, "3 dimensions") for n in ((8, 40), (0, 8, 40))),
     ("whisper", None, {"input_features": [[1.0], [1.0, 2.0]]}, "lists of equal lengths"),
     ("whisper", None, {"input_features": torch.zeros(1, 8, 40), "attention_mask": [1, 1]}, "attention_mask"),
     ("whisper", "text", {}, "input_features"),
@@ -448,19 +411,14 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_wrong_inputs(
     generators: dict[str, SpecGenerator], name: str, prompt: Any, options: dict[str, Any], message: str
 ) -> None:
-    """Each raises OptionError and runs nothing. (Most were raw errors from torch, and some were ignored.)"""
-    with pytest.raises(OptionError) as caught:
-        generators[name].generate(prompt, **{"max_new_tokens": 4, **options})
-    assert message in str(caught.value)
+    """Each raises OptionError and runs nothing, a stream before its first event is asked for.
 
-
-@pytest.mark.parametrize(("name", "prompt", "options", "message"), WRONG[-20:], ids=lambda v: str(v)[:40])
-def test_a_stream_says_so_at_once(
-    generators: dict[str, SpecGenerator], name: str, prompt: Any, options: dict[str, Any], message: str
-) -> None:
-    """Before its first event is asked for."""
-    with pytest.raises(OptionError):
-        generators[name].stream(prompt, **{"max_new_tokens": 4, **options})
+    (Most were raw errors from torch, and some were ignored.)
+    """
+    for call in (generators[name].generate, generators[name].stream):
+        with pytest.raises(OptionError) as caught:
+            call(prompt, **{"max_new_tokens": 4, **options})
+        assert message in str(caught.value)
 
 
 def test_the_checkpoint_s_own_ids_never_raise() -> None:
@@ -485,25 +443,13 @@ def test_one_processor_or_criterion_alone() -> None:
 # --- positions
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        ("gpt2", {"n_positions": 16}),
-        ("gptj", {"n_positions": 16}),
-        ("gpt_neo", {"max_position_embeddings": 16}),
-        ("opt", {"max_position_embeddings": 16}),
-        ("mpt", {"max_seq_len": 16}),
-        ("biogpt", {"max_position_embeddings": 16}),
-        ("xglm", {"max_position_embeddings": 16}),
-        ("bart", {"max_position_embeddings": 16}),
-        ("marian", {"max_position_embeddings": 16}),
-        ("m2m_100", {"max_position_embeddings": 16}),
-        ("whisper", {"max_target_positions": 16}),
-    ],
-)
-def test_a_position_table_is_filled_to_its_end(name: str, limit: dict[str, int]) -> None:
+OTHER_NAMES = {"gpt2": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len", "whisper": "max_target_positions"}
+
+
+@pytest.mark.parametrize("name", [*OTHER_NAMES, "gpt_neo", "opt", "biogpt", "xglm", "bart", "marian", "m2m_100"])
+def test_a_position_table_is_filled_to_its_end(name: str) -> None:
     """The last token is never fed, so one more than the positions fits. (The limit was one token short.)"""
-    model = tiny(name, **limit)
+    model = tiny(name, **{OTHER_NAMES.get(name, "max_position_embeddings"): 16})
     assert LanguageModel(model).max_positions == 16
     inputs = tiny_inputs(name) if model.config.is_encoder_decoder else {"input_ids": IDS[:1]}
     room = 16 if model.config.is_encoder_decoder else 11
@@ -543,8 +489,16 @@ def test_rotary_models_go_beyond_their_training(name: str) -> None:
     ],
 )
 def test_what_rotary_models_were_made_for(rope: Any, reach: int | None) -> None:
-    """Scaling that stretches positions counts, by layer or for all."""
-    assert checks._made_for(SimpleNamespace(rope_parameters=rope, max_position_embeddings=16)) == reach
+    """Scaling that stretches positions counts, by layer or for all; a text that may go beyond is told so."""
+    model = tiny("llama", max_position_embeddings=16)
+    generator = SpecGenerator(model)
+    model.config.rope_parameters = rope
+    ends = {"stopping_criteria": lambda *_: True}
+    if reach is not None:
+        generator.generate(IDS[:1], max_new_tokens=reach - 6, **ends)
+    told = pytest.warns(UserWarning, match=f"was made for {reach}: ") if reach else contextlib.nullcontext()
+    with told:
+        generator.generate(IDS[:1], max_new_tokens=(reach or 16) + 1, **ends)
 
 
 def test_unsupported_is_not_wrong() -> None:

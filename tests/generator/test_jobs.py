@@ -41,17 +41,6 @@ def test_a_job_is_the_call(draft: str) -> None:
     assert tokens == expected.new_tokens()[0] == out.new_tokens()[0]
 
 
-def test_cancelled_before_it_is_followed() -> None:
-    """Nothing of it reaches the engine, and the next call is not disturbed."""
-    generator = SpecGenerator(tiny("llama"))
-    job = generator.submit([[5, 9]], **COMMON)
-    job.cancel()
-    with pytest.raises(CancelledError):
-        next(job.follow())
-    assert len(followed(generator, [[5, 9]])[0]) == 24
-    assert is_clean(generator)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelled_by_another_thread(stream: bool) -> None:
     """It ends within two rounds, alone or among others, whose texts stay as they are."""
@@ -111,7 +100,10 @@ def test_a_cancelled_job_gives_back_what_it_had(draft: str, stream: bool) -> Non
 
 
 def test_what_a_job_gives_back_otherwise() -> None:
-    """The result of one that ended; of a closed one the texts so far; nothing of a failed one, or of a search."""
+    """The result of one that ended; of a closed one the texts so far; nothing of a failed one, or of a search.
+
+    Nothing of one that is cancelled before it is followed reaches the engine, and the next call is not disturbed.
+    """
     generator = SpecGenerator(tiny("llama"))
     job = generator.submit([[5, 9]], **COMMON, output_scores=True)
     for _ in job.follow():
@@ -137,6 +129,8 @@ def test_what_a_job_gives_back_otherwise() -> None:
     with pytest.raises(ZeroDivisionError):
         next(failed.follow())
     assert failed.result is None
+    assert len(followed(generator, [[5, 9]])[0]) == 24
+    assert is_clean(generator)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])

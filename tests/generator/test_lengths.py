@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from specdec import SpecGenerator
+from tests.matrix import in_pairs
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 9, 12, 7]])
@@ -22,10 +22,7 @@ def named(length: int, new: int) -> list[Lengths]:
     return [{}, {"max_length": length}, {"max_new_tokens": new}, {"max_length": length, "max_new_tokens": new}]
 
 
-CASES = [*itertools.product(named(9, 7), [None, *named(10, 8)], named(11, 9))]
-
-
-@pytest.mark.parametrize(("call", "config", "checkpoint"), CASES, ids=str)
+@in_pairs(call=named(9, 7), config=[None, *named(10, 8)], checkpoint=named(11, 9))
 def test_most_tokens(call: Lengths, config: Lengths | None, checkpoint: Lengths) -> None:
     """(A `max_length` of the call stood before the checkpoint's `max_new_tokens`, and both in a call were an error.)"""
     model = tiny("llama")

@@ -11,15 +11,10 @@ from transformers import GenerationMixin, TextStreamer
 
 from specdec import SpecGenerator, UnsupportedError
 from tests.oracle import oracle
-from tests.tiny import tiny, tiny_inputs
+from tests.tiny import never, tiny, tiny_inputs
 
-FIELDS = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_hidden_states": True,
-    "output_attentions": True,
-}
+KEPT = ("scores", "logits", "hidden_states", "attentions")
+FIELDS = {"return_dict_in_generate": True, **{f"output_{kind}": True for kind in KEPT}}
 LAYERED = ("attentions", "hidden_states", "decoder_attentions", "decoder_hidden_states", "cross_attentions")
 COMMON = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
@@ -122,7 +117,7 @@ def test_attentions_that_cannot_be_had(name: str, attention: str | None, reason:
     generator = SpecGenerator(model, assistant)
     for part in (model, assistant):
         if isinstance(part, torch.nn.Module):
-            part.register_forward_pre_hook(_never)
+            part.register_forward_pre_hook(never)
     for hidden in (False, True):
         with pytest.raises(UnsupportedError, match=reason):
             generator.generate([[5, 9, 12]], **COMMON, output_attentions=True, output_hidden_states=hidden)
@@ -135,10 +130,6 @@ def test_attentions_of_a_model_whose_parts_differ() -> None:
     model.decoder.config._attn_implementation = "sdpa"
     with pytest.raises(UnsupportedError, match="eager"):
         SpecGenerator(model).generate([[5, 9, 12]], **COMMON, output_attentions=True)
-
-
-def _never(*args: Any) -> None:
-    raise AssertionError("a forward pass was run")
 
 
 def test_fields_of_a_ragged_batch() -> None:
@@ -158,10 +149,7 @@ def test_fields_of_a_ragged_batch() -> None:
 def test_fields_are_absent_unless_asked_for() -> None:
     """Nothing is kept that nobody wants."""
     out = SpecGenerator(tiny("llama"), "suffix").generate([[5, 9]], **COMMON)
-    assert out.scores is None
-    assert out.logits is None
-    assert out.hidden_states is None
-    assert out.attentions is None
+    assert [getattr(out, kind) for kind in KEPT] == [None] * 4
     assert out.to_tuple()[0] is out.sequences
 
 
@@ -178,12 +166,8 @@ def test_statistics_add_up() -> None:
     assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
     assert stats.target_passes_per_token == stats.num_target_passes / 24
     assert 0 < stats.draft_seconds + stats.verify_seconds + stats.select_seconds < stats.seconds
-    assert stats.settings == {
-        "strategy": "greedy",
-        "schedule": "heuristic",
-        "backend": "eager",
-        "draft_backend": "eager",
-    }
+    backends = {"backend": "eager", "draft_backend": "eager"}
+    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", **backends}
 
 
 class Words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,20 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.tree import EMPTY, Tree
 from specdec.pipelines import Text
 from tests.folders import byte_tokenizer, saved_model
-from tests.matrix import endless
+from tests.matrix import endless, some
 from tests.tiny import tiny, tiny_inputs
 
 IDS = [[5, 6, 7], [9, 8, 4, 3]]
 RUN = endless(24)
 
 
-def drafts() -> list[Any]:
-    """Every draft that copies."""
-    return ["suffix", "ngram", ("suffix", tiny("llama", seed=1))]
-
-
-@pytest.mark.parametrize("draft", drafts(), ids=["suffix", "ngram", "hybrid"])
+@pytest.mark.parametrize(
+    "draft", ["suffix", "ngram", ("suffix", tiny("llama", seed=1))], ids=["suffix", "ngram", "hybrid"]
+)
 def test_the_text_stays_and_passes_become_few(draft: Any) -> None:
     """A right prediction is found from its first token on, one with a mistake again after it; a wrong one is idle."""
     generator, plain = SpecGenerator(tiny("llama"), draft), SpecGenerator(tiny("llama"))
@@ -39,10 +39,9 @@ def test_the_text_stays_and_passes_become_few(draft: Any) -> None:
     assert passes["none"] > 2 * passes["right"]
 
 
-@pytest.mark.parametrize("how", [{"do_sample": True, "seed": 5}, {"num_beams": 3}, {"num_samples": 3, "seed": 1}])
+@pytest.mark.parametrize("how", some("coupled", "beams", "ranked").values(), ids=str)
 def test_every_strategy_takes_one(how: dict[str, Any]) -> None:
     """Samples, beams and ranked samples stay what they are; for single texts, a prediction of them saves passes."""
-    how = {"do_sample": True, **how} if "num_samples" in how else how
     plain = SpecGenerator(tiny("llama")).generate(IDS[:1], **RUN, **how)
     generator = SpecGenerator(tiny("llama"), "suffix")
     for prediction in (plain.new_tokens()[0], [60, 61]):
@@ -113,3 +112,20 @@ def test_pipelines_have_no_place_for_it() -> None:
     text = Text(tiny("llama", vocab=300), "suffix", tokenizer=byte_tokenizer())
     with pytest.raises(OptionError, match="prediction"):
         text("ab", max_new_tokens=4, prediction="cd")
+
+
+def test_a_draft_that_says_nothing_of_itself() -> None:
+    """Predictions and trees are refused, not ignored, until it says that it uses them."""
+
+    class Silent(Draft, Proposer):
+        def start(self, vocab_size: int) -> Silent:
+            return self
+
+        def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+            return [EMPTY] * len(seqs)
+
+    generator = SpecGenerator(tiny("llama"), Silent())
+    with pytest.raises(OptionError, match="`prediction` is for drafts that copy"):
+        generator.generate(IDS[:1], **RUN, prediction=[1, 2])
+    with pytest.raises(OptionError, match="`num_assistant_branches`=2 asks for trees"):
+        generator.generate(IDS[:1], **RUN, num_assistant_branches=2)

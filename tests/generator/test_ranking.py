@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
+from tests.matrix import endless
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
 
-OPTIONS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": [7, 9, 11], "pad_token_id": 0}
+OPTIONS = endless(10, do_sample=True, eos_token_id=[7, 9, 11])
 
 
 def log_prob(model: Any, text: list[int], prompt: int) -> float:

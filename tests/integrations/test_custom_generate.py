@@ -107,9 +107,8 @@ def test_encoder_decoders(name: str) -> None:
         check(model, draft, **inputs, max_new_tokens=7, num_beams=2, **endless)
         check(model, draft, **inputs, max_new_tokens=5, decoder_input_ids=STARTS, **endless, **LAYERS)
     if name != "whisper":
-        check(
-            model, "suffix", **inputs, max_new_tokens=7, encoder_no_repeat_ngram_size=2, encoder_repetition_penalty=1.3
-        )
+        penalties = {"encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.3}
+        check(model, "suffix", **inputs, max_new_tokens=7, **penalties)
     outputs = model.get_encoder()(**inputs)
     mask = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
     check(model, None, encoder_outputs=outputs, **mask, max_new_tokens=5)
@@ -129,10 +128,8 @@ def test_fewer_passes(model: PreTrainedModel) -> None:
 def test_samples_are_those_of_a_generator(model: PreTrainedModel, wrong: PreTrainedModel) -> None:
     """A seed is specdec's; without one torch's generator decides. No draft changes the text."""
     how = {"do_sample": True, "max_new_tokens": 12, "temperature": 0.8, "top_k": 20, "num_return_sequences": 2}
-    texts = [
-        model.generate(**BATCH, **how, custom_generate=custom_generate(draft, seed=3))
-        for draft in (None, wrong, "suffix")
-    ]
+    hooks = [custom_generate(draft, seed=3) for draft in (None, wrong, "suffix")]
+    texts = [model.generate(**BATCH, **how, custom_generate=hook) for hook in hooks]
     assert all(torch.equal(text, texts[0]) for text in texts)
     assert torch.equal(texts[0], SpecGenerator(model).generate(**BATCH, **how, seed=3).sequences)
     drawn = []
@@ -221,9 +218,10 @@ def test_options_of_the_hook(model: PreTrainedModel) -> None:
         hook(model, IDS, [], [], GenerationConfig())
 
 
-def test_weights_that_change(wrong: PreTrainedModel) -> None:
-    """Training goes on between evaluations: no text is told from weights of yesterday."""
-    model, hook = tiny("llama"), custom_generate(wrong)
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_weights_that_change(wrong: PreTrainedModel, backend: str, built: None) -> None:
+    """Training goes on between evaluations: no text is told from weights of yesterday, packed ones either."""
+    model, hook = tiny("llama"), custom_generate(wrong, backend=backend)
     before = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
     model.load_state_dict(tiny("llama", seed=7).state_dict())
     after = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
@@ -234,20 +232,17 @@ def test_weights_that_change(wrong: PreTrainedModel) -> None:
         model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
 
 
-def test_copied_weights_that_change(wrong: PreTrainedModel, built: None) -> None:
-    """Weights are packed anew after a step of training."""
-    model, hook = tiny("llama"), custom_generate(wrong, backend="packed")
-    model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
-    model.load_state_dict(tiny("llama", seed=7).state_dict())
-    after = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
-    assert torch.equal(after, model.generate(IDS[:1], max_new_tokens=8))
-
-
 def test_contrastive_search_comes_back(model: PreTrainedModel) -> None:
     """Strategies that transformers has no code for any more run with the hook."""
     how = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
     found = model.generate(IDS[:1], **how, custom_generate=custom_generate())
     assert torch.equal(found, SpecGenerator(model).generate(IDS[:1], **how).sequences)
+
+
+THRESHOLDS = {
+    **{"logprob_threshold": -1.0, "no_speech_threshold": 0.001, "compression_ratio_threshold": 1.35},
+    **{"temperature": (0.0,), "condition_on_prev_tokens": True},
+}
 
 
 def test_a_text_pipeline_that_exists() -> None:
@@ -257,10 +252,9 @@ def test_a_text_pipeline_that_exists() -> None:
     pipe = pipeline("text-generation", tiny("llama", vocab=WIDTH), tokenizer=tokenizer, device="cpu")
     hook = custom_generate(tiny("llama", vocab=WIDTH, seed=1))
     prompts, how = ["def f(", "class Long(", "x"], {"max_new_tokens": 10, "do_sample": False}
-    assert pipe(prompts, batch_size=3, **how, custom_generate=hook) == pipe(prompts, batch_size=3, **how)
-    assert pipe(prompts[0], **how, num_beams=2, num_return_sequences=2, custom_generate=hook) == pipe(
-        prompts[0], **how, num_beams=2, num_return_sequences=2
-    )
+    several = {"num_beams": 2, "num_return_sequences": 2}
+    for given, more in ((prompts, {"batch_size": 3}), (prompts[0], several)):
+        assert pipe(given, **more, **how, custom_generate=hook) == pipe(given, **more, **how)
 
 
 @pytest.mark.parametrize(
@@ -271,16 +265,7 @@ def test_a_text_pipeline_that_exists() -> None:
             {"return_timestamps": True, "generate_kwargs": {"language": "en", "num_beams": 2}}, marks=pytest.mark.slow
         ),
         pytest.param({"return_timestamps": "word"}, marks=pytest.mark.slow),
-        {
-            "return_timestamps": True,
-            "generate_kwargs": {
-                "logprob_threshold": -1.0,
-                "no_speech_threshold": 0.001,
-                "compression_ratio_threshold": 1.35,
-                "temperature": (0.0,),
-                "condition_on_prev_tokens": True,
-            },
-        },
+        {"return_timestamps": True, "generate_kwargs": THRESHOLDS},
     ],
     ids=["short", "beams", "words", "thresholds"],
 )
@@ -288,13 +273,8 @@ def test_a_speech_pipeline_that_exists(given: dict[str, Any]) -> None:
     """Windows one after another, their timestamps, words, silence, and the text before them."""
     model = speech.whisper(stamps=2.0, end=2.0, attn_implementation="eager")
     processor = speech.processor()
-    pipe = pipeline(
-        "automatic-speech-recognition",
-        model,
-        tokenizer=processor.tokenizer,
-        feature_extractor=processor.feature_extractor,
-        device="cpu",
-    )
+    parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
+    pipe = pipeline("automatic-speech-recognition", model, **parts, device="cpu")
     seconds = 2.5 if given.get("return_timestamps") else 0.9
     sound = {"raw": speech.speech(seconds), "sampling_rate": speech.RATE}
     expected = pipe(dict(sound), **given)

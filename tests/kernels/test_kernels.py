@@ -86,10 +86,8 @@ def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, in
     for bias in (False, True):
         layer = layer_of(kind, options, outputs, inputs, bias=bias)
         x = numbers(70, inputs, seed=2, dtype=dtype)
-        exact = F.linear(x.double(), layer.weight().double(), None if layer.bias is None else layer.bias.double())
-        size = F.linear(
-            x.double().abs(), layer.weight().double().abs(), None if layer.bias is None else layer.bias.double().abs()
-        )
+        parts = [None if one is None else one.double() for one in (x, layer.weight(), layer.bias)]
+        exact, size = F.linear(*parts), F.linear(*(None if one is None else one.abs() for one in parts))
         for rows in (1, 2, 5, 12, 13, 70):
             y = layer(x[:rows])
             assert y.dtype == dtype
@@ -139,11 +137,7 @@ def test_rounding() -> None:
     """The error of rounded weights is that of their levels, whatever their size."""
     for scale in (1e-15, 1.0, 1e15):
         weight = numbers(40, 96) * scale
-        for integers, most in (
-            (to_int8(weight), 0.02),
-            (to_int8(weight, 32), 0.011),
-            (to_int4(weight), 0.09),
-        ):
+        for integers, most in ((to_int8(weight), 0.02), (to_int8(weight, 32), 0.011), (to_int4(weight), 0.09)):
             assert (integers.weight() - weight).norm() / weight.norm() < most
     assert not to_int4(torch.zeros(3, 40)).weight().any()
     assert not to_int8(torch.zeros(3, 40)).weight().any()
@@ -239,14 +233,9 @@ def test_wrong_operands() -> None:
         "bias": layer.bias, "outputs": 40, "group": 32,
     }  # fmt: skip
     wrong = {
-        "x": numbers(2, 72).double(),
-        "weight": layer.packed[:1],
-        "factors": numbers(39),
-        "scales": layer.scales.float(),
-        "mins": numbers(2, 3, 31).half(),
-        "bias": numbers(80)[::2],
-        "group": 12,
-    }
+        "x": numbers(2, 72).double(), "weight": layer.packed[:1], "factors": numbers(39), "group": 12,
+        "scales": layer.scales.float(), "mins": numbers(2, 3, 31).half(), "bias": numbers(80)[::2],
+    }  # fmt: skip
     ops.packed_linear(*right.values())
     for name, value in wrong.items():
         refused(name, lambda arguments={**right, name: value}: ops.packed_linear(*arguments.values()), ValueError)
@@ -360,11 +349,10 @@ def test_a_build_that_fails(compiler: Callable[..., str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (
-            {"CXX": "no-such-compiler"},
-            "CXX names no-such-compiler, which is not here: name a C++ compiler, or unset it",
+        *(
+            ({"CXX": name}, f"CXX names {name}, which is not here: name a C++ compiler, or unset it")
+            for name in ("no-such-compiler", "nothing 'here")
         ),
-        ({"CXX": "nothing 'here"}, "CXX names nothing 'here, which is not here: name a C++ compiler, or unset it"),
         ({"PATH": "/nowhere"}, "there is no C++ compiler (c++, g++, clang++): apt install g++, or name one in CXX"),
         ({"SPECDEC_KERNELS": "/dev/null/kernels"}, "/dev/null/kernels cannot be written to (Not a directory): change"),
     ],

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.errors import OptionError, UnsupportedError
 from specdec.models import LanguageModel, capability, load
 from specdec.models.probe import probe
 from specdec.options.load import Loading
@@ -44,14 +43,6 @@ def test_offloaded_models_are_not_probed() -> None:
     assert LanguageModel(model).capability.cache_kind == "replay"
 
 
-def test_rope_boundary() -> None:
-    """LongRoPE switches its frequencies at the original context length; ordinary rotary positions never do."""
-    assert LanguageModel(tiny("llama")).capability.boundary is None
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = tiny("llama", rope_parameters=scaling, max_position_embeddings=64)
-    assert LanguageModel(model).capability.boundary == 64
-
-
 @pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
 def test_load(name: str, tmp_path: Path) -> None:
     """A directory with safetensors becomes a model in eval mode, in its own or the wanted type."""
@@ -60,15 +51,3 @@ def test_load(name: str, tmp_path: Path) -> None:
     language = load(str(tmp_path), Loading(dtype="bfloat16"))
     assert language.dtype == torch.bfloat16
     assert load(language) is language
-
-
-def test_load_explains_itself(tmp_path: Path) -> None:
-    """What cannot be loaded, or is loaded already, is told by name."""
-    with pytest.raises(OptionError, match="cannot be loaded"):
-        load(tmp_path)
-    with pytest.raises(OptionError, match="dtype"):
-        load(tiny("llama"), Loading(dtype="bfloat16"))
-    with pytest.raises(OptionError, match="hub name"):
-        load(3)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="compile"):
-        LanguageModel(tiny("bloom"), backend="compiled")

@@ -220,14 +220,6 @@ def test_names_that_are_none(name: Any) -> None:
         Loading(gguf_file=name)
 
 
-def test_objects_are_loaded_already() -> None:
-    """As for all options of loading."""
-    with pytest.raises(OptionError, match="`gguf_file` applies to loading, but the model is loaded already"):
-        SpecGenerator.from_pretrained(tiny("llama"), gguf_file="model.gguf")
-    with pytest.raises(OptionError, match=r"pass it to SpecGenerator\.from_pretrained"):
-        SpecGenerator(tiny("llama"), gguf_file="model.gguf")
-
-
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     """What is there is told."""
     with pytest.raises(OptionError, match=r"got 'a.gguf': no GGUF file is there"):

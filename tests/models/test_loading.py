@@ -205,12 +205,13 @@ def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> No
 
 def test_a_loaded_model_takes_no_loading_options() -> None:
     """Neither as target nor as draft."""
-    with pytest.raises(OptionError, match=r"quantization.*loaded already"):
-        SpecGenerator.from_pretrained(tiny("llama"), quantization="int8-weight")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="draft_options"):
         SpecGenerator.from_pretrained("no-such-model", tiny("llama"), draft_options={"dtype": "bfloat16"})
-    with pytest.raises(OptionError, match="from_pretrained"):
-        SpecGenerator(tiny("llama"), quantization="int8-weight")
+    for given in ({"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"gguf_file": "model.gguf"}):
+        with pytest.raises(OptionError, match=f"`{next(iter(given))}` applies to loading, but the model is loaded al"):
+            SpecGenerator.from_pretrained(tiny("llama"), **given)
+        with pytest.raises(OptionError, match=r"pass it to SpecGenerator\.from_pretrained"):
+            SpecGenerator(tiny("llama"), **given)
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +304,8 @@ def test_weights_that_are_in_no_file(share: float, tmp_path: Path) -> None:
 
 def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     """The reason is told, whatever the kind of error."""
+    with pytest.raises(OptionError, match="cannot be loaded"):
+        load(tmp_path)
     folder = saved("llama", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(OptionError, match="safetensors"):
@@ -401,19 +404,14 @@ def test_temporary_files_live_as_long_as_the_model(tmp_path: Path, temporary: Pa
     assert not list(temporary.iterdir())
 
 
-def test_an_offload_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is told before anything is loaded."""
+def test_offloading_that_cannot_be(tmp_path: Path) -> None:
+    """A folder that cannot be written is told before anything is loaded; weights out of reach are not quantized."""
     folder = saved("llama", tmp_path / "model")
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"offload_folder.*written to"):
         load(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
-
-
-def test_weights_out_of_reach_are_not_quantized(tmp_path: Path) -> None:
-    """A device map that leaves some on disk says what to use instead."""
-    how = Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off")
     with pytest.raises(UnsupportedError, match="offload"):
-        load(saved("llama", tmp_path / "model"), how)
+        load(folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off"))
 
 
 @pytest.mark.parametrize("way", ["int8-weight", "nf4"])
@@ -427,10 +425,8 @@ def test_the_pair_of_the_package(way: str) -> None:
     assisted = generator.generate(prompt, **options)
     assert assisted.stats.exactness == "exact"
     assert assisted.stats.num_accepted_draft_tokens > 0
-    assert (
-        assisted.texts
-        == SpecGenerator(generator.target, tokenizer=generator.tokenizer).generate(prompt, **options).texts
-    )
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    assert plain.generate(prompt, **options).texts == assisted.texts
 
 
 # ------------------------------------------------------------------------------------------------ types, devices, names
@@ -493,17 +489,12 @@ def test_a_type_that_is_named_is_honoured(dtype: Any, tmp_path: Path, caplog: py
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
-@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}])
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}, "gpu"])
 def test_devices_that_are_not_here(place: Any) -> None:
-    """`device_map="cuda"` without CUDA was an AssertionError of torch."""
-    with pytest.raises(OptionError, match=r"`device_map` names .*no accelerator here: pass 'auto' or 'cpu'"):
+    """`device_map="cuda"` without CUDA was an AssertionError of torch; of what is none, the known ones are told."""
+    told = "must be one of auto, .*got 'gpu'" if place == "gpu" else "names .*no accelerator here: pass 'auto' or 'cpu'"
+    with pytest.raises(OptionError, match=f"`device_map` {told}"):
         load("no-such-model", Loading(device_map=place))
-
-
-def test_a_device_that_is_none() -> None:
-    """The known ones are told."""
-    with pytest.raises(OptionError, match=r"`device_map` must be one of auto, .*got 'gpu'"):
-        load("no-such-model", Loading(device_map="gpu"))
 
 
 @pytest.mark.parametrize("source", ["/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent")])
@@ -513,10 +504,11 @@ def test_a_folder_that_is_not_there(source: Any) -> None:
         load(source, name="draft")
 
 
-def test_a_file_is_no_folder() -> None:
-    """Said of what is there."""
-    with pytest.raises(OptionError, match="it is a file"):
-        load(__file__)
+def test_what_is_no_folder() -> None:
+    """A file, and what is no name."""
+    for source, said in ((__file__, "it is a file"), (3, "hub name")):
+        with pytest.raises(OptionError, match=said):
+            load(source)
 
 
 def test_a_misspelt_word() -> None:

@@ -57,25 +57,17 @@ def test_offloaded_later() -> None:
         assert SpecGenerator(language, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "device_map",
-    [
-        {"": "disk"},
-        {
-            **dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu"),
-            "model.layers": "disk",
-        },
-    ],
-    ids=["all", "layers"],
-)
+OUTSIDE = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {**OUTSIDE, "model.layers": "disk"}], ids=["all", "layers"])
 def test_loaded_to_disk(device_map: dict[str, str], tmp_path: Path) -> None:
     """A device map that leaves weights on disk."""
     whole, inputs = tiny("llama"), prompt_for("llama")
     expected = reference(whole, inputs, max_new_tokens=8).tolist()
     whole.save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "off"
-    )
+    places = {"device_map": device_map, "offload_folder": tmp_path / "off"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **places)
     check(model, inputs, expected, whole)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,9 @@ from tests.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
-def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def file(fresh_verdicts: Path) -> Path:
     """An empty memory: nothing was tried in this process, and the file does not exist yet."""
-    path = tmp_path / "kept" / "probes.json"
-    monkeypatch.setenv("SPECDEC_PROBES", str(path))
-    monkeypatch.setattr(probe_cache, "_found", {})
-    return path
+    return fresh_verdicts
 
 
 def succeeding(calls: list[str], verdict: bool | None = True) -> Callable[[], bool | None]:
@@ -52,7 +49,8 @@ def test_known_families_hold(name: str, file: Path) -> None:
         found = LanguageModel(model).capability
     assert found == LanguageModel(model).capability
     assert torch.equal(torch.get_rng_state(), before)
-    assert list(json.loads(file.read_text()).values()) == [[*probe_cache._found]]
+    [tried] = json.loads(file.read_text()).values()
+    assert len(tried) == 1
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,12 +98,13 @@ def test_huge_and_offloaded_models_are_not_run(file: Path) -> None:
     assert file.exists()
 
 
-def test_attention_and_options_are_tried_apart() -> None:
+def test_attention_and_options_are_tried_apart(file: Path) -> None:
     """Eager attention takes masks another way, and Falcon's two kinds of positions have nothing in common."""
-    for name, options in (("llama", {}), ("falcon", {}), ("falcon_alibi", {})):
-        LanguageModel(tiny(name, **options))
+    for name in ("llama", "falcon", "falcon_alibi"):
+        LanguageModel(tiny(name))
     LanguageModel(tiny("llama", attn_implementation="eager"))
-    assert {*probe_cache._found} == {"llama kv sdpa", "llama kv eager", "falcon kv sdpa", "falcon replay sdpa"}
+    [tried] = json.loads(file.read_text()).values()
+    assert {*tried} == {"llama kv sdpa", "llama kv eager", "falcon kv sdpa", "falcon replay sdpa"}
 
 
 def test_autocast_changes_no_verdict() -> None:
@@ -174,10 +173,11 @@ def test_a_broken_file(content: bytes, file: Path) -> None:
 
 def test_broken_entries_of_these_releases(file: Path) -> None:
     """Entries that are no names are dropped."""
-    file.parent.mkdir()
-    file.write_text(json.dumps({probe_cache._releases(): [None, ["x"], "that"]}))
+    probe_cache.holds("that", succeeding([]))
+    [releases] = json.loads(file.read_text())
+    file.write_text(json.dumps({releases: [None, ["x"], "that"]}))
     assert probe_cache.holds("this", succeeding([]))
-    assert json.loads(file.read_text()) == {probe_cache._releases(): ["that", "this"]}
+    assert json.loads(file.read_text()) == {releases: ["that", "this"]}
 
 
 def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,25 +228,19 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_threads_try_once(file: Path) -> None:
     """Several threads that ask at once wait for one trial."""
     calls: list[str] = []
-    asked = [threading.Thread(target=probe_cache.holds, args=("this", succeeding(calls))) for _ in range(8)]
-    for thread in asked:
-        thread.start()
-    for thread in asked:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda _: probe_cache.holds("this", succeeding(calls)), range(8)))
     assert len(calls) == 1
     assert len(json.loads(file.read_text())) == 1
 
 
 def test_processes_at_once(file: Path) -> None:
     """Writers that know nothing of each other leave a whole file at every moment, and no other files behind."""
-    probe_cache._write("first")
-    writers = [
-        threading.Thread(target=lambda n=n: [probe_cache._write(f"{n}.{i}") for i in range(20)]) for n in range(6)
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert probe_cache._read()[probe_cache._releases()]
-    for writer in writers:
-        writer.join()
+    probe_cache.holds("first", succeeding([]))
+    with ThreadPoolExecutor(6) as pool:
+        keys = [f"{n}.{i}" for i in range(20) for n in range(6)]
+        writers = [pool.submit(probe_cache.holds, key, succeeding([])) for key in keys]
+        while not all(writer.done() for writer in writers):
+            [names] = json.loads(file.read_text()).values()
+            assert names
     assert [path.name for path in file.parent.iterdir()] == [file.name]

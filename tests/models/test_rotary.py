@@ -24,26 +24,16 @@ SWITCH = 32
 THETA = {"rope_theta": 1e4}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, **THETA}
 LONG = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": SWITCH}, "max_position_embeddings": 128}
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **THETA}, "max_position_embeddings": 26}
+TWICE = {"rope_type": "dynamic", "factor": 2.0, **THETA}
+BY_LAYER = {"full_attention": TWICE, "sliding_attention": {"rope_type": "default", **THETA}}
+DYNAMIC = {"rope_parameters": TWICE, "max_position_embeddings": 26}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rereads": ("phi3", {**LONG, "original_max_position_embeddings": SWITCH}),
     "longrope": ("llama", LONG),
     "dynamic": ("llama", DYNAMIC),
-    "layers": (
-        "gemma3_text",
-        {
-            "rope_parameters": {
-                "full_attention": DYNAMIC["rope_parameters"],
-                "sliding_attention": {"rope_type": "default", **THETA},
-            },
-            "max_position_embeddings": 26,
-        },
-    ),
+    "layers": ("gemma3_text", {**DYNAMIC, "rope_parameters": BY_LAYER}),
     "complex": ("llama4_text", DYNAMIC),
-    "recurrent": (
-        "qwen3_next",
-        {**DYNAMIC, "rope_parameters": {**DYNAMIC["rope_parameters"], "partial_rotary_factor": 0.5}},
-    ),
+    "recurrent": ("qwen3_next", {**DYNAMIC, "rope_parameters": {**TWICE, "partial_rotary_factor": 0.5}}),
 }
 PROMPTS = (20, 26, 31, 32, 33, 45)
 LENGTH = 16

@@ -48,12 +48,6 @@ def lora(model: Any) -> Any:
 
 
 @contextmanager
-def disabled(model: Any) -> Iterator[None]:
-    with model.disable_adapter():
-        yield
-
-
-@contextmanager
 def disabled_by_transformers(model: Any) -> Iterator[None]:
     """As `PreTrainedModel.disable_adapters` does, which sets this switch of every adapted layer."""
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
@@ -65,18 +59,13 @@ def disabled_by_transformers(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def another_adapter(model: Any) -> Iterator[None]:
+def another_adapter(model: Any, *, merged: bool = False) -> Iterator[None]:
     model.set_adapter("b")
+    if merged:
+        model.merge_adapter()
     yield
-    model.set_adapter("default")
-
-
-@contextmanager
-def merged(model: Any) -> Iterator[None]:
-    model.set_adapter("b")
-    model.merge_adapter()
-    yield
-    model.unmerge_adapter()
+    if merged:
+        model.unmerge_adapter()
     model.set_adapter("default")
 
 
@@ -91,13 +80,12 @@ def averaged_weights(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+@torch.no_grad()
 def written_weights(model: Any) -> Iterator[None]:
     weight = model.model.layers[0].mlp.down_proj.weight
-    with torch.no_grad():
-        weight.mul_(-1)
+    weight.mul_(-1)
     yield
-    with torch.no_grad():
-        weight.mul_(-1)
+    weight.mul_(-1)
 
 
 @contextmanager
@@ -109,48 +97,22 @@ def other_weights(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def moved_storage(model: Any) -> Iterator[None]:
-    layer = model.model.layers[1].mlp.up_proj
-    held = layer.weight.data
-    layer.weight.data = -held
+def swapped(owner: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
+    """Another value of an attribute, made of its own."""
+    held = getattr(owner, name)
+    setattr(owner, name, other(held))
     yield
-    layer.weight.data = held
+    setattr(owner, name, held)
 
 
 @contextmanager
-def attribute(model: Any) -> Iterator[None]:
-    layer = model.model.layers[0].self_attn
-    layer.scaling *= 4
+def hooked(handle: Any) -> Iterator[None]:
     yield
-    layer.scaling /= 4
+    handle.remove()
 
 
 @contextmanager
-def steering(model: Any) -> Iterator[None]:
-    hook = model.model.layers[0].register_forward_hook(lambda _, args, out: out + 1.5)
-    yield
-    hook.remove()
-
-
-@contextmanager
-def early_steering(model: Any) -> Iterator[None]:
-    hook = model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * -1, *args[1:]))
-    yield
-    hook.remove()
-
-
-@contextmanager
-def global_hook(model: Any) -> Iterator[None]:
-    def doubled(module: Any, args: Any, out: Any) -> Any:
-        return out * 3 if type(module).__name__ == "LlamaMLP" else None
-
-    hook = torch.nn.modules.module.register_module_forward_hook(doubled)
-    yield
-    hook.remove()
-
-
-@contextmanager
-def other_attention(model: Any) -> Iterator[None]:
+def other_attention(_: Any) -> Iterator[None]:
     held = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def flipped(*args: Any, **options: Any) -> Any:
@@ -170,20 +132,36 @@ def patched(model: Any) -> Iterator[None]:
     del layer.forward
 
 
-@contextmanager
-def replaced_module(model: Any) -> Iterator[None]:
-    layer = model.model.layers[0]
-    held, layer.mlp = layer.mlp, torch.nn.Identity()
-    yield
-    layer.mlp = held
+def tripled(module: Any, args: Any, out: Any) -> Any:
+    return out * 3 if type(module).__name__ == "LlamaMLP" else None
 
 
-Change = Callable[[Any], Any]
-OF_ADAPTERS = (disabled, disabled_by_transformers, another_adapter, merged)
-OF_MODELS = (
-    averaged_weights, written_weights, other_weights, moved_storage, attribute, steering, early_steering, global_hook,
-    other_attention, patched, replaced_module,
-)  # fmt: skip
+OF_ADAPTERS: dict[str, Any] = {
+    "disabled": lambda model: model.disable_adapter(),
+    "disabled by transformers": disabled_by_transformers,
+    "another adapter": another_adapter,
+    "merged": lambda model: another_adapter(model, merged=True),
+}
+OF_CODE: dict[str, Any] = {  # which nobody can read
+    "steering": lambda model: hooked(model.model.layers[0].register_forward_hook(lambda _, args, out: out + 1.5)),
+    "early steering": lambda model: hooked(
+        model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * -1, *args[1:]))
+    ),
+    "global hook": lambda _: hooked(torch.nn.modules.module.register_module_forward_hook(tripled)),
+    "other attention": other_attention,
+    "patched": patched,
+}
+OF_MODELS: dict[str, Any] = {
+    "averaged weights": averaged_weights,
+    "written weights": written_weights,
+    "other weights": other_weights,
+    "moved storage": lambda model: swapped(model.model.layers[1].mlp.up_proj.weight, "data", torch.neg),
+    "attribute": lambda model: swapped(model.model.layers[0].self_attn, "scaling", lambda held: 4 * held),
+    "replaced module": lambda model: swapped(model.model.layers[0], "mlp", lambda _: torch.nn.Identity()),
+    **OF_CODE,
+}
+CHANGES = {**OF_MODELS, **OF_ADAPTERS}
+steering = OF_CODE["steering"]
 
 
 def own_text(model: Any) -> list[list[int]]:
@@ -191,8 +169,8 @@ def own_text(model: Any) -> list[list[int]]:
     return out.tolist()
 
 
-@pytest.mark.parametrize("change", [*OF_MODELS, *OF_ADAPTERS], ids=lambda change: change.__name__)
-def test_eager_passes_follow_a_change(change: Change) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_eager_passes_follow_a_change(change: str) -> None:
     """The text is the changed model's, and afterwards the one of before. (Its old keys and values were continued.)"""
     model = lora(tiny("llama")) if change in OF_ADAPTERS else tiny("llama")
     generator = SpecGenerator(model, "suffix")
@@ -204,34 +182,34 @@ def test_eager_passes_follow_a_change(change: Change) -> None:
             assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (expected, cached)
 
     check(before)
-    with change(model):
+    with CHANGES[change](model):
         changed = own_text(model)
         assert changed != before
-        check(changed, known=change not in (steering, early_steering, global_hook, other_attention, patched))
+        check(changed, known=change not in OF_CODE)
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
 
 
-@pytest.mark.parametrize("change", OF_MODELS, ids=lambda change: change.__name__)
-def test_copied_weights_refuse_a_change(change: Change, built: None) -> None:
+@pytest.mark.parametrize("change", OF_MODELS)
+def test_copied_weights_refuse_a_change(change: str, built: None) -> None:
     """Passes over packed weights would not follow. (They went on with the old ones.)"""
     model = tiny("llama")
     generator = SpecGenerator(model, backend="packed")
     before = generator.generate(PROMPT, **COMMON).sequences.tolist()
-    with change(model):
+    with CHANGES[change](model):
         with pytest.raises(OptionError, match=r"the target was changed .* make another SpecGenerator"):
             generator.generate(PROMPT, **COMMON)
         fresh = SpecGenerator(model, backend="packed").generate(PROMPT, **COMMON)
         assert fresh.sequences.tolist() == own_text(model) != before
 
 
-@pytest.mark.parametrize("change", [attribute, steering], ids=lambda change: change.__name__)
-def test_another_state_between_two_pieces_of_a_stream(change: Change) -> None:
+@pytest.mark.parametrize("change", ["attribute", "steering"])
+def test_another_state_between_two_pieces_of_a_stream(change: str) -> None:
     """What a stream read while another call had changed the model is continued by nobody, though all is as before."""
     model = tiny("llama")
     generator = SpecGenerator(model)
     stream = generator.stream(PROMPT, **COMMON)
     begun = [next(stream).token_ids[0], next(stream).token_ids[0]]
-    with change(model):
+    with CHANGES[change](model):
         generator.generate(PROMPT.flip(1), **COMMON)
     begun += [token for event in stream for token in event.token_ids]
     out = generator.generate([[*PROMPT[0].tolist(), *begun]], **COMMON)
@@ -287,15 +265,9 @@ def test_an_equal_thing_in_the_place_of_another(kind: str) -> None:
     model.config = copy.deepcopy(model.config)
     reader.read()
     held = {"tensor": layer.vector, "weight": layer.one.data}
-    match kind:
-        case "list":
-            layer.names.append("b")
-        case "config":
-            model.config.scale = 3
-        case "number":
-            layer.scale = 3.0
-        case _:
-            held[kind].fill_(3)
+    changes = {"list": lambda: layer.names.append("b"), "config": lambda: setattr(model.config, "scale", 3)}
+    changes |= {"number": lambda: setattr(layer, "scale", 3.0)}
+    changes.get(kind, lambda: held[kind].fill_(3))()
     assert reader.read() == ModelState.of(model) != before
 
 
@@ -397,11 +369,8 @@ class Centred(torch.nn.Linear):
         return super().forward(x - x.mean())
 
 
-@contextmanager
-def centred_head(model: Any) -> Iterator[None]:
-    head, model.lm_head = model.lm_head, Centred(*reversed(model.lm_head.weight.shape), bias=False)
-    yield
-    model.lm_head = head
+def centred_head(model: Any) -> Any:
+    return swapped(model, "lm_head", lambda head: Centred(*reversed(head.weight.shape), bias=False))
 
 
 def test_exactness_is_of_the_model_that_runs() -> None:

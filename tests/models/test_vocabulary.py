@@ -12,8 +12,8 @@ from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.models.vocabulary import CutHead
-from specdec.proposers import DRAFTS, MtpDrafter
-from specdec.proposers.model import ModelSession
+from specdec.proposers import DRAFTS, MtpDraft
+from specdec.proposers.model import ModelProposer
 from tests.folders import byte_tokenizer, saved, saved_model
 from tests.heads import dflash_folder, eagle_folder
 from tests.matrix import endless
@@ -30,14 +30,14 @@ IDS = [[5, 9, 12, 5], [7, 8]]
 def guessed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """All tokens that a draft model guesses."""
     seen: set[int] = set()
-    propose = ModelSession.propose
+    propose = ModelProposer.propose
 
-    def spied(self: ModelSession, rows: Any, plans: Any) -> Any:
+    def spied(self: ModelProposer, rows: Any, plans: Any) -> Any:
         trees = propose(self, rows, plans)
         seen.update(token for tree in trees for token in tree.tokens)
         return trees
 
-    monkeypatch.setattr(ModelSession, "propose", spied)
+    monkeypatch.setattr(ModelProposer, "propose", spied)
     return seen
 
 
@@ -191,7 +191,7 @@ def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> Non
 def test_the_head_of_another_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word's own class is made, whichever head it is."""
 
-    class Other(MtpDrafter):
+    class Other(MtpDraft):
         pass
 
     monkeypatch.setitem(DRAFTS, "other", Other)

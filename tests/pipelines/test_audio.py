@@ -53,8 +53,10 @@ def test_every_kind_of_source(tmp_path: Path, transcriber: Transcriber) -> None:
 def test_formats_and_rates(ending: str, rate: int, tmp_path: Path) -> None:
     """Mixed to one channel and brought to the model's rate, as if the whole were resampled at once."""
     tone = np.sin(2 * np.pi * 440 * np.arange(2 * rate) / rate).astype(np.float32)
-    path = saved(tmp_path, np.stack([0.6 * tone, 0.2 * tone], 1), rate=rate, ending=ending)
-    audio = read_audio(path, RATE)
+    both = np.stack([0.6 * tone, 0.2 * tone])
+    audio = read_audio(saved(tmp_path, both.T, rate=rate, ending=ending), RATE)
+    given = read_audio({"array": both, "sampling_rate": rate}, RATE)
+    assert given.samples == pytest.approx(audio.samples, abs=1e-4) or ending in ("ogg", "mp3")
     assert audio.rate == RATE
     assert audio.seconds == pytest.approx(2.0, abs=0.1)
     middle = audio.samples[RATE // 2 : RATE]
@@ -121,16 +123,6 @@ def test_no_sound_at_all(transcriber: Transcriber, tmp_path: Path) -> None:
     assert transcriber([EDGES["a blink"], np.empty(0, np.float32)], max_new_tokens=5)[1] == {"text": ""}
 
 
-def test_stereo_and_eight_kilohertz(transcriber: Transcriber, tmp_path: Path) -> None:
-    """A telephone's recording is read like the same samples brought to the model's rate."""
-    low = speech(0.7, rate=8000)
-    path = saved(tmp_path, np.stack([low, low], 1), rate=8000, subtype="FLOAT")
-    given = {"array": np.stack([low, low]), "sampling_rate": 8000}
-    out = transcriber(path, return_timestamps=True)
-    assert out == transcriber(given, return_timestamps=True)
-    assert out.duration == pytest.approx(0.7, abs=0.01)
-
-
 def test_truncated_files(tmp_path: Path) -> None:
     """What is left of a file is read; a flac file that breaks off in a block cannot be, and is named."""
     for ending in ("wav", "flac", "ogg", "mp3"):
@@ -144,25 +136,21 @@ def test_truncated_files(tmp_path: Path) -> None:
 
 
 def test_files_that_hold_no_sound(tmp_path: Path, transcriber: Transcriber) -> None:
-    """Text, nothing, a header alone, a name that leads nowhere, a folder: each by its name, with the way out."""
+    """Text, nothing, a header alone, a name that leads nowhere, a folder: each by its name, with the way out.
+
+    Its neighbours in a batch do not hide it, and the transcriber works on.
+    """
     contents = {"text.wav": b"not a sound", "empty.mp3": b"", "header.wav": b"RIFF\x24\0\0\0WAVE", "x.raw": b"\0" * 99}
     for name, content in contents.items():
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(OptionError, match=f"{name} cannot be read as sound.*ffmpeg"):
-            transcriber(path)
+            transcriber([SOUND, path], batch_size=2, max_new_tokens=4)
     for name, way_out in (("nowhere.wav", "no such file"), (".", "pass the files in this folder")):
         with pytest.raises(OptionError, match=way_out):
             transcriber(tmp_path / name)
     with pytest.raises(OptionError, match="the input cannot be read"):
         transcriber(b"not a sound")
-
-
-def test_a_broken_file_in_a_batch_is_named(tmp_path: Path, transcriber: Transcriber) -> None:
-    """Its neighbours do not hide it, and the transcriber works on."""
-    (tmp_path / "bad.wav").write_bytes(b"bad")
-    with pytest.raises(OptionError, match=r"bad\.wav"):
-        transcriber([SOUND, tmp_path / "bad.wav"], batch_size=2, max_new_tokens=4)
     assert transcriber(SOUND, max_new_tokens=4)["text"]
 
 

@@ -42,16 +42,10 @@ open
 """
 
 
-def test_subrip() -> None:
-    """Numbered cues with commas; empty ones are left out, and no text looks like a line of times."""
-    assert srt(CHUNKS) == SRT
-    assert srt([]) == ""
-
-
-def test_webvtt() -> None:
-    """A header, points, and reserved characters escaped."""
-    assert vtt(CHUNKS) == VTT
-    assert vtt([]) == "WEBVTT\n\n"
+def test_both_forms() -> None:
+    """Numbered cues with commas, or a header, points and escapes; empty ones go, and no text looks like times."""
+    assert (srt(CHUNKS), srt([])) == (SRT, "")
+    assert (vtt(CHUNKS), vtt([])) == (VTT, "WEBVTT\n\n")
 
 
 BEGIN = 100

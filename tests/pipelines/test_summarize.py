@@ -14,6 +14,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
 from specdec.pipelines.summaries.chunks import chunked
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
+from tests.tiny import silent
 
 TEXTS = [
     "The cat sat on the mat. It was warm there.",
@@ -36,17 +37,6 @@ def draft_of(name: str, family: str, target: PreTrainedModel) -> Any:
 def summarizer(family: str, draft: Any = None, *, most: int | None = None, **settings: Any) -> Summarizer:
     """A summarizer of a tiny encoder-decoder."""
     return Summarizer(model(family, **settings), draft, tokenizer=tokenizer(ends=True, most=most))
-
-
-def never(target: PreTrainedModel) -> PreTrainedModel:
-    """The model, for calls that must end before it runs."""
-
-    def forward(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a forward pass was run")
-
-    target.forward = forward
-    target.get_encoder().forward = forward
-    return target
 
 
 # ------------------------------------------------------------------------------------------------------- short texts
@@ -309,7 +299,7 @@ CALLS = [
 @pytest.mark.parametrize(("documents", "options", "words"), CALLS)
 def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words: str) -> None:
     """The error names the argument and the way out, and comes before any pass."""
-    summarize = Summarizer(never(model("bart")), tokenizer=tokenizer(ends=True, most=100))
+    summarize = Summarizer(silent(model("bart")), tokenizer=tokenizer(ends=True, most=100))
     with pytest.raises(OptionError, match=words):
         summarize(documents, **{"max_new_tokens": NEW, **options})
 
@@ -321,13 +311,17 @@ def test_a_least_length_out_of_reach() -> None:
         summarize("a" * 50, min_length=9, max_new_tokens=3)
 
 
-def test_lengths_that_leave_no_room() -> None:
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (512, "512 new tokens leave no room for a text"),
+        (500, "12 tokens leave no room for text, since the template takes 41"),
+    ],
+)
+def test_lengths_that_leave_no_room(new: int, words: str) -> None:
     """A target without an encoder shares its positions between text and summary."""
-    summarize = Summarizer(never(model("gpt2")), tokenizer=tokenizer())
-    with pytest.raises(OptionError, match="512 new tokens leave no room for a text before them"):
-        summarize("a", max_new_tokens=512)
-    with pytest.raises(OptionError, match="12 tokens leave no room for text, since the template takes 41"):
-        summarize("a", max_new_tokens=500)
+    with pytest.raises(OptionError, match=words):
+        Summarizer(silent(model("gpt2")), tokenizer=tokenizer())("a", max_new_tokens=new)
 
 
 MAKING = [

@@ -158,6 +158,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 ERRORS = [
+    (["-"], "error: standard input is empty: there is nothing to summarize\n"),
     ([], "no file was named: pass FILE, - to read stdin, or --demo for bundled texts"),
     (["no-such-file.txt"], "no-such-file.txt cannot be read"),
     (["."], "cannot be read"),
@@ -177,8 +178,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_usage_errors(arguments: list[str], words: str, summarize: Any) -> None:
+def test_usage_errors(arguments: list[str], words: str, summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2, nothing on stdout, one line on stderr."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     code, out, err = summarize(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -192,14 +194,6 @@ def test_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no target was named: pass --model" in capsys.readouterr().err
     assert run(["summarize", str(folder / "text.txt"), "--model", "zoo:nope"]) == 2
     assert "`--model` must be a hub id, a folder or one of zoo:" in capsys.readouterr().err
-
-
-def test_empty_stdin(summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named as such."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    code, out, err = summarize("-")
-    assert (code, out) == (2, "")
-    assert err == "error: standard input is empty: there is nothing to summarize\n"
 
 
 def test_rouge_that_is_not_installed(summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, DraftSession, DraftTask, SequenceView
+from specdec.core.drafts import Commit, DraftRule, DraftTask, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
@@ -19,7 +19,7 @@ from specdec.models.cache.session import Session
 
 
 @dataclass
-class FakePlan:
+class FakePlan(Plan):
     """`doubt` is the confidence below which no pass follows, `drop` the one below which a node is not kept."""
 
     limit: int = 5
@@ -39,7 +39,7 @@ class FakePlan:
 
 
 @dataclass
-class Greedy:
+class Greedy(DraftRule):
     """Picks the likeliest token; returns q where `needs_q`."""
 
     needs_q: bool = False
@@ -229,17 +229,17 @@ class FakeSession:
         return Logits(work, torch.stack(logits) if logits else torch.empty(0, self.model.vocab_size))
 
 
-def one(session: DraftSession, row: FakeSequence, limit: int = 5) -> list[int]:
+def one(session: Proposer, row: FakeSequence, limit: int = 5) -> list[int]:
     """The tokens proposed for a single row."""
     return session.propose([row], [FakePlan(limit)])[0].tokens
 
 
-def take(session: DraftSession, row: FakeSequence, tree: Tree, path: Sequence[int], *new: int) -> None:
+def take(session: Proposer, row: FakeSequence, tree: Tree, path: Sequence[int], *new: int) -> None:
     """Makes the nodes `path` of the proposal, and `new` after them, the row's text, and tells the session."""
     row.tokens += [*(tree.tokens[node] for node in path), *new]
-    session.commit([Commit(row, list(path), len(path))])
+    session.update([Commit(row, list(path), len(path))])
 
 
-def follow(session: DraftSession, row: FakeSequence, guess: Sequence[int], count: int, *new: int) -> None:
+def follow(session: Proposer, row: FakeSequence, guess: Sequence[int], count: int, *new: int) -> None:
     """The same for the first `count` tokens of a chain."""
     take(session, row, Tree.chain(list(guess)), range(min(count, len(guess))), *new)

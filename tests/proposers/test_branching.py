@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules.fixed import Limit
-from specdec.core.drafts import Commit, DraftSession
+from specdec.core.drafts import Commit, Proposer
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
 from specdec.models import LanguageModel
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
@@ -64,7 +64,7 @@ def nodes_of(tree: Tree, tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-def search_on(session: DraftSession, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
+def search_on(session: Proposer, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
     """A round of a search with two beams of equal length somewhere in the branches; the session is told."""
     whole = row.tree.graft(proposal, row.leaves) if row.tree.tokens else proposal
     depths, children = whole.depths(), whole.children()
@@ -87,7 +87,7 @@ def search_on(session: DraftSession, row: FakeSequence, proposal: Tree, rng: ran
     made = {end: len(kept) + i for i, end in enumerate(fresh)}
     row.leaves = tuple(made[end] if end in made else number[children[end]] for end in ends)
     row.leaf_scores = tuple(-rng.random() for _ in ends)
-    session.commit([Commit(row, path, len(shared))])
+    session.update([Commit(row, path, len(shared))])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_next", "bloom"])
@@ -96,7 +96,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
     rng = random.Random(name)
     model = tiny(name)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (1, 4, 9)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     for turn in range(3):
         plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
         for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
@@ -108,17 +108,18 @@ def test_trees_are_the_best_nodes(name: str) -> None:
             accepted = rng.choice([[], *map(list, found)])
             take(session, row, tree, nodes_of(tree, accepted), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_what_was_accepted_is_not_read_again(name: str) -> None:
     """A path that the draft has fed becomes text; so much is fed as came after it."""
-    session, row = ModelDrafter(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
+    session, row = ModelDraft(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
     plan = Limit(3, branches=2)
     [tree] = session.propose([row], [plan])
     deepest = tree.path(max(range(len(tree)), key=tree.depths().__getitem__))
     take(session, row, tree, deepest, 11)
+    session._settle([row])
     [slot] = [cached.cache_row for cached in session._cached.values()]
     assert session.cache.length(slot) == 3 + 2
     [tree] = session.propose([row], [plan])
@@ -129,7 +130,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
 def test_silence_and_rewinding(name: str) -> None:
     """A tree of which nothing was heard is forgotten, and so is text from where it was written anew."""
     model, plan = tiny(name), Limit(3, branches=2)
-    session, row = ModelDrafter(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
+    session, row = ModelDraft(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
     for turn in range(5):
         [tree] = session.propose([row], [plan])
         assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
@@ -137,20 +138,19 @@ def test_silence_and_rewinding(name: str) -> None:
             row.tokens += [9]
         if turn == 2:
             take(session, row, tree, tree.path(len(tree) - 1), 4)
-            row.tokens[2:] = [3, 9, 20]
-            session.rewind(row, 2)
+            row.tokens = [*row.tokens[:2], 3, 9, 20]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "bloom"])
 def test_branches_settle(name: str) -> None:
     """Whatever becomes of a search's branches, the proposal is that of a session which has heard of nothing."""
     rng, model = random.Random(name), LanguageModel(tiny(name))
-    session = ModelDrafter(model).start(64)
+    session = ModelDraft(model).start(64)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (2, 7)]
     for _ in range(8):
         plans = [Limit(rng.choice([0, 1, 2, 2]), branches=2) for _ in rows]
         trees = session.propose(rows, plans)
-        anew = ModelDrafter(model).start(64).propose(rows, plans)
+        anew = ModelDraft(model).start(64).propose(rows, plans)
         for row, tree, expected in zip(rows, trees, anew, strict=True):
             assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             assert tree.confidence == pytest.approx(expected.confidence, abs=1e-3)
@@ -164,7 +164,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "SHARED_CHUNK", 3)
     model, plan = tiny(name), Limit(3, branches=2)
     rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     silent = []
     for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
         for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
@@ -180,7 +180,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
     row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
-    session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Limit(1, branches=2)])
     fed, inner = [], session.cache
     run = inner.run
@@ -191,7 +191,7 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(inner, "run", counting)
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
-    session.commit([Commit(row, [0, 1], 0)])
+    session.update([Commit(row, [0, 1], 0)])
     [tree] = session.propose([row], [Limit(1, branches=2)])
     assert fed == [1]
     assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
@@ -202,7 +202,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 
     def guess(**more: frozenset[int]) -> set[Path]:
         row = FakeSequence([5, 6, 7], task=task(RULE, branching=RULE, **more))
-        session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+        session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
         return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
 
     end = max(guess(), key=len)[0]
@@ -214,7 +214,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
-    session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
     assert len(tree) == 12
     assert tree.depth <= session.cache.passes <= tree.depth + 1
@@ -225,26 +225,26 @@ def test_chains_and_trees_in_turn(name: str) -> None:
     """Plans of one branch get the chain, in between others too; each kind reads the text that came without it."""
     model = tiny(name)
     rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     for turn, branches in enumerate((1, 1, 3, 1, 2, 2, 1)):
         plan = Limit(3, branches=branches)
         for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
             if branches == 1:
                 assert tree.is_chain
                 alone = FakeSequence(list(row.tokens), task=task(RULE))
-                [chain] = ModelDrafter(LanguageModel(model)).start(64).propose([alone], [plan])
+                [chain] = ModelDraft(LanguageModel(model)).start(64).propose([alone], [plan])
                 assert tree.tokens == chain.tokens
             else:
                 assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
             take(session, row, tree, tree.path(min(turn, len(tree)) - 1), 11)
         if turn == 3:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
 def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     """The first node is the one that a chain has, for every way to guess that repeats itself."""
-    drafter = ModelDrafter(LanguageModel(tiny("llama")))
+    drafter = ModelDraft(LanguageModel(tiny("llama")))
     rule = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).rule
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
     [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule, branching=rule))], [plan])
@@ -264,11 +264,11 @@ def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
         FakeSequence([3, 4], 1, task=TASK),
         FakeSequence([3, 55, 4], 2, task=TASK),
     ]
-    session = ModelDrafter(LanguageModel(tiny("llama", vocab=50))).start(64)
+    session = ModelDraft(LanguageModel(tiny("llama", vocab=50))).start(64)
     plans = [Limit(2, branches=2)] * 3
     assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]
     rows[0].tokens += [55, 6]
     for tree, count in ((Tree.chain([55, 6]), 0), (Tree.chain([6]), 4)):
         rows[1].tree, rows[1].leaves = tree, (len(tree) - 1,)
-        session.commit([Commit(row, [], 0) for row in rows])
+        session.update([Commit(row, [], 0) for row in rows])
         assert list(map(len, session.propose(rows, plans))) == [0, count, 0]

@@ -25,7 +25,7 @@ from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
 from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
-from specdec.proposers import ModelDrafter
+from specdec.proposers import ModelDraft
 from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
@@ -128,7 +128,7 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
     models = FakeModel(), ChainingModel()
-    sessions = [ModelDrafter(model).start(50) for model in models]
+    sessions = [ModelDraft(model).start(50) for model in models]
     rows = [FakeSequence([7, 3, 9], task=replace(task(rule), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
     for _ in range(60):
@@ -142,10 +142,10 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
         lengths.add(len(one))
         accepted = chance.randrange(len(one) + 1)
         bonus = chance.randrange(50)
+        held = [next(iter(model.sessions[-1].held.values())) for model in models]
+        assert [*rows[0].tokens, *one.tokens][: len(held[0])] == held[0] == held[1]
         for session, row, tree in zip(sessions, rows, trees, strict=True):
             follow(session, row, tree.tokens, accepted, bonus)
-        held = [next(iter(model.sessions[-1].held.values())) for model in models]
-        assert rows[0].tokens[: len(held[0])] == held[0] == held[1]
     assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
     assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
@@ -155,7 +155,7 @@ def test_several_rows_at_once() -> None:
     """Rows with plans and rules of their own: the proposals of passes, and one call a round as long as all allow it."""
     rules, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
     models = FakeModel(), ChainingModel()
-    sessions = [ModelDrafter(model).start(50) for model in models]
+    sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
     rows = [
         [
@@ -193,7 +193,7 @@ def test_no_guess() -> None:
             self.sessions.append(Overflowing(self))
             return self.sessions[-1]
 
-    session = ModelDrafter(Model()).start(50)
+    session = ModelDraft(Model()).start(50)
     row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
     [tree] = session.propose([row], [Limit(5)])
     assert tree.tokens == [5]
@@ -211,7 +211,7 @@ class Impatient(Limit):
 def test_limits_of_another_kind() -> None:
     """Are asked after every guess."""
     model = ChainingModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
     assert len(session.propose([row], [Impatient(5)])[0]) == 2
     assert not model.sessions[-1].calls
@@ -237,7 +237,7 @@ ASKED = {
 def test_who_must_be_asked(rule: GreedyRule | None) -> None:
     """Rules that numbers do not say."""
     model = ChainingModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     row = FakeSequence([7, 3], task=task(rule)) if rule else FakeSequence([7, 3])
     assert session.propose([row], [Limit(5)])[0] is not EMPTY
     assert not model.sessions[-1].calls

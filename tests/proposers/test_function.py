@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.errors import DraftError, OptionError
-from specdec.proposers import FunctionDrafter
+from specdec.proposers import FunctionDraft
 from tests.proposers.fakes import FakePlan, FakeSequence, one
 
 
@@ -19,7 +19,7 @@ class Echo:
 @pytest.mark.parametrize("drafter", [Echo(), Echo().propose, lambda tokens, k: torch.tensor(tokens[:k])])
 def test_takes_objects_and_callables(drafter: object) -> None:
     """A Drafter, a bound method and a lambda that returns a tensor all draft."""
-    session = FunctionDrafter(drafter).start(50)  # type: ignore[arg-type]
+    session = FunctionDraft(drafter).start(50)  # type: ignore[arg-type]
     assert one(session, FakeSequence([1, 2, 3, 4]), 3) == [1, 2, 3]
 
 
@@ -28,12 +28,12 @@ def test_takes_objects_and_callables(drafter: object) -> None:
 )
 def test_kinds_of_token_lists(value: object) -> None:
     """Whatever is a sequence of integers is a proposal."""
-    assert one(FunctionDrafter(lambda tokens, k: value).start(50), FakeSequence([1])) == [1, 2]  # type: ignore
+    assert one(FunctionDraft(lambda tokens, k: value).start(50), FakeSequence([1])) == [1, 2]  # type: ignore
 
 
 def test_longer_proposals_are_cut() -> None:
     """Tokens beyond k, beyond the end of the text, and beyond what the plan keeps are left out."""
-    session = FunctionDrafter(lambda tokens, k: range(20)).start(50)
+    session = FunctionDraft(lambda tokens, k: range(20)).start(50)
     assert one(session, FakeSequence([1]), 3) == [0, 1, 2]
     assert one(session, FakeSequence([1], remaining=3), 9) == [0, 1]
     assert not session.propose([FakeSequence([1])], [FakePlan(5, drop=2.0)])[0].tokens
@@ -41,7 +41,7 @@ def test_longer_proposals_are_cut() -> None:
 
 def test_is_not_asked_for_nothing() -> None:
     """A limit of 0 and the last token to come do not call the function."""
-    session = FunctionDrafter(lambda tokens, k: 1 / 0).start(50)  # type: ignore
+    session = FunctionDraft(lambda tokens, k: 1 / 0).start(50)  # type: ignore
     assert one(session, FakeSequence([1]), 0) == []
     assert one(session, FakeSequence([1], remaining=1)) == []
 
@@ -52,7 +52,7 @@ def test_is_not_asked_for_nothing() -> None:
 def test_says_what_came_instead_of_tokens(value: object) -> None:
     """Anything else raises DraftError that shows the value; nothing reaches the target."""
     with pytest.raises(DraftError, match="must return"):
-        one(FunctionDrafter(lambda tokens, k: value).start(50), FakeSequence([1]))  # type: ignore
+        one(FunctionDraft(lambda tokens, k: value).start(50), FakeSequence([1]))  # type: ignore
 
 
 def test_the_row_is_safe_from_the_function() -> None:
@@ -63,17 +63,17 @@ def test_the_row_is_safe_from_the_function() -> None:
         return []
 
     row = FakeSequence([1, 2])
-    one(FunctionDrafter(greedy_eater).start(50), row)
+    one(FunctionDraft(greedy_eater).start(50), row)
     assert row.tokens == [1, 2]
 
 
 def test_refuses_what_cannot_be_called() -> None:
     """Neither a Drafter nor a callable: the error names the argument."""
     with pytest.raises(OptionError, match="draft"):
-        FunctionDrafter(3)  # type: ignore[arg-type]
+        FunctionDraft(3)  # type: ignore[arg-type]
 
 
 def test_refuses_a_class() -> None:
     """A class can be called, but makes no tokens: the way out is an instance."""
     with pytest.raises(OptionError, match=r"the class Echo': pass Echo\(\.\.\.\)"):
-        FunctionDrafter(Echo)  # type: ignore[arg-type]
+        FunctionDraft(Echo)  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from specdec.core.drafts import BatchDrafter, DraftSession, SequenceView
+from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
-from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from specdec.proposers import hybrid as module
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, one
 
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
     """Rounds of one second each over a text in which `next_token(text)` follows; the proposals."""
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row, trees = FakeSequence([1, 2, 3, 4, 5]), []
     for _ in range(rounds):
         [tree] = session.propose([row], [FakePlan(5)])
@@ -100,7 +100,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
     model = SlowModel()
     model.clock = clock
     rng = random.Random(3)
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
     sources = set()
     for _ in range(40):
@@ -113,7 +113,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
             follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
         clock.now += 1.0
     assert {"model", "suffix"} <= sources
-    session.release([1])
+    session.drop([1])
     assert len(session.propose([rows[0], rows[2]], [FakePlan(2)] * 2)) == 2
 
 
@@ -121,7 +121,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     """A tree that the model drew is always the one proposed: choosing after seeing it would bend the distribution."""
     drawn: list[Tree] = []
 
-    class Watched(BatchDrafter, DraftSession):
+    class Watched(Draft, Proposer):
         def start(self, vocab_size: int) -> Watched:
             return self
 
@@ -129,7 +129,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
             drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
             return drawn[-len(rows) :]
 
-    session = HybridDrafter(SuffixDrafter(), Watched()).start(50)
+    session = HybridDraft(SuffixDraft(), Watched()).start(50)
     row, used = FakeSequence([1, 2, 1]), 0
     for step in range(30):
         [tree] = session.propose([row], [FakePlan(2)])
@@ -143,14 +143,12 @@ def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
     """Neither draft goes on from a text that is gone."""
     model = SlowModel()
     model.clock = clock
-    session, row = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50), FakeSequence([1, 2, 3, 4])
+    session, row = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50), FakeSequence([1, 2, 3, 4])
     assert one(session, row) == model.greedy(row.tokens, 5)
-    row.tokens[2:] = [7, 1, 2]
-    session.rewind(row, 2)
+    row.tokens = [1, 2, 7, 1, 2]
     copied, clock.now = one(session, row, 1), 1.0
     assert copied == [7]
-    row.tokens[1:] = [9]
-    session.rewind(row, 1)
+    row.tokens = [1, 9]
     assert one(session, row) == model.greedy(row.tokens, 5)
 
 
@@ -158,7 +156,7 @@ def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
     """An exception in the model draft does not spoil the next round."""
     model = SlowModel()
     model.clock = clock
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row = FakeSequence([1, 2, 3])
     model.fail_in = 1
     with pytest.raises(ZeroDivisionError):
@@ -169,4 +167,4 @@ def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
 def test_refuses_a_model_as_the_text_draft() -> None:
     """The first draft must copy from the text."""
     with pytest.raises(OptionError, match="text"):
-        HybridDrafter(ModelDrafter(FakeModel()), ModelDrafter(FakeModel()))  # type: ignore[arg-type]
+        HybridDraft(ModelDraft(FakeModel()), ModelDraft(FakeModel()))  # type: ignore[arg-type]

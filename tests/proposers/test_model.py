@@ -9,7 +9,7 @@ import torch
 
 from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
-from specdec.proposers import EarlyExitDrafter, ModelDrafter
+from specdec.proposers import EarlyExitDraft, ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
@@ -17,7 +17,7 @@ from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequenc
 def test_proposes_the_models_own_continuation() -> None:
     """Greedy guesses are what the draft model would have said, with its confidence, one pass per guess."""
     model, row = FakeModel(), FakeSequence([1, 2, 3])
-    [tree] = ModelDrafter(model).start(50).propose([row], [FakePlan(4)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4)])
     assert tree.tokens == model.greedy(row.tokens, 4)
     assert tree.is_chain
     assert tree.q is None
@@ -32,7 +32,7 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
     """After any mixture of full, partial and no acceptance, idle rounds, silence and rows that left, all is as new."""
     rng = random.Random(seed)
     model = FakeModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     rows = [FakeSequence([rng.randrange(50) for _ in range(rng.randint(1, 6))], key) for key in range(4)]
     for turn in range(25):
         plans = [FakePlan(rng.choice([0, 1, 3, 6])) for _ in rows]
@@ -45,7 +45,7 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
             else:
                 follow(session, row, tree.tokens, rng.randint(0, len(tree)), *new)
         if len(rows) > 1 and rng.random() < 0.1:
-            session.release([rows.pop(rng.randrange(len(rows))).id])
+            session.drop([rows.pop(rng.randrange(len(rows))).id])
         if rng.random() < 0.1:
             rows.append(FakeSequence([rng.randrange(50)], 10 + turn))
 
@@ -53,7 +53,7 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
 def test_full_acceptance_costs_no_extra_pass() -> None:
     """The last guess and the bonus token are fed together, in the pass that yields the next first guess."""
     model, row = FakeModel(), FakeSequence([1])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     for round_ in range(1, 4):
         follow(session, row, one(session, row, 3), 3, 7)
         assert model.passes == 3 * round_
@@ -72,7 +72,7 @@ def test_looks_only_at_new_text() -> None:
             return super().__getitem__(where)  # type: ignore[call-overload]
 
     floor = 0
-    session = ModelDrafter(FakeModel(200)).start(200)
+    session = ModelDraft(FakeModel(200)).start(200)
     row = FakeSequence(Guarded(range(100)))
     follow(session, row, one(session, row, 3), 2, 7)
     floor = 60
@@ -80,13 +80,11 @@ def test_looks_only_at_new_text() -> None:
 
 
 def test_text_that_was_written_anew_is_read_again() -> None:
-    """A bridge re-encodes the last tokens and says from where on; what lies before is not read a second time."""
+    """A bridge re-encodes the last tokens; what lies before is not read a second time."""
     model, row = FakeModel(), FakeSequence(list(range(40)))
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     follow(session, row, one(session, row, 3), 1)
-    row.tokens[35:] = [7, 8, 9, 10, 11, 12, 13]
-    session.rewind(row, 35)
-    session.rewind(row, 60)
+    row.tokens = [*range(35), 7, 8, 9, 10, 11, 12, 13]
     assert one(session, row, 3) == model.greedy(row.tokens, 3)
     assert model.fed == [[40], [1], [1], [7], [1], [1]]
 
@@ -94,7 +92,7 @@ def test_text_that_was_written_anew_is_read_again() -> None:
 def test_a_proposal_of_which_nothing_was_heard_is_forgotten() -> None:
     """The round may have failed for a reason of its own: the guesses are no part of the text."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     guess = one(session, row, 4)
     assert one(session, row, 4) == guess
     row.tokens += [9, 9]
@@ -105,7 +103,7 @@ def test_a_proposal_of_which_nothing_was_heard_is_forgotten() -> None:
 def test_hears_of_rounds_without_a_proposal_of_its_own() -> None:
     """Another draft's nodes became text: this one reads them like any text. So for rows that it does not know."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     follow(session, row, [5, 6, 7], 2, 8)
     follow(session, row, one(session, row), 5, 8)
     session.propose([row], [FakePlan(0)])
@@ -116,7 +114,7 @@ def test_hears_of_rounds_without_a_proposal_of_its_own() -> None:
 def test_the_text_may_end_inside_what_the_cache_holds() -> None:
     """A proposal cut elsewhere whose next token came true: the last token is fed again, for its logits."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     follow(session, row, one(session, row, 5), 2)
     for _ in range(2):
         assert one(session, row, 3) == model.greedy(row.tokens, 3)
@@ -125,7 +123,7 @@ def test_the_text_may_end_inside_what_the_cache_holds() -> None:
 def test_no_pass_without_a_plan() -> None:
     """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     assert not session.propose([row], [FakePlan(0)])[0].tokens
     row.remaining = 1
     assert not session.propose([row], [FakePlan(5)])[0].tokens
@@ -138,20 +136,20 @@ def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     """`go_on` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
     model, row = FakeModel(), FakeSequence([1, 2])
     plan = FakePlan(4, doubt=2.0)
-    [tree] = ModelDrafter(model).start(50).propose([row], [plan])
+    [tree] = ModelDraft(model).start(50).propose([row], [plan])
     assert len(tree) == 1
     assert plan.asked == [[], tree.confidence]
-    [tree] = ModelDrafter(model).start(50).propose([row], [FakePlan(4, drop=2.0)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4, drop=2.0)])
     assert not tree.tokens
     drawn = FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
-    [tree] = ModelDrafter(model).start(50).propose([drawn], [FakePlan(4, drop=2.0)])
+    [tree] = ModelDraft(model).start(50).propose([drawn], [FakePlan(4, drop=2.0)])
     assert len(tree) == 4
 
 
 def test_q_has_one_row_per_node() -> None:
     """Where the rule needs q the tree carries `[nodes, vocab]` of it."""
     model, row = FakeModel(), FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
-    [tree] = ModelDrafter(model).start(50).propose([row], [FakePlan(3)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(3)])
     assert tree.q is not None
     assert tree.q.shape == (3, 50)
     expected = model.logits([*row.tokens, *tree.tokens[:2]]).softmax(-1)
@@ -163,7 +161,7 @@ def test_padded_vocabularies(target_vocab: int) -> None:
     """The rule sees logits at the target's width, and no guess lies outside either vocabulary."""
     rule, model = Greedy(needs_q=True), FakeModel(50)
     row = FakeSequence([1, 2], task=task(rule))
-    [tree] = ModelDrafter(model).start(target_vocab).propose([row], [FakePlan(8)])
+    [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakePlan(8)])
     assert rule.widths == {target_vocab}
     assert tree.q is not None
     assert tree.q.shape == (8, target_vocab)
@@ -173,7 +171,7 @@ def test_padded_vocabularies(target_vocab: int) -> None:
 def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
     """Text outside the draft's vocabulary leaves its row without proposals; the other row goes on."""
     model = FakeModel(50)
-    session = ModelDrafter(model).start(60)
+    session = ModelDraft(model).start(60)
     rows = [FakeSequence([1, 55], 0), FakeSequence([3, 4], 1)]
     for _ in range(3):
         strange, plain = session.propose(rows, [FakePlan(3)] * 2)
@@ -190,7 +188,7 @@ def test_a_forced_token_the_draft_cannot_read_ends_its_chain() -> None:
         def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]
             return 55, 1.0, None
 
-    session = ModelDrafter(FakeModel(50)).start(60)
+    session = ModelDraft(FakeModel(50)).start(60)
     assert one(session, FakeSequence([1, 2], task=task(Forced()))) == [55]
 
 
@@ -200,14 +198,14 @@ def test_nothing_is_guessed_after_the_end_of_the_text() -> None:
     whole = model.greedy([1, 2, 3], 6)
     end = whole.index(whole[3])
     row = FakeSequence([1, 2, 3], task=task(ends=frozenset({whole[3]})))
-    assert one(ModelDrafter(model).start(50), row, 6) == whole[: end + 1]
+    assert one(ModelDraft(model).start(50), row, 6) == whole[: end + 1]
     assert model.passes == end + 1
 
 
 def test_stops_at_the_drafts_last_position() -> None:
     """A draft with fewer positions than the target drafts up to them and then falls silent."""
     model, row = FakeModel(max_positions=8), FakeSequence([1, 2, 3, 4, 5, 6])
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     follow(session, row, one(session, row, 9), 9)
     assert len(row.tokens) == 9
     assert one(session, row) == []
@@ -226,7 +224,7 @@ def test_a_failure_leaves_the_session_usable() -> None:
             return super().pick(row, guesses, logits)
 
     rule = Failing()
-    session, row = ModelDrafter(model).start(50), FakeSequence([1, 2, 3], task=task(rule))
+    session, row = ModelDraft(model).start(50), FakeSequence([1, 2, 3], task=task(rule))
     for fail_in in (1, 2, 3):
         model.fail_in = fail_in
         with pytest.raises(ZeroDivisionError):
@@ -245,7 +243,7 @@ def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
     model = FakeModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
     silent = []
     for _ in range(16):
@@ -266,7 +264,7 @@ def test_a_long_prompt_alone_is_read_in_long_chunks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
     model, row = FakeModel(), FakeSequence(list(range(21)))
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
     assert model.fed == [[8], [8], [5]]
 
@@ -274,7 +272,7 @@ def test_a_long_prompt_alone_is_read_in_long_chunks(monkeypatch: pytest.MonkeyPa
 def test_rows_of_one_source_read_it_once() -> None:
     """Samples of one prompt continue copies of what the first has read; another prompt and a changed one do not."""
     model = FakeModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     ours, theirs = task(source="ours"), task(source="theirs")
     early = FakeSequence([4, 4, 4], 9, task=theirs)
     follow(session, early, one(session, early), 2, 8)
@@ -299,7 +297,7 @@ def test_rows_of_one_long_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
     model = FakeModel()
-    session, ours = ModelDrafter(model).start(50), task(source="ours")
+    session, ours = ModelDraft(model).start(50), task(source="ours")
     rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]
     for _ in range(3):
         trees = session.propose(rows, [FakePlan(1)] * 3)
@@ -312,7 +310,7 @@ def test_rows_of_one_long_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
     """Also where the one that read it has gone on meanwhile."""
     model = FakeModel()
-    session, ours = ModelDrafter(model).start(50), task(source="ours")
+    session, ours = ModelDraft(model).start(50), task(source="ours")
     first, second = (FakeSequence(list(range(30)), k, task=ours) for k in range(2))
     follow(session, first, one(session, first), 2, 7)
     before = sum(map(sum, model.fed))
@@ -323,12 +321,12 @@ def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
 def test_release_frees_the_cache_and_readmits() -> None:
     """Released rows leave the session; an unknown key is nothing, and a key that comes back starts anew."""
     model = FakeModel()
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     rows = [FakeSequence([k + 1], k) for k in range(3)]
     session.propose(rows, [FakePlan(2)] * 3)
-    session.release([1, 99])
+    session.drop([1, 99])
     assert len(model.sessions[0].held) == 2
-    session.release([0, 2])
+    session.drop([0, 2])
     again = FakeSequence([8, 9], 0)
     assert one(session, again, 2) == model.greedy([8, 9], 2)
 
@@ -337,10 +335,10 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     """Without a shared encoding the draft encodes once, and each row keeps its own part, however rows come and go."""
     model = FakeModel(is_encoder_decoder=True)
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [1, 1]])}
-    session = ModelDrafter(model).start(50)
+    session = ModelDraft(model).start(50)
     rows = [FakeSequence([0], k, task=task(inputs=inputs, encoder_row=k)) for k in range(3)]
     session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
-    session.release([1])
+    session.drop([1])
     session.propose(rows[:1], [FakePlan(2)])
     late = FakeSequence([0], 3, task=task(inputs={"input_ids": torch.tensor([[20, 3]])}))
     trees = session.propose([rows[0], rows[2], late], [FakePlan(2)] * 3)
@@ -351,12 +349,12 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
 def test_encoder_decoder_takes_a_shared_encoding_or_says_what_is_missing() -> None:
     """A shared encoding is used as it is; neither encoding nor inputs is an error before any pass."""
     model = FakeModel(is_encoder_decoder=True)
-    session = ModelDrafter(model, shared_encoder=True).start(50)
+    session = ModelDraft(model, shared_encoder=True).start(50)
     assert one(session, FakeSequence([0], encoding=FakeEncoding([3])), 2) == model.greedy([0], 2, 3)
     assert model.encoded == 0
     before = model.passes
     with pytest.raises(UnsupportedError, match="encoder"):
-        one(ModelDrafter(model).start(50), FakeSequence([0]))
+        one(ModelDraft(model).start(50), FakeSequence([0]))
     assert model.passes == before
 
 
@@ -364,12 +362,12 @@ def test_decoder_only_draft_ignores_the_encoding() -> None:
     """A decoder-only draft of an encoder-decoder target reads the decoder's tokens alone."""
     model = FakeModel()
     row = FakeSequence([0], encoding=FakeEncoding([3]))
-    assert one(ModelDrafter(model).start(50), row, 2) == model.greedy([0], 2)
+    assert one(ModelDraft(model).start(50), row, 2) == model.greedy([0], 2)
 
 
 def test_early_exit_drafts_with_the_first_layers() -> None:
     """Early exit is a model draft over the target's own truncated model."""
-    drafter = EarlyExitDrafter(FakeModel(50), 2)  # type: ignore[arg-type]
+    drafter = EarlyExitDraft(FakeModel(50), 2)  # type: ignore[arg-type]
     [tree] = drafter.start(50).propose([FakeSequence([1])], [FakePlan(2)])
     assert tree.tokens == FakeModel(52).greedy([1], 2) or len(tree) == 2
     assert tree.source == "early_exit:2"

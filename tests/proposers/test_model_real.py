@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.models import LanguageModel
-from specdec.proposers import EarlyExitDrafter, ModelDrafter
+from specdec.proposers import EarlyExitDraft, ModelDraft
 from tests.proposers.fakes import FakePlan, FakeSequence, Greedy, follow, task
 from tests.tiny import tiny, tiny_inputs
 
@@ -30,7 +30,7 @@ def test_catching_up_equals_recomputation(name: str) -> None:
     """Ragged rows, all kinds of acceptance, idle rounds and released rows; attention, windows, recurrence."""
     rng = random.Random(name)
     model = tiny(name)
-    session = ModelDrafter(LanguageModel(model)).start(64)
+    session = ModelDraft(LanguageModel(model)).start(64)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n) for n in (1, 4, 9)]
     for turn in range(3 if name == "qwen3_next" else 6):
         plans = [FakePlan(rng.choice([0, 1, 4])) for _ in rows]
@@ -38,7 +38,7 @@ def test_catching_up_equals_recomputation(name: str) -> None:
             assert tree.tokens == likeliest(model, row.tokens, plan.limit)
             follow(session, row, tree.tokens, rng.randint(0, 4), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).id])
+            session.drop([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
@@ -48,7 +48,7 @@ def test_encoder_decoder(name: str) -> None:
     language_model = LanguageModel(model)
     shared = language_model.encode(inputs)
     for is_shared in (False, True):
-        session = ModelDrafter(language_model, shared_encoder=is_shared).start(64)
+        session = ModelDraft(language_model, shared_encoder=is_shared).start(64)
         rows = [
             FakeSequence(
                 text, r, encoding=shared.select([r]), task=task(inputs=None if is_shared else inputs, encoder_row=r)
@@ -67,7 +67,7 @@ def test_early_exit_is_the_truncated_model() -> None:
     """One layer of two and the head: what a model with that layer alone would say; the target is as before."""
     target = tiny("llama")
     before = likeliest(target, [5, 6], 3)
-    session = EarlyExitDrafter(LanguageModel(target), 1).start(64)
+    session = EarlyExitDraft(LanguageModel(target), 1).start(64)
     [tree] = session.propose([FakeSequence([5, 6], task=task(Greedy(needs_q=True)))], [FakePlan(3)])
     short = tiny("llama", num_hidden_layers=1)
     short.load_state_dict(target.state_dict(), strict=False)

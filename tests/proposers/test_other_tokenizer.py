@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Plan, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
-from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers import ModelDraft, TextBridge, VocabularyIntersection
 from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
@@ -51,7 +51,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
-class Oracle(BatchDrafter, DraftSession):
+class Oracle(Draft, Proposer):
     """Drafts the true text in its own tokens; notes what it was given."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, junk: int = 0) -> None:
@@ -158,16 +158,16 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     """After an exception in the draft the rows are read anew."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model = FakeModel(len(theirs))
-    session = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours))
+    session = TextBridge(ModelDraft(model), ours, theirs).start(len(ours))
     rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
     plans = [FakePlan(3), FakePlan(5)]
     model.fail_in = 2
     with pytest.raises(ZeroDivisionError):
         session.propose(rows, plans)
     trees = session.propose(rows, plans)
-    fresh = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours)).propose(rows, plans)
+    fresh = TextBridge(ModelDraft(model), ours, theirs).start(len(ours)).propose(rows, plans)
     assert [tree.tokens for tree in trees] == [tree.tokens for tree in fresh]
-    session.release([0])
+    session.drop([0])
     rows[1].tokens += ours.encode(" dog")
     session.propose(rows[1:], plans[1:])
     assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
@@ -190,7 +190,7 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
     """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model, width = FakeModel(len(theirs)), len(ours) + 5
-    drafter = VocabularyIntersection(ModelDrafter(model), ours, theirs)
+    drafter = VocabularyIntersection(ModelDraft(model), ours, theirs)
     session = drafter.start(width)
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_ends_are_translated() -> None:
     """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
-    drafter = VocabularyIntersection(ModelDrafter(FakeModel(len(theirs))), ours, theirs)
+    drafter = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
     [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
     end = free.tokens[2]
     row.task = task(ends=frozenset({end}))
@@ -237,11 +237,11 @@ def test_intersection_reads_foreign_tokens_through_their_text() -> None:
             seen.append(list(prefix))
             return super().logits(prefix, encoding)
 
-    session = VocabularyIntersection(ModelDrafter(Watched(len(theirs))), ours, theirs).start(len(ours))
+    session = VocabularyIntersection(ModelDraft(Watched(len(theirs))), ours, theirs).start(len(ours))
     row = FakeSequence([*ours.encode("a"), foreign], task=task(Forced()))
     assert one(session, row) == [foreign]
     assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
-    session.release([0])
+    session.drop([0])
     assert one(session, row) == [foreign]
 
 
@@ -258,4 +258,4 @@ def test_intersection_of_nothing_raises() -> None:
             return []
 
     with pytest.raises(VocabularyError, match="common"):
-        VocabularyIntersection(ModelDrafter(FakeModel()), tokenizer("bytes-320"), Alien())  # type: ignore[arg-type]
+        VocabularyIntersection(ModelDraft(FakeModel()), tokenizer("bytes-320"), Alien())  # type: ignore[arg-type]

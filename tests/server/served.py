@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any, TypeVar
 
 import httpx
@@ -56,10 +56,15 @@ def speech_model(name: str = "speech") -> SpeechModel:
     return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
 
 
+async def until(true: Callable[[], Any]) -> None:
+    """Waits until something is so."""
+    while not true():
+        await asyncio.sleep(0.001)
+
+
 async def idle(model: TextModel | SpeechModel) -> None:
     """Waits until nothing of any request is left, as the thread that decodes sees to within a round."""
-    while not model.generator.engine.idle:
-        await asyncio.sleep(0.001)
+    await until(lambda: model.generator.engine.idle)
 
 
 def settings(*names: str, **given: Any) -> ServeSettings:
@@ -80,6 +85,42 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
     application.state.server.close()
+
+
+def state_of(server: uvicorn.Server) -> Any:
+    """The server's own state, with the turns of its models."""
+    return server.config.app.state.server  # type: ignore[union-attr]
+
+
+class Asking:
+    """A client without a loop of its caller's: one request after the other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, made: httpx.AsyncClient) -> None:
+        self._loop, self._made = loop, made
+
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """The whole answer."""
+        asked = asyncio.wait_for(self._made.request(method, path, **more), PATIENCE)
+        return self._loop.run_until_complete(asked)
+
+    get, post = partialmethod(request, "GET"), partialmethod(request, "POST")
+
+    def complete(self, **body: Any) -> Any:
+        """What a completion is answered, parsed: a whole one, or the events of a stream."""
+        found = self.post("/v1/completions", json=body)
+        return events(found.text) if body.get("stream") else found.json()
+
+
+@contextmanager
+def asking(application: FastAPI, **headers: str) -> Iterator[Asking]:
+    """As `client`, for tests that do one thing at a time."""
+    with closing(asyncio.new_event_loop()) as loop:
+        asked = client(application, **headers)
+        made = loop.run_until_complete(asked.__aenter__())
+        try:
+            yield Asking(loop, made)
+        finally:
+            loop.run_until_complete(asked.__aexit__(None, None, None))
 
 
 @asynccontextmanager

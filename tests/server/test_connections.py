@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from specdec.server.cancellation import ahead
 from specdec.server.connections import Claim, Connections
 from specdec.server.errors import ApiError
 from specdec.server.http import server_of
-from tests.server.served import app, events, listening, model_of, run, settings, speech_model, text_model
+from tests.server.served import app, events, listening, model_of, settings, speech_model, state_of, text_model, until
 
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LONG = {"prompt": "abab", "max_tokens": 100, "seed": 1, "ignore_eos": True, "n": 4, "logprobs": 5}
@@ -64,40 +64,31 @@ HALF = {
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_half_requests_end(name: str) -> None:
+async def test_half_requests_end(name: str) -> None:
     """A socket without a whole head stayed open for ever, also one that sent a byte now and then after an answer."""
-
-    async def ask() -> None:
-        async with listening(limits={"head_seconds": 0.3}) as (server, client):
-            reader, writer = await opened(client, HALF[name])
-            ended = asyncio.ensure_future(reader.read())
-            while not ended.done():
-                await asyncio.sleep(0.05)
-                if not writer.is_closing():
-                    writer.write(b"x" if "half" in name else b"")
-            while server.server_state.connections:
-                await asyncio.sleep(0.01)
-            writer.close()
-
     started = time.monotonic()
-    run(ask())
+    async with listening(limits={"head_seconds": 0.3}) as (server, client):
+        reader, writer = await opened(client, HALF[name])
+        ended = asyncio.ensure_future(reader.read())
+        while not ended.done():
+            await asyncio.sleep(0.05)
+            if not writer.is_closing():
+                writer.write(b"x" if "half" in name else b"")
+        await until(lambda: not server.server_state.connections)
+        writer.close()
     assert time.monotonic() - started < 5
 
 
-def test_a_request_may_take_longer_than_its_head() -> None:
+async def test_a_request_may_take_longer_than_its_head() -> None:
     """The time for heads does not end what is being answered, nor a body that takes its time."""
-
-    async def ask() -> int:
-        async with listening(limits={"head_seconds": 0.2}) as (_, client):
-            sent = body_of({"prompt": "abc", "max_tokens": 4})
-            reader, writer = await opened(client, sent[:-1])
-            await asyncio.sleep(0.5)
-            writer.write(sent[-1:])
-            status = int((await reader.readline()).split()[1])
-            writer.close()
-            return status
-
-    assert run(ask()) == 200
+    async with listening(limits={"head_seconds": 0.2}) as (_, client):
+        sent = body_of({"prompt": "abc", "max_tokens": 4})
+        reader, writer = await opened(client, sent[:-1])
+        await asyncio.sleep(0.5)
+        writer.write(sent[-1:])
+        status = int((await reader.readline()).split()[1])
+        writer.close()
+    assert status == 200
 
 
 class Held:
@@ -153,39 +144,27 @@ def test_who_gives_way() -> None:
 
 
 @pytest.mark.parametrize(("proxies", "most"), [([], 3), (["127.0.0.0/8"], 8)])
-def test_a_trusted_proxy_has_connections_of_many(proxies: list[str], most: int) -> None:
+async def test_a_trusted_proxy_has_connections_of_many(proxies: list[str], most: int) -> None:
     """They are bounded in all, and not as those of one client."""
-
-    async def ask() -> None:
-        async with listening(limits={"connections": 8, "connections_per_client": 3}, trusted_proxies=proxies) as (
-            server,
-            client,
-        ):
-            held = [await opened(client, GET) for _ in range(20)]
-            await asyncio.sleep(0.1)
-            assert len(server.server_state.connections) == most
-            for _, writer in held:
-                writer.close()
-
-    run(ask())
+    limits = {"connections": 8, "connections_per_client": 3}
+    async with listening(limits=limits, trusted_proxies=proxies) as (server, client):
+        held = [await opened(client, GET) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        assert len(server.server_state.connections) == most
+        for _, writer in held:
+            writer.close()
 
 
-def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
     """With as many as there are descriptors no other client was answered. They give way, and one line says so."""
-
-    async def ask() -> None:
-        async with listening(limits={"connections": 12, "connections_per_client": 10}) as (server, client):
-            held = [await opened(client, GET) for _ in range(60)]
-            for _ in range(3):
-                assert (
-                    await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
-                ).status_code == 200
-                held += [await opened(client, GET) for _ in range(20)]
-            assert len(server.server_state.connections) <= 12
-            for _, writer in held:
-                writer.close()
-
-    run(ask())
+    async with listening(limits={"connections": 12, "connections_per_client": 10}) as (server, client):
+        held = [await opened(client, GET) for _ in range(60)]
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})).status_code == 200
+            held += [await opened(client, GET) for _ in range(20)]
+        assert len(server.server_state.connections) <= 12
+        for _, writer in held:
+            writer.close()
     assert len([line for line in caplog.messages if "connections are taken" in line]) == 1
 
 
@@ -199,62 +178,53 @@ STALLED = {
 
 
 @pytest.mark.parametrize("name", STALLED)
-def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """They counted as being answered, for 30 seconds each or 60, so that some clients without a key took all places."""
-
-    async def ask() -> list[int]:
-        async with listening(limits={"connections": 6, "connections_per_client": 3}) as (server, client):
-            small_buffers(server)
-            held = []
-            for at in range(6):
-                one = socket.socket()
-                held.append(one)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                one.setblocking(False)
-                one.bind((f"127.0.0.{2 + at % 2}", 0))
-                loop = asyncio.get_running_loop()
-                await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
-                await loop.sock_sendall(one, STALLED[name])
-            kept: Any = server.server_state.connections
-            await until(lambda: [one.claim for one in kept] == [Claim.STALL] * 6)
-            found = [(await client.get("/health")).status_code]
-            found += [int((await answer(client, GET + b"Connection: close\r\n\r\n"))[0]) for _ in range(5)]
-            assert len(kept) <= 6
-            for one in held:
-                one.close()
-            return found
-
-    assert run(ask()) == [200] * 6
+    async with listening(limits={"connections": 6, "connections_per_client": 3}) as (server, client):
+        small_buffers(server)
+        held = []
+        for at in range(6):
+            one = socket.socket()
+            held.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.setblocking(False)
+            one.bind((f"127.0.0.{2 + at % 2}", 0))
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
+            await loop.sock_sendall(one, STALLED[name])
+        kept: Any = server.server_state.connections
+        await until(lambda: [one.claim for one in kept] == [Claim.STALL] * 6)
+        found = [(await client.get("/health")).status_code]
+        found += [int((await answer(client, GET + b"Connection: close\r\n\r\n"))[0]) for _ in range(5)]
+        assert len(kept) <= 6
+        for one in held:
+            one.close()
+    assert found == [200] * 6
     assert not [one for one in caplog.records if one.exc_info]
 
 
-def test_what_is_pipelined_holds_no_place() -> None:
+async def test_what_is_pipelined_holds_no_place() -> None:
     """Who sent requests for pages by the hundreds was answered all the time, and no other client found a place."""
-
-    async def ask() -> None:
-        async with listening(limits={"connections": 6, "connections_per_client": 6}) as (_, client):
-            status, _, body = await answer(client, PAGES)
-            assert status == 200
-            assert b"HTTP/1.1" not in body  # of the second answer
-            held = [await opened(client, PAGES) for _ in range(30)]
-            assert (await client.get("/health")).status_code == 200
-            for _, writer in held:
-                writer.close()
-
-    run(ask())
+    async with listening(limits={"connections": 6, "connections_per_client": 6}) as (_, client):
+        status, _, body = await answer(client, PAGES)
+        assert status == 200
+        assert b"HTTP/1.1" not in body  # of the second answer
+        held = [await opened(client, PAGES) for _ in range(30)]
+        assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.close()
 
 
-def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """With an answer that says when to try again. One line tells of all of them; each had one of its own."""
     model, go_on = text_model(), threading.Event()
     go_on.set()
     model.generator.target.model.register_forward_pre_hook(lambda *_: go_on.wait(20) and None)
-
-    async def ask() -> tuple[int, dict[str, str], Any]:
+    with caplog.at_level("INFO"):
         async with listening(model, limits={"connections": 3, "connections_per_client": 3}) as (server, client):
             go_on.clear()
             held = [await opened(client, body_of({"prompt": "abc"})) for _ in range(3)]
-            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
+            turns = state_of(server).hosts.all["text"].turns
             await until(lambda: turns.running == 3)
             caplog.clear()
             for _ in range(9):
@@ -265,11 +235,7 @@ def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCaptureFix
                 assert b" 200 " in await reader.readline()
                 writer.close()
             assert 'specdec_requests_total{endpoint="unknown",status="503"} 9.0' in (await client.get("/metrics")).text
-            return status, headers, json.loads(body)
-
-    with caplog.at_level("INFO"):
-        status, headers, body = run(ask())
-    assert (status, body["error"]["code"]) == (503, "unavailable")
+    assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
     assert {"retry-after", "x-request-id"} <= headers.keys()
 
 
@@ -287,18 +253,14 @@ def test_there_are_descriptors_for_all(free: int) -> None:
     assert 1 <= found.per_client <= found.most // 2
 
 
-def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """They were two thousand tracebacks a second: 116 MB in 25 seconds. Any other error is logged as ever."""
-
-    async def ask() -> None:
-        async with listening():
-            loop = asyncio.get_running_loop()
-            for _ in range(2000):
-                error = OSError(errno.EMFILE, "Too many open files")
-                loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
-            loop.call_exception_handler({"message": "another error", "exception": OSError(errno.EIO, "no")})
-
-    run(ask())
+    async with listening():
+        loop = asyncio.get_running_loop()
+        for _ in range(2000):
+            error = OSError(errno.EMFILE, "Too many open files")
+            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
+        loop.call_exception_handler({"message": "another error", "exception": OSError(errno.EIO, "no")})
     assert [line for line in caplog.messages if "file descriptor" in line or "another error" in line] == [
         "no connection can be accepted: the process has no free file descriptor (so far 1 times)",
         "another error",
@@ -317,21 +279,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_http(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_http(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """An error as all others, with an id, a line in the log, and the end of the connection.
 
     It was plain text without an id, and a bare line on stderr. After two framings the next request was answered.
     """
     expected, sent = WRONG[name]
-
-    async def ask() -> tuple[int, dict[str, str], bytes]:
-        async with listening() as (_, client):
-            found = await answer(client, sent)
-            assert f'status="{expected}"' in (await client.get("/metrics")).text
-            return found
-
     with caplog.at_level("INFO"):
-        status, headers, body = run(ask())
+        async with listening() as (_, client):
+            status, headers, body = await answer(client, sent)
+            assert f'status="{expected}"' in (await client.get("/metrics")).text
     assert status == expected
     assert json.loads(body)["error"]["message"]
     assert headers["connection"] == "close"
@@ -341,41 +298,31 @@ def test_what_is_no_http(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert not [one for one in caplog.records if one.exc_info or "Invalid HTTP" in one.getMessage()]
 
 
-def test_a_body_that_goes_wrong_after_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_body_that_goes_wrong_after_its_answer(caplog: pytest.LogCaptureFixture) -> None:
     """It was a traceback for whoever wanted one, keys or none."""
     head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-    async def ask() -> int:
-        async with listening() as (_, client):
-            reader, writer = await opened(client, head)
-            status = int((await reader.readline()).split()[1])
-            await reader.readuntil(b"}}")
-            writer.write(b"zz\r\n")
-            await reader.read()
-            writer.close()
-            return status
-
-    assert run(ask()) == 404
+    async with listening() as (_, client):
+        reader, writer = await opened(client, head)
+        status = int((await reader.readline()).split()[1])
+        await reader.readuntil(b"}}")
+        writer.write(b"zz\r\n")
+        await reader.read()
+        writer.close()
+    assert status == 404
     assert not [one for one in caplog.records if one.exc_info]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/"])
-def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """HEAD was a 405. The connection goes on behind its answer."""
-
-    async def ask() -> list[Any]:
-        async with listening() as (server, client):
-            found = [await client.head(path), await client.get(path), await client.head("/v1/completions")]
-            assert len(server.server_state.connections) == 1
-            return found
-
     with caplog.at_level("INFO", "specdec.server"):
-        head, get, other = run(ask())
+        async with listening() as (server, client):
+            head, get, other = await client.head(path), await client.get(path), await client.head("/v1/completions")
+            assert len(server.server_state.connections) == 1
     assert (head.status_code, get.status_code, other.status_code) == (200, 200, 405)
     assert head.headers["content-type"] == get.headers["content-type"]
-    assert (head.content, path == "/metrics" or head.headers["content-length"] == get.headers["content-length"])[
-        0
-    ] == b""
+    assert path == "/metrics" or head.headers["content-length"] == get.headers["content-length"]
+    assert head.content == b""
     facts = [json.loads(line) for line in caplog.messages if line.startswith("{")]
     assert [(one["method"], one["path"]) for one in facts[:2]] == [("HEAD", path), ("GET", path)]
 
@@ -403,12 +350,6 @@ async def told_late(one: socket.socket) -> list[Any]:
     return events("".join(chunk for chunk in raw.decode().split("\r\n") if chunk.startswith("data")))
 
 
-async def until(true: Callable[[], Any]) -> None:
-    """Waits until something is so."""
-    while not true():
-        await asyncio.sleep(0.005)
-
-
 def small_buffers(server: uvicorn.Server) -> None:
     """Lets connections from now on send through small buffers, as a proxy may."""
     for made in server.servers:
@@ -416,58 +357,46 @@ def small_buffers(server: uvicorn.Server) -> None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
 
 
-def test_turns_end_with_the_work() -> None:
+async def test_turns_end_with_the_work() -> None:
     """Who did not read a stream kept its turn until its time was up, and all others waited. It may read it later."""
-
-    async def ask() -> list[Any]:
-        async with listening(limits={"running": 1}) as (server, client):
-            small_buffers(server)
-            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
-            async with unread(client, {**LONG, "stream": True}) as one:
-                await until(lambda: turns.running)
-                await until(lambda: not turns.running)
-                assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
-                return await told_late(one)
-
-    told = run(ask())
+    async with listening(limits={"running": 1}) as (server, client):
+        small_buffers(server)
+        turns = state_of(server).hosts.all["text"].turns
+        async with unread(client, {**LONG, "stream": True}) as one:
+            await until(lambda: turns.running)
+            await until(lambda: not turns.running)
+            assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
+            told = await told_late(one)
     assert told[-1] == "[DONE]"
     assert [e["choices"][0]["finish_reason"] for e in told[:-1]].count("length") == 4
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A client that takes nothing is hung up on; it kept its connection, and its answer in memory, for ever."""
-
-    async def ask() -> None:
-        async with listening(limits={"send_seconds": 0.2}) as (server, client):
-            small_buffers(server)
-            async with unread(client, {**LONG, "max_tokens": 300, "stream": stream}):
-                await until(lambda: server.server_state.connections)
-                await until(lambda: not server.server_state.connections)
-            assert (await client.get("/health")).status_code == 200
-
-    run(ask())
+    async with listening(limits={"send_seconds": 0.2}) as (server, client):
+        small_buffers(server)
+        async with unread(client, {**LONG, "max_tokens": 300, "stream": stream}):
+            await until(lambda: server.server_state.connections)
+            await until(lambda: not server.server_state.connections)
+        assert (await client.get("/health")).status_code == 200
     assert "a client did not read what it was sent within 0.2 s: its connection is closed" in caplog.messages
 
 
-def test_unread_events_have_a_bound() -> None:
+async def test_unread_events_have_a_bound() -> None:
     """They piled up without one. Who reads on is told why the stream ends."""
-
-    async def ask() -> list[Any]:
-        async with listening(limits={"unread_bytes": 20_000}) as (server, client):
-            small_buffers(server)
-            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
-            async with unread(client, {**LONG, "stream": True}) as one:
-                await until(lambda: turns.running)
-                await until(lambda: not turns.running)
-                return await told_late(one)
-
-    told = run(ask())
+    async with listening(limits={"unread_bytes": 20_000}) as (server, client):
+        small_buffers(server)
+        turns = state_of(server).hosts.all["text"].turns
+        async with unread(client, {**LONG, "stream": True}) as one:
+            await until(lambda: turns.running)
+            await until(lambda: not turns.running)
+            told = await told_late(one)
     assert "reads too slowly" in told[-1]["error"]["message"]
     assert all(e["choices"][0]["finish_reason"] is None for e in told[:-1])
 
 
-def test_what_runs_ahead() -> None:
+async def test_what_runs_ahead() -> None:
     """All of it comes, in order, and an error after it; sources end before it is read, and when it is given up."""
     ended: list[int] = []
 
@@ -488,82 +417,68 @@ def test_what_runs_ahead() -> None:
             found.append(item)
         return found
 
-    async def ask() -> None:
-        assert await read(0, 9) == [b"x"] * 9
-        with pytest.raises(ApiError, match="too slowly"):
-            await read(1, 99)
-        with pytest.raises(ValueError, match="no"):
-            await read(2, 3)
-        given_up = ahead([source(3, 10**6), source(4, 10**6)], 10**9, len)
-        await anext(given_up)
-        await given_up.aclose()
-
-    run(ask())
+    assert await read(0, 9) == [b"x"] * 9
+    with pytest.raises(ApiError, match="too slowly"):
+        await read(1, 99)
+    with pytest.raises(ValueError, match="no"):
+        await read(2, 3)
+    given_up = ahead([source(3, 10**6), source(4, 10**6)], 10**9, len)
+    await anext(given_up)
+    await given_up.aclose()
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("sent", [100, 200_000])
-def test_uploads_of_clients_that_left_make_room(sent: int) -> None:
+async def test_uploads_of_clients_that_left_make_room(sent: int) -> None:
     """They kept their places until their turn came, 60 seconds and more, as nobody reads on what has no turn."""
     head = "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x"
     part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
     upload = f"{head}\r\nContent-Length: 1000000\r\n\r\n{part}".encode() + b"-" * sent
-
-    async def ask() -> None:
-        async with listening(speech_model(), limits={"recordings": 1}) as (server, client):
-            uploads = server.config.app.state.server.uploads  # type: ignore[union-attr]
-            held = [await opened(client, upload) for _ in range(uploads.free)]
-            await until(lambda: not uploads.free)
-            left = [await opened(client, upload) for _ in range(3)]
-            await until(lambda: uploads.waiting == 3)
-            text = (await client.get("/metrics")).text
-            assert "specdec_num_uploads_waiting 3.0" in text
-            assert f"specdec_num_uploads_running {len(held)}.0" in text
-            for _, writer in left:
-                await writer.drain()
-                writer.close()
-            await asyncio.wait_for(until(lambda: not uploads.waiting), 5)
-            assert not uploads.free
-            for _, writer in held:
-                writer.close()
-
-    run(ask())
-
-
-def test_who_leaves_amid_a_body_has_left() -> None:
-    """That was a 400 in the log, as if the body had been wrong, and not counted."""
-
-    async def ask() -> None:
-        async with listening() as (server, client):
-            _, writer = await opened(client, body_of({"prompt": "abc"})[:-1])
-            await until(lambda: len(server.server_state.connections) == 1)
-            await asyncio.sleep(0.1)
+    async with listening(speech_model(), limits={"recordings": 1}) as (server, client):
+        uploads = state_of(server).uploads
+        held = [await opened(client, upload) for _ in range(uploads.free)]
+        await until(lambda: not uploads.free)
+        left = [await opened(client, upload) for _ in range(3)]
+        await until(lambda: uploads.waiting == 3)
+        text = (await client.get("/metrics")).text
+        assert "specdec_num_uploads_waiting 3.0" in text
+        assert f"specdec_num_uploads_running {len(held)}.0" in text
+        for _, writer in left:
+            await writer.drain()
             writer.close()
-            await until(lambda: not server.server_state.connections)
-            text = (await client.get("/metrics")).text
-            assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in text
-            assert 'specdec_requests_total{endpoint="/v1/completions",status="499"} 1.0' in text
-
-    run(ask())
+        await asyncio.wait_for(until(lambda: not uploads.waiting), 5)
+        assert not uploads.free
+        for _, writer in held:
+            writer.close()
 
 
-def test_who_pipelines_leaves_too() -> None:
+async def test_who_leaves_amid_a_body_has_left() -> None:
+    """That was a 400 in the log, as if the body had been wrong, and not counted."""
+    async with listening() as (server, client):
+        _, writer = await opened(client, body_of({"prompt": "abc"})[:-1])
+        await until(lambda: len(server.server_state.connections) == 1)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await until(lambda: not server.server_state.connections)
+        text = (await client.get("/metrics")).text
+        assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in text
+        assert 'specdec_requests_total{endpoint="/v1/completions",status="499"} 1.0' in text
+
+
+async def test_who_pipelines_leaves_too() -> None:
     """What came behind a request hid that its client had left: its answer was worked out for nobody."""
     model = text_model(draft="none")
     model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
-
-    async def ask() -> str:
-        async with listening(model) as (server, client):
-            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
-            _, writer = await opened(client, body_of({"prompt": "abc", "max_tokens": 450, "ignore_eos": True}))
-            await until(lambda: turns.running)
-            writer.write(PAGES)
-            await writer.drain()
-            writer.close()
-            await asyncio.wait_for(until(lambda: not turns.running), 5)
-            return (await client.get("/metrics")).text
-
-    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in run(ask())
+    async with listening(model) as (server, client):
+        turns = state_of(server).hosts.all["text"].turns
+        _, writer = await opened(client, body_of({"prompt": "abc", "max_tokens": 450, "ignore_eos": True}))
+        await until(lambda: turns.running)
+        writer.write(PAGES)
+        await writer.drain()
+        writer.close()
+        await asyncio.wait_for(until(lambda: not turns.running), 5)
+        found = (await client.get("/metrics")).text
+    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in found
 
 
 def test_the_process_opens_what_files_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from specdec.server.http import server_of
 from specdec.server.models import Host
-from tests.server.served import PATIENCE, app, listening, model_of, run, settings, speech_model
+from tests.server.served import PATIENCE, app, listening, model_of, run, settings, speech_model, state_of, until
 
 LONG = {"prompt": "abab", "max_tokens": 500, "seed": 1, "ignore_eos": True}
 
@@ -25,7 +25,7 @@ def apart(work: Coroutine[Any, Any, Any]) -> Any:
         return pool.submit(run, work).result(PATIENCE)
 
 
-def test_models_decode_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_decode_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request after "listening" took eight seconds."""
     listened: list[bool] = []
     warm_up, server = Host.warm_up, server_of(app(model_of("suffix")), settings(port=0))
@@ -34,19 +34,15 @@ def test_models_decode_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> Non
         await warm_up(host)
         listened.append(server.started)
 
-    async def ask() -> None:
-        serving = asyncio.ensure_future(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.001)
-        server.should_exit = True
-        await serving
-
     monkeypatch.setattr(Host, "warm_up", watched)
-    run(ask())
+    serving = asyncio.ensure_future(server.serve())
+    await until(lambda: server.started)
+    server.should_exit = True
+    await serving
     assert listened == [False]
 
 
-def test_a_model_that_cannot_decode_is_logged(
+async def test_a_model_that_cannot_decode_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are served, and `/ready` says no."""
@@ -54,12 +50,10 @@ def test_a_model_that_cannot_decode_is_logged(
     async def failing(host: Host) -> None:
         raise RuntimeError("no weights")
 
-    async def ask() -> list[int]:
-        async with listening() as (_, client):
-            return [(await client.get(path)).status_code for path in ("/health", "/ready")]
-
     monkeypatch.setattr(Host, "warm_up", failing)
-    assert run(ask()) == [200, 503]
+    async with listening() as (_, client):
+        found = [(await client.get(path)).status_code for path in ("/health", "/ready")]
+    assert found == [200, 503]
     assert [one.getMessage() for one in caplog.records if one.exc_info] == ["a model cannot decode"]
 
 
@@ -126,9 +120,8 @@ def test_the_drain_is_kept() -> None:
             writer.write(f"{head}Content-Length: 99\r\n\r\n{{".encode())
             stream = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": True}))
             whole = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4}))
-            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
-            while turns.running < 2:
-                await asyncio.sleep(0.001)
+            turns = state_of(server).hosts.all["text"].turns
+            await until(lambda: turns.running >= 2)
             began = time.monotonic()
             server.handle_exit(signal.SIGTERM, None)
             found = (await stream).text, (await whole).status_code
@@ -150,7 +143,7 @@ def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
     async def ask() -> tuple[list[httpx.Response], float]:
         limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
         async with listening(speech_model(), limits=limits) as (server, client):
-            state = server.config.app.state.server  # type: ignore[union-attr]
+            state = state_of(server)
             turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
             async with turns.turn("somebody"):
                 asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
@@ -166,24 +159,20 @@ def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
     assert seconds < 3
 
 
-def test_work_that_comes_after_the_drain_is_given_up() -> None:
+async def test_work_that_comes_after_the_drain_is_given_up() -> None:
     """It closes what it was handed."""
+    told: list[str] = []
 
-    async def ask() -> list[str]:
-        told: list[str] = []
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("closed")
 
-        async def work() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                told.append("closed")
-
-        state = app(model_of("suffix")).state.server
-        state.stop()
-        task = asyncio.ensure_future(work())
-        state.track(task)
-        await asyncio.wait({task}, timeout=5)
-        state.close()
-        return [*told, "given up" if task.cancelled() else "runs"]
-
-    assert run(ask()) == ["closed", "given up"]
+    state = app(model_of("suffix")).state.server
+    state.stop()
+    task = asyncio.ensure_future(work())
+    state.track(task)
+    await asyncio.wait({task}, timeout=5)
+    state.close()
+    assert [*told, "given up" if task.cancelled() else "runs"] == ["closed", "given up"]

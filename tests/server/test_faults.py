@@ -26,7 +26,7 @@ from specdec.server.protocol import (
     TokenizeRequest,
 )
 from specdec.server.routes import audio as audio_routes
-from tests.server.served import app, client, events, model_of, run, speech_model
+from tests.server.served import app, asking, client, events, model_of, speech_model
 
 Path = tuple[str | int, ...]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -159,29 +159,21 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields_", "param", "said"), SAID)
 def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
     """The field as its client names it, and what would go."""
-
-    async def ask() -> Any:
-        async with client(app()) as c:
-            found = await c.post(COMPLETIONS, json={"prompt": "abc", **fields_})
-            assert found.status_code == 400, found.text
-            return found.json()["error"]
-
-    error = run(ask())
+    with asking(app()) as c:
+        found = c.post(COMPLETIONS, json={"prompt": "abc", **fields_})
+        assert found.status_code == 400, found.text
+        error = found.json()["error"]
     assert error["param"] == param
     assert said in error["message"]
 
 
 def test_bodies_that_are_none_are_told_so() -> None:
     """(The place where JSON broke was told as a field, and a list as a dictionary.)"""
-
-    async def ask() -> list[Any]:
-        head = {"Content-Type": "application/json"}
-        async with client(app()) as c:
-            bodies = (b'{"model":', b"[]", b"", b'{"prompt": "\xff"}')
-            found = [(await c.post(COMPLETIONS, content=body, headers=head)).json()["error"] for body in bodies]
-            return [*found, *[(await c.request(*asked)).json()["error"] for asked in (("GET", "/v2"), ("GET", CHATS))]]
-
-    errors = run(ask())
+    head = {"Content-Type": "application/json"}
+    with asking(app()) as c:
+        bodies = (b'{"model":', b"[]", b"", b'{"prompt": "\xff"}')
+        found = [c.post(COMPLETIONS, content=body, headers=head).json()["error"] for body in bodies]
+        errors = [*found, *[c.get(path).json()["error"] for path in ("/v2", CHATS)]]
     expected = ["the body is not JSON", "the body must be an object, got a list", "the body is needed", "JSON in UTF-8"]
     for error, said in zip(errors, [*expected, "this path does not exist", "this method"], strict=True):
         assert said in error["message"]
@@ -205,21 +197,16 @@ ODD: list[dict[str, Any]] = [
 def test_options_that_do_not_go_together(draft: str) -> None:
     """The library's errors name its own options: `num_return_sequences`, `do_sample`, `sequence_bias`, and drafts."""
     known, refused = fields(CompletionRequest), 0
-
-    async def ask() -> None:
-        nonlocal refused
-        async with client(app(model_of(draft))) as c:
-            for at, one in enumerate(ODD):
-                for other in ({}, *ODD[:at:3]):
-                    body = {"prompt": "abc", "max_tokens": 4, **one, **other}
-                    found = await c.post(COMPLETIONS, json=body)
-                    if found.status_code != 200:
-                        assert found.status_code == 400, found.text
-                        error = found.json()["error"]
-                        check(ApiError(400, error["message"], param=error["param"]), body, known)
-                        refused += 1
-
-    run(ask())
+    with asking(app(model_of(draft))) as c:
+        for at, one in enumerate(ODD):
+            for other in ({}, *ODD[:at:3]):
+                body = {"prompt": "abc", "max_tokens": 4, **one, **other}
+                found = c.post(COMPLETIONS, json=body)
+                if found.status_code != 200:
+                    assert found.status_code == 400, found.text
+                    error = found.json()["error"]
+                    check(ApiError(400, error["message"], param=error["param"]), body, known)
+                    refused += 1
     assert refused > 100
 
 
@@ -232,26 +219,22 @@ def silence() -> bytes:
     return file.getvalue()
 
 
-def test_conversations_are_kept() -> None:
+async def test_conversations_are_kept() -> None:
     """A message as openai's client hands it out goes back: its empty fields, `annotations` for one, were a 400."""
     openai = pytest.importorskip("openai")
-
-    async def ask() -> list[str]:
-        async with client(app()) as c:
-            asked = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
-            said: list[Any] = [{"role": "user", "content": "hello"}]
-            how: dict[str, Any] = {"model": "text", "max_tokens": 4, "seed": 1}
-            texts = []
-            for _ in range(2):
-                done = await asked.chat.completions.create(messages=said, **how)
-                texts.append(done.choices[0].message.content)
-                dumped = done.choices[0].message.model_dump()
-                assert None in dumped.values()
-                emptied = {name: [] if name in ("annotations", "tool_calls") else one for name, one in dumped.items()}
-                said += [dumped, {"role": "user", "content": "go on"}, emptied, {"role": "user", "content": "and on"}]
-            return texts
-
-    assert len(run(ask())) == 2
+    async with client(app()) as c:
+        asked = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
+        said: list[Any] = [{"role": "user", "content": "hello"}]
+        how: dict[str, Any] = {"model": "text", "max_tokens": 4, "seed": 1}
+        texts = []
+        for _ in range(2):
+            done = await asked.chat.completions.create(messages=said, **how)
+            texts.append(done.choices[0].message.content)
+            dumped = done.choices[0].message.model_dump()
+            assert None in dumped.values()
+            emptied = {name: [] if name in ("annotations", "tool_calls") else one for name, one in dumped.items()}
+            said += [dumped, {"role": "user", "content": "go on"}, emptied, {"role": "user", "content": "and on"}]
+    assert len(texts) == 2
 
 
 def absent(model: type[BaseModel]) -> dict[str, Any]:
@@ -274,20 +257,16 @@ def test_null_means_absent() -> None:
         "structured_outputs": {"json": None, "regex": None},
         "response_format": {"type": "json_schema", "json_schema": named},
     }
-
-    async def ask() -> list[Any]:
-        async with client(app()) as c:
-            bodies: list[tuple[str, dict[str, Any]]] = [
-                (COMPLETIONS, absent(CompletionRequest)),
-                (CHATS, {**absent(ChatRequest), "max_tokens": 2}),
-                ("/tokenize", absent(TokenizeRequest)),
-                ("/detokenize", absent(DetokenizeRequest)),
-                (CHATS, {**nested, "max_tokens": 20}),
-                (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": nothing}),
-            ]
-            return [await c.post(path, json=body) for path, body in bodies]
-
-    found = run(ask())
+    with asking(app()) as c:
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            (COMPLETIONS, absent(CompletionRequest)),
+            (CHATS, {**absent(ChatRequest), "max_tokens": 2}),
+            ("/tokenize", absent(TokenizeRequest)),
+            ("/detokenize", absent(DetokenizeRequest)),
+            (CHATS, {**nested, "max_tokens": 20}),
+            (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": nothing}),
+        ]
+        found = [c.post(path, json=body) for path, body in bodies]
     assert [one.status_code for one in found] == [200] * 6, [one.text for one in found]
     assert json.loads(found[4].json()["choices"][0]["message"]["content"]) == {"a": None}
     assert all(event == "[DONE]" or "usage" not in event for event in events(found[5].text))
@@ -305,18 +284,14 @@ MANY: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("at", range(len(MANY)))
-def test_many_faults_take_no_time(at: int) -> None:
+@pytest.mark.parametrize(("path", "body", "place"), MANY, ids=lambda value: str(value)[:20])
+def test_many_faults_take_no_time(path: str, body: dict[str, Any], place: str) -> None:
     """The event loop stood still for 25 s over 40,000 wrong tokens: each fault was compared with all others."""
-    path, body, place = MANY[at]
-
-    async def ask() -> tuple[Any, float]:
-        async with client(app()) as c:
-            content, headers = json.dumps(body), {"Content-Type": "application/json"}
-            began = time.monotonic()
-            return await c.post(path, content=content, headers=headers), time.monotonic() - began
-
-    found, seconds = run(ask())
+    with asking(app()) as c:
+        content, headers = json.dumps(body), {"Content-Type": "application/json"}
+        began = time.monotonic()
+        found = c.post(path, content=content, headers=headers)
+        seconds = time.monotonic() - began
     assert found.status_code == 400
     assert found.json()["error"]["param"].startswith(place)
     assert seconds < 2
@@ -324,14 +299,11 @@ def test_many_faults_take_no_time(at: int) -> None:
 
 def test_hints_that_change_no_text_are_dropped() -> None:
     """Whatever their value: clients send them by default."""
-
-    async def ask() -> list[str]:
-        async with client(app()) as c:
-            values = ("x", True, {"a": "b"}, 5, None)
-            bodies = [{"messages": MESSAGES, "max_tokens": 4, "seed": 1, **dict.fromkeys(HINTS, one)} for one in values]
-            return [(await c.post(CHATS, json=body)).json()["choices"][0]["message"]["content"] for body in bodies]
-
-    assert len({*run(ask())}) == 1
+    with asking(app()) as c:
+        values = ("x", True, {"a": "b"}, 5, None)
+        bodies = [{"messages": MESSAGES, "max_tokens": 4, "seed": 1, **dict.fromkeys(HINTS, one)} for one in values]
+        found = [c.post(CHATS, json=body).json()["choices"][0]["message"]["content"] for body in bodies]
+    assert len({*found}) == 1
 
 
 FORMS: list[dict[str, Any]] = [
@@ -359,19 +331,14 @@ def test_every_field_of_a_form(path: str) -> None:
     params = inspect.signature(audio_routes.transcriptions).parameters
     known = {*params, "timestamp_granularities[]", "timestamp_granularities", "Content-Type"}
     model = speech_model()
-
-    async def ask() -> list[ApiError]:
-        found = []
-        async with client(app(model)) as c:
-            for fields in FORMS:
-                files = {} if "file" in fields or not fields else {"file": ("a.wav", silence())}
-                more = {"files": files} if files else {"files": {"x": (None, "y")}} if not fields else {}
-                answer = await c.post(f"/v1/audio/{path}", data=fields, **more)
-                assert answer.status_code in (400, 404, 415), (fields, answer.text)
-                error = answer.json()["error"]
-                check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
-                found.append(error["param"])
-        return found
-
-    found = run(ask())
+    found = []
+    with asking(app(model)) as c:
+        for fields in FORMS:
+            files = {} if "file" in fields or not fields else {"file": ("a.wav", silence())}
+            more = {"files": files} if files else {"files": {"x": (None, "y")}} if not fields else {}
+            answer = c.post(f"/v1/audio/{path}", data=fields, **more)
+            assert answer.status_code in (400, 404, 415), (fields, answer.text)
+            error = answer.json()["error"]
+            check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
+            found.append(error["param"])
     assert len(found) == len(FORMS)

@@ -24,12 +24,26 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
 from tests import speech
-from tests.server.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
+from tests.folders import WIDTH
+from tests.server.served import (
+    TOKENIZER,
+    Answered,
+    app,
+    asgi,
+    asking,
+    events,
+    idle,
+    model_of,
+    run,
+    speech_model,
+    until,
+)
 
 soundfile = pytest.importorskip("soundfile")
+VOCABULARY = pytest.importorskip("llguidance.hf").from_tokenizer(TOKENIZER, WIDTH)
 
 
-def test_turns_go_round() -> None:
+async def test_turns_go_round() -> None:
     """One client's hundred requests do not keep another's one waiting for more than a turn."""
     order: list[str] = []
 
@@ -38,58 +52,48 @@ def test_turns_go_round() -> None:
             order.append(client)
             await asyncio.sleep(0)
 
-    async def all_of_them() -> tuple[int, int]:
-        turns = Admission(2, 200)
-        many = [asyncio.ensure_future(ask(turns, "many")) for _ in range(100)]
-        await asyncio.sleep(0)
-        few = [asyncio.ensure_future(ask(turns, "few")) for _ in range(3)]
-        await asyncio.gather(*many, *few)
-        return turns.running, turns.waiting
-
-    assert run(all_of_them()) == (0, 0)
+    turns = Admission(2, 200)
+    many = [asyncio.ensure_future(ask(turns, "many")) for _ in range(100)]
+    await asyncio.sleep(0)
+    few = [asyncio.ensure_future(ask(turns, "few")) for _ in range(3)]
+    await asyncio.gather(*many, *few)
+    assert (turns.running, turns.waiting) == (0, 0)
     assert len(order) == 103
     assert max(i for i, name in enumerate(order) if name == "few") < 10
 
 
-def test_turns_are_bounded() -> None:
+async def test_turns_are_bounded() -> None:
     """Beyond the queue a 429 says when to try again."""
-
-    async def ask() -> list[Any]:
-        turns, found = Admission(1, 1), []
-        async with turns.turn("a"):
-            for name in ("b", "c"):
-                waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
-                await asyncio.sleep(0)
-                if waiting.done():
-                    error = waiting.exception()
-                    assert isinstance(error, ApiError)
-                    found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
-        return found
-
-    assert run(ask()) == [("c", 429, True)]
-
-
-def test_who_waits_most_makes_room() -> None:
-    """One client's many that wait, or have left, locked all others out."""
-
-    async def ask() -> list[Any]:
-        turns = Admission(1, 4)
-        async with turns.turn("first"):
-
-            async def wait(client: str) -> str:
-                async with turns.turn(client):
-                    return client
-
-            waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
-            for client in ("few", "few", "few", "other"):
-                await asyncio.sleep(0)
-                waiting.append(asyncio.ensure_future(wait(client)))
+    turns, found = Admission(1, 1), []
+    async with turns.turn("a"):
+        for name in ("b", "c"):
+            waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
             await asyncio.sleep(0)
-            assert turns.waiting == 4
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        return [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+            if waiting.done():
+                error = waiting.exception()
+                assert isinstance(error, ApiError)
+                found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
+    assert found == [("c", 429, True)]
 
-    assert run(ask()) == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
+
+async def test_who_waits_most_makes_room() -> None:
+    """One client's many that wait, or have left, locked all others out."""
+    turns = Admission(1, 4)
+    async with turns.turn("first"):
+
+        async def wait(client: str) -> str:
+            async with turns.turn(client):
+                return client
+
+        waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
+        for client in ("few", "few", "few", "other"):
+            await asyncio.sleep(0)
+            waiting.append(asyncio.ensure_future(wait(client)))
+        await asyncio.sleep(0)
+        assert turns.waiting == 4
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    answered = [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+    assert answered == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
 
 
 def test_turns_given_up() -> None:
@@ -118,27 +122,24 @@ def test_turns_given_up() -> None:
     assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
 
 
-def test_work_tells_everything_and_then_its_error() -> None:
+async def test_work_tells_everything_and_then_its_error() -> None:
     """In the order in which it came."""
 
     def work(cancel: Cancel) -> Generator[int]:
         yield from range(3)
         raise OptionError("no")
 
-    async def ask() -> list[int]:
-        found = []
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                async for item in ThreadStream(pool, work):
-                    found.append(item)
-            except OptionError:
-                found.append(-1)
-        return found
-
-    assert run(ask()) == [0, 1, 2, -1]
+    found = []
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            async for item in ThreadStream(pool, work):
+                found.append(item)
+        except OptionError:
+            found.append(-1)
+    assert found == [0, 1, 2, -1]
 
 
-def test_work_that_is_given_up() -> None:
+async def test_work_that_is_given_up() -> None:
     """Its generator is closed in its own thread, and callbacks run, also late ones."""
     told, closed = [], []
 
@@ -150,15 +151,12 @@ def test_work_that_is_given_up() -> None:
         finally:
             closed.append(threading.get_ident())
 
-    async def ask() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            running = ThreadStream(pool, work)
-            async for _ in running:
-                break
-            await running.close()
-            await running.close()
-
-    run(ask())
+    with ThreadPoolExecutor(1) as pool:
+        running = ThreadStream(pool, work)
+        async for _ in running:
+            break
+        await running.close()
+        await running.close()
     assert told == [threading.get_ident()]
     assert len(closed) == 1
     assert closed != told
@@ -195,27 +193,21 @@ def test_answers_in_a_form(name: str) -> None:
     """They are in it, with every draft the same; two choices do not mix up."""
     fields, fits = FORMS[name]
 
-    async def ask(draft: str) -> list[str]:
-        async with client(app(model_of(draft))) as c:
-            body = {"prompt": "abab", "max_tokens": 60, "n": 2, "seed": 11, "top_k": 3, **fields}
-            found = (await c.post("/v1/completions", json=body)).json()
-            assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
-            return [choice["text"] for choice in found["choices"]]
-
-    texts = [run(ask(draft)) for draft in ("none", "suffix", "model")]
+    texts = []
+    for draft in ("none", "suffix", "model"):
+        with asking(app(model_of(draft))) as c:
+            found = c.complete(prompt="abab", max_tokens=60, n=2, seed=11, top_k=3, **fields)
+        assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
+        texts.append([choice["text"] for choice in found["choices"]])
     assert texts[0] == texts[1] == texts[2]
     assert all(fits(text) for text in texts[0])
 
 
 def test_beams_in_a_form() -> None:
     """Every hypothesis keeps to it."""
-
-    async def ask() -> Any:
-        async with client(app(model_of("suffix"))) as c:
-            body = {"prompt": "abab", "max_tokens": 30, "num_beams": 3, "guided_regex": "[ab]{3}-[0-9]{2}"}
-            return (await c.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-
-    text = run(ask())
+    with asking(app(model_of("suffix"))) as c:
+        found = c.complete(prompt="abab", max_tokens=30, num_beams=3, guided_regex="[ab]{3}-[0-9]{2}")
+    text = found["choices"][0]["text"]
     assert set(text[:3]) <= {"a", "b"}
     assert text[3] == "-"
 
@@ -237,12 +229,8 @@ def test_beams_in_a_form() -> None:
 )
 def test_forms_that_are_none(fields: dict[str, Any]) -> None:
     """A 400 that names the field, in no time, and nothing is fetched."""
-
-    async def ask() -> Any:
-        async with client(app()) as c:
-            return await c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
-
-    found = run(ask())
+    with asking(app()) as c:
+        found = c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
     assert found.status_code == 400, found.text
     assert next(iter(fields)) in found.json()["error"]["message"]
 
@@ -251,15 +239,14 @@ def test_forms_that_are_none(fields: dict[str, Any]) -> None:
 def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
     """Clients read of `start: /(/`, which they had not sent."""
     with pytest.raises(OptionError, match=said) as found:
-        Grammar(Form("regex", source, "guided_regex"), model_of("none")._grammars, 0)
+        Grammar(Form("regex", source, "guided_regex"), VOCABULARY, 0)
     assert "start" not in str(found.value)
 
 
 def test_every_character_may_be_in_a_choice() -> None:
     """One of them was an error that named the grammar within."""
     points = [*range(0x300), 0x2028, 0xFEFF, 0xFFFD, 0x1F600, 0x10FFFF]
-    form, tokenizer = Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), model_of("none")
-    grammar = Grammar(form, tokenizer._grammars, 0)
+    grammar = Grammar(Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), VOCABULARY, 0)
     for point in points:
         ids = TOKENIZER(f"{chr(point)}x", add_special_tokens=False)["input_ids"]
         assert grammar.allowed([], ids) == len(ids), hex(point)
@@ -267,12 +254,8 @@ def test_every_character_may_be_in_a_choice() -> None:
 
 def test_the_schema_tells_of_forms() -> None:
     """Clients that are made from the schema can send vLLM's field: it was accepted, and not in there."""
-
-    async def ask() -> Any:
-        async with client(app()) as c:
-            return (await c.get("/openapi.json")).json()["components"]["schemas"]
-
-    schemas = run(ask())
+    with asking(app()) as c:
+        schemas = c.get("/openapi.json").json()["components"]["schemas"]
     for request in ("CompletionRequest", "ChatRequest"):
         [form, _] = schemas[request]["properties"]["structured_outputs"]["anyOf"]
         assert form == {"$ref": "#/components/schemas/StructuredOutputs"}
@@ -283,7 +266,7 @@ def test_the_schema_tells_of_forms() -> None:
 
 def test_a_grammar_goes_back() -> None:
     """A draft asks about texts that never come true; the mask depends on the text alone."""
-    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), model_of("none")._grammars, 2)
+    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), VOCABULARY, 2)
     ids = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcx"}
 
     def allowed(text: str) -> set[str]:
@@ -322,10 +305,10 @@ def recording(seconds: float, kind: str = "WAV") -> bytes:
     return file.getvalue()
 
 
-async def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions") -> Any:
+def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions", **given: Any) -> Any:
     """The answer about a recording."""
-    async with client(app(hearing())) as c:
-        return await c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
+    with asking(app(hearing(), **given)) as c:
+        return c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
 
 
 def test_transcriptions() -> None:
@@ -334,15 +317,11 @@ def test_transcriptions() -> None:
     expected = hearing().transcriber(content, language="en", task="transcribe", return_timestamps=True)
     plain = hearing().transcriber(content, language="en", task="transcribe")["text"].strip()
 
-    async def ask() -> dict[str, Any]:
-        found = {}
-        for form in ("json", "text", "srt", "vtt", "verbose_json"):
-            answer = await heard({"model": "speech", "language": "en", "response_format": form}, content)
-            assert answer.status_code == 200, answer.text
-            found[form] = answer.json() if "json" in form else answer.text
-        return found
-
-    found = run(ask())
+    found = {}
+    for form in ("json", "text", "srt", "vtt", "verbose_json"):
+        answer = heard({"model": "speech", "language": "en", "response_format": form}, content)
+        assert answer.status_code == 200, answer.text
+        found[form] = answer.json() if "json" in form else answer.text
     assert found["json"]["text"] == found["text"].strip() == plain
     assert found["srt"].startswith("1\n00:00:00,000 --> ")
     assert found["vtt"].startswith("WEBVTT\n\n00:00:00.000 --> ")
@@ -357,12 +336,9 @@ def test_streamed_transcriptions() -> None:
     """Every window's text comes when it is read, and all of it is the text of the whole answer."""
     content = recording(3.5)
 
-    async def ask() -> list[Any]:
-        whole, stream = [await heard({"language": "en", **more}, content) for more in ({}, {"stream": "true"})]
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        return [whole.json(), events(stream.text)]
-
-    whole, told = run(ask())
+    whole, stream = heard({"language": "en"}, content).json(), heard({"language": "en", "stream": "true"}, content)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    told = events(stream.text)
     assert told.pop() == "[DONE]"
     assert told.pop() == {"type": "transcript.text.done", **whole}
     assert {event["type"] for event in told} == {"transcript.text.delta"}
@@ -372,30 +348,19 @@ def test_streamed_transcriptions() -> None:
 
 def test_unread_transcriptions_have_a_bound() -> None:
     """Their pieces counted for nothing."""
-
-    async def ask() -> str:
-        async with client(app(hearing(), limits={"unread_bytes": 1})) as c:
-            files, data = {"file": ("a.wav", recording(3.5))}, {"language": "en", "stream": "true"}
-            return (await c.post("/v1/audio/transcriptions", files=files, data=data)).text
-
-    assert "reads too slowly" in run(ask())
+    found = heard({"language": "en", "stream": "true"}, recording(3.5), limits={"unread_bytes": 1})
+    assert "reads too slowly" in found.text
 
 
 def test_words_and_translations() -> None:
     """Words have times where they are asked for; a translation is another text."""
     content = recording(1.5, "FLAC")
 
-    async def ask() -> list[Any]:
-        fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
-        words = await heard(fields, content)
-        german = await heard({"language": "de"}, content)
-        english = await heard({}, content, "translations")
-        return [words.json(), german.json()["text"], english.json()["text"]]
-
-    words, german, english = run(ask())
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
+    words = heard(fields, content).json()
     assert all(one["start"] <= one["end"] for one in words["words"])
     assert "segments" not in words
-    assert german != english
+    assert heard({"language": "de"}, content).json()["text"] != heard({}, content, "translations").json()["text"]
 
 
 WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
@@ -419,7 +384,7 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
 def test_recordings_that_do_not_go(name: str) -> None:
     """Each is told what is wrong."""
     fields, content, status = WRONG[name]
-    found = run(heard(fields, content))
+    found = heard(fields, content)
     assert found.status_code == status, found.text
     assert found.json()["error"]["message"]
 
@@ -437,65 +402,52 @@ def form(content: bytes) -> bytes:
 
 def test_no_model_of_the_kind() -> None:
     """A request that names no model reads what kind is missing. ("There is no model None here", it said.)"""
-
-    async def ask() -> str:
-        async with client(app()) as c:
-            answer = await c.post(_PATH, files={"file": ("a.wav", b"no sound")})
-            return str(answer.json()["error"]["message"])
-
-    assert run(ask()) == "no model of this server is for speech"
+    with asking(app()) as c:
+        found = c.post(_PATH, files={"file": ("a.wav", b"no sound")}).json()
+    assert found["error"]["message"] == "no model of this server is for speech"
 
 
-def test_recordings_wait_on_disk_or_unread() -> None:
+async def test_recordings_wait_on_disk_or_unread() -> None:
     """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
     body, size = form(b"no sound" * 2**19), 2**22
-
-    async def ask() -> None:
-        application = app(hearing(), limits={"recordings": 1, "per_key": 20})
-        turns = application.state.server.hosts.all["speech"].turns
-        asked = [Answered() for _ in range(20)]
-        tracemalloc.start()
-        async with turns.turn("somebody"):
-            work = [
-                asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
-                for one in asked
-            ]
-            while turns.waiting < 7:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
-            held, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert sum(one.received for one in asked) == 7
-            assert held < 7 * size / 2
-        await asyncio.gather(*work)
-        assert {one.status for one in asked} == {400}
-        application.state.server.draining = True
-        late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
-        assert (late.status, late.received) == (503, 0)
-
-    run(ask())
+    application = app(hearing(), limits={"recordings": 1, "per_key": 20})
+    turns = application.state.server.hosts.all["speech"].turns
+    asked = [Answered() for _ in range(20)]
+    tracemalloc.start()
+    async with turns.turn("somebody"):
+        work = [
+            asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
+            for one in asked
+        ]
+        await until(lambda: turns.waiting >= 7)
+        await asyncio.sleep(0.05)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert sum(one.received for one in asked) == 7
+        assert held < 7 * size / 2
+    await asyncio.gather(*work)
+    assert {one.status for one in asked} == {400}
+    application.state.server.draining = True
+    late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
+    assert (late.status, late.received) == (503, 0)
 
 
-def test_waiting_to_arrive_has_an_end() -> None:
+async def test_waiting_to_arrive_has_an_end() -> None:
     """A recording that is not its turn to arrive is told so after as long as a request may take."""
-
-    async def ask() -> list[int]:
-        application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
-        never = [b"--", None]
-        slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
-        work = [asyncio.ensure_future(one) for one in slow]
-        done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        for one in rest:
-            one.cancel()
-        return [one.result().status for one in done]
-
-    assert run(ask()) == [504]
+    application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
+    never = [b"--", None]
+    slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
+    work = [asyncio.ensure_future(one) for one in slow]
+    done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    for one in rest:
+        one.cancel()
+    assert [one.result().status for one in done] == [504]
 
 
 def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A 503 and a line in the log; it was the client's error, and nobody's who keeps the server."""
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
-    found = run(heard({}, b"a" * 2**21))
+    found = heard({}, b"a" * 2**21)
     assert found.status_code == 503
     assert "no room" in found.json()["error"]["message"]
     assert [record.message for record in caplog.records if "/no/such/folder" in record.message]
@@ -503,31 +455,22 @@ def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_recordings_come_in_forms() -> None:
     """They are told how a recording is sent."""
-
-    async def ask() -> list[Any]:
-        async with client(app(hearing())) as c:
-            kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
-            return [await c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
-
-    found = run(ask())
+    with asking(app(hearing())) as c:
+        kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
+        found = [c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
     assert [one.status_code for one in found] == [400, 400, 415]
     assert all("curl -F file=@" in one.json()["error"]["message"] for one in found[1:])
 
 
-def test_a_recording_nobody_waits_for() -> None:
+async def test_a_recording_nobody_waits_for() -> None:
     """Its decoding ends within two rounds."""
     body = form(recording(19.0))
-
-    async def ask() -> None:
-        gone, application = asyncio.Event(), app(hearing())
-        work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
-        engine = hearing().generator.engine
-        while not engine.running:
-            await asyncio.sleep(0.001)
-        gone.set()
-        await work
-        await idle(hearing())
-        assert application.state.server.hosts.all["speech"].load.running == 0
-        application.state.server.close()
-
-    run(ask())
+    gone, application = asyncio.Event(), app(hearing())
+    work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
+    engine = hearing().generator.engine
+    await until(lambda: engine.running)
+    gone.set()
+    await work
+    await idle(hearing())
+    assert application.state.server.hosts.all["speech"].load.running == 0
+    application.state.server.close()

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.errors import SpecdecError
 from specdec.server.tracing import COLLECTOR, instrument, trace
-from tests.server.served import app, client, run
+from tests.server.served import app, asking
 
 
 def test_spans() -> None:
@@ -22,13 +22,9 @@ def test_spans() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     instrument(application, provider)
     caller = "0af7651916cd43dd8448eb211c80319c"
-
-    async def ask() -> None:
-        async with client(application, traceparent=f"00-{caller}-b7ad6b7169203331-01") as c:
-            await c.post("/v1/completions", json={"prompt": "secret", "max_tokens": 9, "stream": True})
-            await c.get("/health")
-
-    run(ask())
+    with asking(application, traceparent=f"00-{caller}-b7ad6b7169203331-01") as c:
+        c.post("/v1/completions", json={"prompt": "secret", "max_tokens": 9, "stream": True})
+        c.get("/health")
     [span] = exporter.get_finished_spans()
     assert span.name == "POST /v1/completions"
     assert f"{span.context.trace_id:x}".zfill(32) == caller

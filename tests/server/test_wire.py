@@ -38,7 +38,7 @@ def chunks(raw: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_nothing_is_lost_or_overtaken(slow: bool) -> None:
+async def test_nothing_is_lost_or_overtaken(slow: bool) -> None:
     """A client that reads at once gets most by the thread alone; one that does not read fills all buffers."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
@@ -51,58 +51,50 @@ def test_nothing_is_lost_or_overtaken(slow: bool) -> None:
         while piece := theirs.recv(65536):
             got.extend(piece)
 
-    async def write() -> None:
-        nonlocal asked
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
-        transport, lost = await loop.create_connection(Lost, sock=ours)
-        wire = Wire(transport)
-
-        def decode() -> None:
-            for event in EVENTS:
-                if not wire.send(event):
-                    loop.call_soon_threadsafe(news.put_nowait, event)
-            loop.call_soon_threadsafe(news.put_nowait, None)
-
-        wire.open()
-        if not slow:
-            begin.set()
-        done = loop.run_in_executor(None, decode)
-        while (event := await news.get()) is not None:
-            asked += 1
-            transport.write(b"%x\r\n%b\r\n" % (len(event), event))
-            wire.passed()
-            begin.set()
-        begin.set()
-        await done
-        wire.close()
-        assert not wire.send(b"late")
-        transport.close()
-        await lost.ended.wait()
-
     reader = threading.Thread(target=read)
     reader.start()
-    run(write())
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+    transport, lost = await loop.create_connection(Lost, sock=ours)
+    wire = Wire(transport)
+
+    def decode() -> None:
+        for event in EVENTS:
+            if not wire.send(event):
+                loop.call_soon_threadsafe(news.put_nowait, event)
+        loop.call_soon_threadsafe(news.put_nowait, None)
+
+    wire.open()
+    if not slow:
+        begin.set()
+    done = loop.run_in_executor(None, decode)
+    while (event := await news.get()) is not None:
+        asked += 1
+        transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        wire.passed()
+        begin.set()
+    begin.set()
+    await done
+    wire.close()
+    assert not wire.send(b"late")
+    transport.close()
+    await lost.ended.wait()
     reader.join(20)
     theirs.close()
     assert chunks(bytes(got)) == EVENTS
     assert not slow or asked
 
 
-def test_a_client_that_is_gone() -> None:
+async def test_a_client_that_is_gone() -> None:
     """Its events go nowhere, the thread that decodes hears of no error, and the loop does, though it does not read."""
     ours, theirs = socket.socketpair()
-
-    async def write() -> None:
-        transport, lost = await asyncio.get_running_loop().create_connection(Lost, sock=ours)
-        wire = Wire(transport)
-        wire.open()
-        transport.pause_reading()
-        theirs.close()
-        assert all(wire.send(event) for event in EVENTS[:9])
-        await asyncio.wait_for(lost.ended.wait(), 5)
-        wire.close()
-
-    run(write())
+    transport, lost = await asyncio.get_running_loop().create_connection(Lost, sock=ours)
+    wire = Wire(transport)
+    wire.open()
+    transport.pause_reading()
+    theirs.close()
+    assert all(wire.send(event) for event in EVENTS[:9])
+    await asyncio.wait_for(lost.ended.wait(), 5)
+    wire.close()
 
 
 def test_old_clients_get_no_chunks() -> None:
@@ -118,31 +110,26 @@ def test_old_clients_get_no_chunks() -> None:
     assert run(laid(type="http", http_version="1.1")) is not None
 
 
-def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     """What the library refused was answered, but logged as a defect with all of its traceback, and hung up on.
 
     A client that took the connection up again lost its next request.
     """
-
-    async def ask() -> None:
+    with caplog.at_level("INFO", "specdec.server"):
         async with listening() as (server, client):
             for stream in (False, True):
                 found = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
                 assert (found.status_code, found.headers.get("connection")) == (400, None)
             assert len(server.server_state.connections) == 1
             assert (await client.get("/health")).status_code == 200
-
-    with caplog.at_level("INFO", "specdec.server"):
-        run(ask())
     assert [json.loads(line)["status"] for line in caplog.messages if line.startswith("{")] == [400, 400, 200]
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
     """Over a socket the text is that of the whole answer, of several choices and prompts too; the log counts it all."""
     body = {"prompt": ["abab", "ba"], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 1}
-
-    async def ask() -> None:
+    with caplog.at_level("INFO", "specdec.server"):
         async with listening() as (_, client):
             whole = (await client.post("/v1/completions", json=body)).json()["choices"]
             for _ in range(3):
@@ -153,6 +140,3 @@ def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
                 assert texts == [choice["text"] for choice in whole]
                 assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
         assert json.loads(caplog.messages[-1])["bytes"] == len(found.content)
-
-    with caplog.at_level("INFO", "specdec.server"):
-        run(ask())

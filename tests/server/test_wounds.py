@@ -24,7 +24,7 @@ from specdec.server.guards import _PUBLIC
 from specdec.server.keys import Keys
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
-from tests.server.served import TOKENIZER, app, asgi, client, events, idle, model_of, run, settings
+from tests.server.served import TOKENIZER, app, asgi, asking, client, events, idle, model_of, run, settings, until
 from tests.tiny import tiny
 
 KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
@@ -39,7 +39,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_route_is_closed(key_file: Path) -> None:
+async def test_every_route_is_closed(key_file: Path) -> None:
     """Keys were asked for by path, and a mounted prefix went round that (CVE-2026-48746, CVE-2026-48710).
 
     Here every route that does not say it is public answers 401, whatever path it is reached by.
@@ -50,27 +50,17 @@ def test_every_route_is_closed(key_file: Path) -> None:
     assert {found for route in application.routes if (found := getattr(route, "path", None))} <= paths
     open_paths = {route.path for route in routes if hasattr(route.endpoint, _PUBLIC)}
     assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
-
-    async def ask() -> None:
-        async with client(application) as c:
-            for route in routes:
-                path = route.path.replace("{name:path}", "text")
-                for method in route.methods:
-                    found = await c.request(method, path, json=BODY if method == "POST" else None)
-                    assert found.status_code in ((200,) if path in open_paths else (401,)), path
-            for path in (
-                "//v1/models",
-                "/v1/models/",
-                "/V1/models",
-                "/v1/./models",
-                "/health/../v1/models",
-                "/v1%2fmodels",
-            ):
-                assert (await c.get(path)).status_code in (401, 404), path
-            mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
-            assert mounted.status in (401, 404)
-
-    run(ask())
+    async with client(application) as c:
+        for route in routes:
+            path = route.path.replace("{name:path}", "text")
+            for method in route.methods:
+                found = await c.request(method, path, json=BODY if method == "POST" else None)
+                assert found.status_code in ((200,) if path in open_paths else (401,)), path
+        ways = ("//v1/models", "/v1/models/", "/V1/models", "/v1/./models", "/health/../v1/models", "/v1%2fmodels")
+        for path in ways:
+            assert (await c.get(path)).status_code in (401, 404), path
+        mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
+        assert mounted.status in (401, 404)
 
 
 def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,29 +70,25 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """
     third = "a-third-key-that-is-new"
 
-    async def ask() -> None:
-        async with client(app(api_key_file=key_file)) as c:
+    with asking(app(api_key_file=key_file)) as c:
 
-            async def found(*keys: str) -> list[int]:
-                headers = [{"Authorization": f"Bearer {key}"} for key in keys]
-                return [(await c.get("/v1/models", headers=header)).status_code for header in headers]
+        def found(*given: str) -> list[int]:
+            return [c.get("/v1/models", headers={"Authorization": one}).status_code for one in given]
 
-            assert await found(KEY, OTHER) == [200, 200]
-            for wrong in ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY):
-                assert (await c.get("/v1/models", headers={"Authorization": wrong})).status_code == 401
-            assert {*await found(f"{KEY}x", KEY[:-1], "x y")} == {401}
-            key_file.write_text(f"new: {third}\n")
-            assert await found(KEY, third) == [401, 200]
-            for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
-                caplog.clear()
-                key_file.unlink() if broken is None else key_file.write_text(broken)
-                assert await found(third, third) == [401, 401]
-                assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
-                assert await found(KEY) == [200 if broken and KEY in broken else 401]
-            key_file.write_text(third)
-            assert await found(third) == [200]
-
-    run(ask())
+        old, other, new = (f"Bearer {key}" for key in (KEY, OTHER, third))
+        assert found(old, other) == [200, 200]
+        wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"{old}x", old[:-1], "Bearer x y")
+        assert {*found(*wrong)} == {401}
+        key_file.write_text(f"new: {third}\n")
+        assert found(old, new) == [401, 200]
+        for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
+            caplog.clear()
+            key_file.unlink() if broken is None else key_file.write_text(broken)
+            assert found(new, new) == [401, 401]
+            assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
+            assert found(old) == [200 if broken and KEY in broken else 401]
+        key_file.write_text(third)
+        assert found(new) == [200]
 
 
 def test_lines_of_keys(tmp_path: Path) -> None:
@@ -116,6 +102,7 @@ def test_lines_of_keys(tmp_path: Path) -> None:
 
 
 WRONG_KEYS = {
+    "short": "is shorter",
     "a-key-of-letters-with-é": "no header carries",
     "a-key-of\tenough-letters": "no header carries",
     "bob: a-good-key-of-letters": "is that of 'alice', too",
@@ -133,9 +120,14 @@ def test_wrong_lines_of_keys(line: str, tmp_path: Path) -> None:
         Keys(path)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
-    """Editors write one, and the first key was never valid."""
+def test_key_files_without_a_key(tmp_path: Path) -> None:
+    """They are refused when the server starts; a byte order mark, which editors write, is no part of the first one."""
     path = tmp_path / "keys"
+    for content in (None, "", "# nothing\n"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(OptionError, match="api_key_file"):
+            Keys(path)
     path.write_text(KEY, encoding="utf-8-sig")
     assert Keys(path).name(KEY) == "key-1"
 
@@ -168,16 +160,6 @@ def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.
     assert compared == [(32, 32)] * 6
 
 
-@pytest.mark.parametrize("content", [None, "", "# nothing\n", "short\n"])
-def test_key_files_that_are_none(content: str | None, tmp_path: Path) -> None:
-    """They are refused when the server starts."""
-    path = tmp_path / "keys"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(OptionError, match="api_key_file"):
-        Keys(path)
-
-
 def test_other_machines_need_keys(key_file: Path) -> None:
     """A server that others reach does not start without keys, unless somebody says so."""
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
@@ -189,68 +171,42 @@ def test_other_machines_need_keys(key_file: Path) -> None:
         assert settings(host=host).is_local
 
 
-def test_nothing_is_read_without_a_key(key_file: Path) -> None:
+async def test_nothing_is_read_without_a_key(key_file: Path) -> None:
     """A stranger's body is not even received."""
-
-    async def ask() -> tuple[int, int]:
-        found = await asgi(app(api_key_file=key_file), "POST", "/v1/completions", chunks=[b"{"] * 50)
-        return found.status, found.received
-
-    assert run(ask()) == (401, 0)
+    found = await asgi(app(api_key_file=key_file), "POST", "/v1/completions", chunks=[b"{"] * 50)
+    assert (found.status, found.received) == (401, 0)
 
 
 def test_large_headers() -> None:
     """Unbounded headers filled the memory (CVE-2025-48956)."""
-
-    async def ask() -> int:
-        async with client(app()) as c:
-            return (await c.get("/health", headers={"x-large": "a" * 20_000})).status_code
-
-    assert run(ask()) == 431
+    with asking(app()) as c:
+        assert c.get("/health", headers={"x-large": "a" * 20_000}).status_code == 431
 
 
-def test_large_bodies() -> None:
+async def test_large_bodies() -> None:
     """By what the header says, and by what comes where it lies or says nothing."""
-
-    async def ask() -> list[int]:
-        application = app(limits={"body_bytes": 1000})
-        async with client(application) as c:
-            declared = await c.post("/v1/completions", json={"prompt": "a" * 2000})
-        chunks = [b'{"prompt": "', *[b"a" * 100] * 50]
-        unsaid = await asgi(application, "POST", "/v1/completions", chunks=chunks)
-        lying = await asgi(application, "POST", "/v1/completions", chunks=chunks, length="5")
-        senseless = [
-            await asgi(application, "POST", "/v1/completions", chunks=[b"{}"], length=length)
-            for length in ("-5", "9" * 5000)
-        ]
-        assert unsaid.received <= 12
-        return [declared.status_code, unsaid.status, lying.status, *(one.status for one in senseless)]
-
-    assert run(ask()) == [413] * 5
+    application = app(limits={"body_bytes": 1000})
+    async with client(application) as c:
+        declared = await c.post("/v1/completions", json={"prompt": "a" * 2000})
+    chunks = [b'{"prompt": "', *[b"a" * 100] * 50]
+    unsaid = await asgi(application, "POST", "/v1/completions", chunks=chunks)
+    lying = await asgi(application, "POST", "/v1/completions", chunks=chunks, length="5")
+    senseless = [
+        await asgi(application, "POST", "/v1/completions", chunks=[b"{}"], length=length)
+        for length in ("-5", "9" * 5000)
+    ]
+    assert unsaid.received <= 12
+    assert [declared.status_code, unsaid.status, lying.status, *(one.status for one in senseless)] == [413] * 5
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "multipart/x", "multipart/form-data; boundary=x"])
-def test_bodies_of_another_kind(kind: str) -> None:
+async def test_bodies_of_another_kind(kind: str) -> None:
     """A 415 names the header, and nothing is read. (Of a form as much was read as a recording may have, 25 MiB.)"""
-
-    async def ask() -> Any:
-        return await asgi(app(), "POST", "/v1/completions", chunks=[b"{"] * 9, content_type=kind)
-
-    found = run(ask())
+    found = await asgi(app(), "POST", "/v1/completions", chunks=[b"{"] * 9, content_type=kind)
     assert (found.status, found.received) == (415, 0)
     error = json.loads(found.body)["error"]
     assert error["param"] == "Content-Type"
     assert "`Content-Type: application/json`" in error["message"]
-
-
-def test_slow_bodies() -> None:
-    """A body that never ends holds nothing for longer than it may."""
-
-    async def ask() -> int:
-        application = app(limits={"upload_seconds": 0.2})
-        return (await asgi(application, "POST", "/v1/completions", chunks=[b"{", None])).status
-
-    assert run(ask()) == 408
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -269,18 +225,14 @@ HUGE: list[dict[str, Any]] = [
 
 def test_numbers_have_bounds() -> None:
     """A huge `n` froze the loop; negative numbers went through (CVE-2026-21869): every one is a 400, and at once."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for more in HUGE:
-                found = await c.post("/v1/completions", content=json.dumps({**BODY, **more}), headers=_JSON)
-                assert found.status_code == 400, (more, found.text)
-                assert found.json()["error"]["message"], more
-            for value in ("NaN", "Infinity", "-Infinity"):
-                body = f'{{"prompt": "a", "temperature": {value}}}'
-                assert (await c.post("/v1/completions", content=body, headers=_JSON)).status_code == 400
-
-    run(ask())
+    with asking(app()) as c:
+        for more in HUGE:
+            found = c.post("/v1/completions", content=json.dumps({**BODY, **more}), headers=_JSON)
+            assert found.status_code == 400, (more, found.text)
+            assert found.json()["error"]["message"], more
+        for value in ("NaN", "Infinity", "-Infinity"):
+            body = f'{{"prompt": "a", "temperature": {value}}}'
+            assert c.post("/v1/completions", content=body, headers=_JSON).status_code == 400
 
 
 BROKEN = [b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"prompt": "a", "prompt', b"[" * 100_000, b"{}" * 10]
@@ -289,14 +241,10 @@ BROKEN = [b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"prompt": "a"
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_bodies_that_are_none(path: str) -> None:
     """Broken JSON, other types, depth without end: a 400, never a 500."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for body in BROKEN:
-                assert (await c.post(path, content=body, headers=_JSON)).status_code == 400, body[:20]
-            assert (await c.get(path)).status_code == 405
-
-    run(ask())
+    with asking(app()) as c:
+        for body in BROKEN:
+            assert c.post(path, content=body, headers=_JSON).status_code == 400, body[:20]
+        assert c.get(path).status_code == 405
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -315,19 +263,15 @@ REFUSED: list[dict[str, Any]] = [
 
 def test_what_is_not_supported_is_said() -> None:
     """Nothing is ignored: tools, images, templates of clients (CVE-2025-62426), addresses to fetch (CVE-2026-0599)."""
-
-    async def ask() -> None:
-        async with client(app()) as c:
-            for more in REFUSED:
-                body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **more}
-                found = await c.post("/v1/chat/completions", json=body)
-                assert found.status_code == 400, (more, found.text)
-                assert set(found.json()["error"]) == {"message", "type", "param", "code"}
-            neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
-            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
-            assert (await c.post("/v1/chat/completions", json=body)).status_code == 200
-
-    run(ask())
+    with asking(app()) as c:
+        for more in REFUSED:
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **more}
+            found = c.post("/v1/chat/completions", json=body)
+            assert found.status_code == 400, (more, found.text)
+            assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+        neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
+        assert c.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_other_sites_are_kept_out() -> None:
@@ -336,100 +280,74 @@ def test_other_sites_are_kept_out() -> None:
     (An `Origin` that is no URL was a 500, names with capitals that were allowed were not, and any page of this machine
     passed, whatever its port.)
     """
-
-    async def ask() -> list[int]:
-        async with client(app(hosts=["Models.Example.org:443", "b.example.org", "c.example.org:8443"])) as c:
-            heads = [
-                {"Host": "evil.example"},
-                *(
-                    {"Origin": origin}
-                    for origin in ("https://evil.example", "null", "", "http://[", "http://[::1", "//")
-                ),
-                *(
-                    {"Origin": origin}
-                    for origin in (
-                        "http://127.0.0.1:3000",
-                        "http://127.0.0.1",
-                        "ftp://127.0.0.1:8000",
-                        "https://b.example.org:8443",
-                        "https://c.example.org",
-                    )
-                ),
-                {"Host": "localhost", "Origin": "http://localhost:443"},
-                {"Host": "localhost", "Origin": "http://localhost:80"},
-                {"Host": "localhost:443", "Origin": "https://localhost"},
-                {"Origin": "https://b.example.org"},
-                {"Origin": "https://C.example.org:8443"},
-                {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
-                {"Origin": "http://127.0.0.1:8000"},
-                {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
-            ]
-            found = [(await c.post("/v1/completions", json=BODY, headers=head)).status_code for head in heads]
-            plain = await c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
-            preflight = await c.options("/v1/completions", headers={"Origin": "https://evil.example"})
-            assert "access-control-allow-origin" not in preflight.headers
-            return [*found, plain.status_code]
-
-    assert run(ask()) == [421, *[403] * 12, *[200] * 7, 415]
+    with asking(app(hosts=["Models.Example.org:443", "b.example.org", "c.example.org:8443"])) as c:
+        strangers = ["https://evil.example", "null", "", "http://[", "http://[::1", "//", "http://127.0.0.1:3000"]
+        strangers += ["http://127.0.0.1", "ftp://127.0.0.1:8000", "https://b.example.org:8443", "https://c.example.org"]
+        heads = [
+            {"Host": "evil.example"},
+            *({"Origin": origin} for origin in strangers),
+            {"Host": "localhost", "Origin": "http://localhost:443"},
+            {"Host": "localhost", "Origin": "http://localhost:80"},
+            {"Host": "localhost:443", "Origin": "https://localhost"},
+            {"Origin": "https://b.example.org"},
+            {"Origin": "https://C.example.org:8443"},
+            {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
+            {"Origin": "http://127.0.0.1:8000"},
+            {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
+        ]
+        found = [c.post("/v1/completions", json=BODY, headers=head).status_code for head in heads]
+        plain = c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
+        preflight = c.request("OPTIONS", "/v1/completions", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in preflight.headers
+    assert [*found, plain.status_code] == [421, *[403] * 12, *[200] * 7, 415]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave(stream: bool) -> None:
+async def test_clients_that_leave(stream: bool) -> None:
     """Their requests went on for ever (llama.cpp #24496), or nothing did (#27604): all is freed within two rounds.
 
     (They were counted once for each prompt.)
     """
     model = model_of("suffix")
     long = {"prompt": ["abc", "ab"], "max_tokens": 450, "ignore_eos": True, "stream": stream}
-
-    async def ask() -> None:
-        application = app(model)
-        state = application.state.server
-        engine = model.generator.engine
-        for _ in range(3):
-            gone = asyncio.Event()
-            asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
-            while not engine.running:
-                await asyncio.sleep(0.001)
-            reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
-            gone.set()
-            await asked
-            await idle(model)
-            assert state.hosts.all["text"].load.running == 0
-            assert reached < 450
-        async with client(application) as c:
-            assert (await c.post("/v1/completions", json=BODY)).status_code == 200
-            text = (await c.get("/metrics")).text
-        assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 3.0' in text
-
-    run(ask())
-
-
-def test_leaving_while_waiting() -> None:
-    """A client that gives up in the queue leaves no trace, and those behind it move up."""
-
-    async def ask() -> list[int]:
-        application = app(limits={"running": 1, "waiting": 2})
-        long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
-        first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
-        turns = application.state.server.hosts.all["text"].turns
-        while not turns.running:
-            await asyncio.sleep(0.001)
+    application = app(model)
+    state = application.state.server
+    engine = model.generator.engine
+    for _ in range(3):
         gone = asyncio.Event()
-        second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
-        third = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY))
-        while turns.waiting < 2:
-            await asyncio.sleep(0.001)
-        refused = await asgi(application, "POST", "/v1/completions", body=BODY)
-        assert refused.headers["retry-after"]
+        asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
+        await until(lambda: engine.running)
+        reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
         gone.set()
-        await second
-        assert turns.waiting <= 1
-        found = [(await one).status for one in (first, third)]
-        application.state.server.close()
-        return [*found, refused.status, turns.running, turns.waiting]
+        await asked
+        await idle(model)
+        assert state.hosts.all["text"].load.running == 0
+        assert reached < 450
+    async with client(application) as c:
+        assert (await c.post("/v1/completions", json=BODY)).status_code == 200
+        text = (await c.get("/metrics")).text
+    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 3.0' in text
 
-    assert run(ask()) == [200, 200, 429, 0, 0]
+
+async def test_leaving_while_waiting() -> None:
+    """A client that gives up in the queue leaves no trace, and those behind it move up."""
+    application = app(limits={"running": 1, "waiting": 2})
+    long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+    first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
+    turns = application.state.server.hosts.all["text"].turns
+    await until(lambda: turns.running)
+    gone = asyncio.Event()
+    second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
+    third = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY))
+    await until(lambda: turns.waiting >= 2)
+    refused = await asgi(application, "POST", "/v1/completions", body=BODY)
+    assert refused.headers["retry-after"]
+    gone.set()
+    await second
+    assert turns.waiting <= 1
+    found = [(await one).status for one in (first, third)]
+    application.state.server.close()
+    assert [*found, refused.status, turns.running, turns.waiting] == [200, 200, 429, 0, 0]
 
 
 def test_stuck_is_not_ready() -> None:
@@ -466,16 +384,11 @@ def test_a_pass_that_fails(error: Exception, expected: int, stream: bool) -> Non
     def fail(*_: Any) -> None:
         raise error
 
-    async def ask() -> list[Any]:
-        async with client(create_app(settings(), [model])) as c:
-            hook = model.generator.target.model.register_forward_pre_hook(fail)
-            broken = await c.post("/v1/completions", json={**BODY, "stream": stream})
-            hook.remove()
-            sound = await c.post("/v1/completions", json={**BODY, "stream": stream})
-            return [broken, sound.status_code]
-
-    broken, sound = run(ask())
-    assert sound == 200
+    with asking(create_app(settings(), [model])) as c:
+        hook = model.generator.target.model.register_forward_pre_hook(fail)
+        broken = c.post("/v1/completions", json={**BODY, "stream": stream})
+        hook.remove()
+        assert c.post("/v1/completions", json={**BODY, "stream": stream}).status_code == 200
     assert "secret" not in broken.text
     if stream:
         assert events(broken.text)[-1]["error"]["type"] == "server_error"
@@ -483,58 +396,30 @@ def test_a_pass_that_fails(error: Exception, expected: int, stream: bool) -> Non
         assert broken.status_code == expected
 
 
-def test_requests_that_take_too_long() -> None:
+async def test_requests_that_take_too_long() -> None:
     """They end with a 504, or an event that says so, and free what they held. (They were counted as left.)"""
-
-    async def ask() -> list[Any]:
-        application = app(limits={"request_seconds": 0.15})
-        long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
-        async with client(application) as c:
-            whole = await c.post("/v1/completions", json=long)
-            stream = await c.post("/v1/completions", json={**long, "stream": True})
-            await idle(model_of("suffix"))
-            assert "requests_aborted_total{" not in (await c.get("/metrics")).text
-            return [whole.status_code, events(stream.text)[-1]]
-
-    status_code, last = run(ask())
+    application = app(limits={"request_seconds": 0.15})
+    long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+    async with client(application) as c:
+        whole = await c.post("/v1/completions", json=long)
+        stream = await c.post("/v1/completions", json={**long, "stream": True})
+        await idle(model_of("suffix"))
+        assert "requests_aborted_total{" not in (await c.get("/metrics")).text
+        status_code, last = [whole.status_code, events(stream.text)[-1]]
     assert status_code == 504
     assert last["error"]["code"] == "timeout"
 
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Nor are answers, unknown paths or queries; the id of the request is."""
-
-    async def ask() -> None:
-        async with client(app(), **{"x-request-id": "id-1"}) as c:
-            found = await c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
-            assert found.headers["x-request-id"] == "id-1"
-            await c.get("/a-secret-path")
-            odd = await c.get("/health", headers={"x-request-id": "a b\tc"})
-            assert odd.headers["x-request-id"] != "a b\tc"
-
-    with caplog.at_level(logging.INFO, "specdec.server"):
-        run(ask())
+    with caplog.at_level(logging.INFO, "specdec.server"), asking(app(), **{"x-request-id": "id-1"}) as c:
+        found = c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
+        assert found.headers["x-request-id"] == "id-1"
+        c.get("/a-secret-path")
+        odd = c.get("/health", headers={"x-request-id": "a b\tc"})
+        assert odd.headers["x-request-id"] != "a b\tc"
     assert "id-1" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_texts_of_keys_are_kept_apart(key_file: Path) -> None:
-    """Whether a prompt was read before tells nobody about another's (arXiv 2411.01076 tells what timing gives away)."""
-    prompt = "a long prompt that two clients have in common by chance " * 2
-    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=TOKENIZER), context=512)
-
-    async def ask() -> list[int]:
-        async with client(create_app(settings(api_key_file=key_file), [model])) as c:
-            found = []
-            for key in (KEY, OTHER, KEY):
-                head = {"Authorization": f"Bearer {key}"}
-                answer = await c.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=head)
-                found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-            return found
-
-    first, other, again = run(ask())
-    assert (first, other) == (0, 0)
-    assert again > 50
 
 
 def test_the_example_is_understood() -> None:

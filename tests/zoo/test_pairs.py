@@ -85,7 +85,9 @@ def test_the_drafts_encoder_is_the_targets(whisper: WhisperForConditionalGenerat
 
 
 def test_whispers_tokens(processor: WhisperProcessor, whisper: WhisperForConditionalGeneration) -> None:
-    """Prompts, languages and timestamps are where Whisper's generation looks for them."""
+    """Prompts, languages and timestamps are where Whisper's generation looks for them; windows fill the encoder."""
+    assert processor.feature_extractor.chunk_length == speech.WINDOW
+    assert whisper.config.max_source_positions == speech.WINDOW * 50
     tokenizer, settings = processor.tokenizer, whisper.generation_config
     prefix = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
     assert tokenizer.convert_ids_to_tokens(tokenizer.prefix_tokens) == prefix
@@ -109,17 +111,9 @@ def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneratio
     """A recording longer than a window is read window after window; segments are in order and within it."""
     recordings = bundled_models.recordings()
     samples = np.concatenate([samples_of(file) for file, _ in recordings])
-    heard = processor(
-        samples,
-        sampling_rate=16_000,
-        return_tensors="pt",
-        truncation=False,
-        padding="longest",
-        return_attention_mask=True,
-    )
-    out = whisper.generate(
-        heard.input_features, attention_mask=heard.attention_mask, return_timestamps=True, return_segments=True
-    )
+    how = {"return_tensors": "pt", "truncation": False, "padding": "longest", "return_attention_mask": True}
+    heard = processor(samples, sampling_rate=16_000, **how)
+    out = whisper.generate(**heard, return_timestamps=True, return_segments=True)
     times = [float(t) for segment in out["segments"][0] for t in (segment["start"], segment["end"])]
     assert len(times) > 8
     assert times == sorted(times)
@@ -164,14 +158,6 @@ def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
     with pytest.raises(bundled_models.SpecdecError, match="the recordings are not in"):
         bundled_models.recordings()
-
-
-def test_the_window_of_the_extractor_is_the_models(
-    whisper: WhisperForConditionalGeneration, processor: WhisperProcessor
-) -> None:
-    """The extractor fills exactly the positions that the encoder has."""
-    assert processor.feature_extractor.chunk_length == speech.WINDOW
-    assert whisper.config.max_source_positions == speech.WINDOW * 50
 
 
 # ---------------------------------------------------------------------------------------------------------- summaries

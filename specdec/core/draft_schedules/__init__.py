@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.core.draft_schedules.auto import Auto
 from specdec.core.draft_schedules.budget import Limit, NamedSchedule, Schedule, ScheduleSetup
 from specdec.core.draft_schedules.cost import WIDEST, Cost
 from specdec.core.draft_schedules.fixed import Confidence, Constant, Heuristic
 
 SCHEDULES: dict[str, type[NamedSchedule]] = {
+    "auto": Auto,
     "heuristic": Heuristic,
     "constant": Constant,
     "confidence": Confidence,
     "cost": Cost,
 }
 """Every schedule by its name."""
-DEFAULT = "heuristic"
+DEFAULT = "auto"
 
 
 def make_schedule(
@@ -38,7 +40,7 @@ def make_schedule(
     if not isinstance(options.schedule, str | None):
         own: Schedule = options.schedule
         return own
-    tokens, name = options.num_assistant_tokens, options.schedule or DEFAULT
+    tokens, name = options.num_assistant_tokens, _name(options)
     if options.schedule is None and lookup_tokens is not None and tokens is None:
         tokens, name = lookup_tokens, "constant"
     setup = ScheduleSetup(
@@ -55,12 +57,18 @@ def make_schedule(
 
 def learns(options: Any) -> bool:
     """Whether the schedule of these `options` passes on what it learned to the next request of its family."""
-    return isinstance(options.schedule, str) and SCHEDULES[options.schedule].learns
+    return isinstance(options.schedule, str | None) and SCHEDULES[_name(options)].learns
+
+
+def _name(options: Any) -> str:
+    """The schedule that the options name; a threshold of confidence alone names the one that heeds it."""
+    return options.schedule or (DEFAULT if options.assistant_confidence_threshold is None else "heuristic")
 
 
 __all__ = [
     "SCHEDULES",
     "WIDEST",
+    "Auto",
     "Confidence",
     "Constant",
     "Cost",

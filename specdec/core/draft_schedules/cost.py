@@ -22,7 +22,7 @@ from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import Plan, SequenceView, Until
+    from specdec.core.drafts import SequenceView, Until
     from specdec.core.rounds import Round, SequenceRound
 
 WIDEST = 32
@@ -75,6 +75,11 @@ class CostPlan:
     branches: int | None = None
     needs_confidence: ClassVar[bool] = True
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def up_to(self, length: int) -> CostPlan:
+        """The plan for a chain of at most `length` tokens; a tree's stays as it is."""
+        shorter = length < self.limit and self.branches in (None, 1)
+        return replace(self, limit=length) if shorter else self
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         """Whether the next draft pass pays: its tokens, of unknown confidence, must be worth their whole cost."""
@@ -199,7 +204,14 @@ class Cost:
 
     # deciding
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
+    @property
+    def drafts_are_instant(self) -> bool:
+        """Whether guesses were measured to take next to no time."""
+        return self._measured and all(
+            line.at(1) < _NOTICEABLE * self.passes.at(self.roots) for line in self.drafts.values()
+        )
+
+    def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
         """One plan per sequence, with limit 0 while plain decoding is predicted to be faster."""
         plan = self._plan_of(len(seqs))
         return [plan] * len(seqs)

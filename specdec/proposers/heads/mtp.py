@@ -21,19 +21,19 @@ from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
-from specdec.proposers.heads.proposer import HeadDrafter
+from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Embedding, Head, Stage
 
 _KINDS = ("full_attention", "sliding_attention")
 
 
-class MtpDrafter(HeadDrafter):
+class MtpDraft(HeadDraft):
     """Drafts with the target's multi-token prediction; further guesses repeat the last of its layers."""
 
     @classmethod
     def of(
         cls, target: LanguageModel, argument: str | None, name: str = "draft", *, choose: Choose | None = None
-    ) -> MtpDrafter:
+    ) -> MtpDraft:
         """The draft `mtp`, whose tokens `choose` selects; raises OptionError, naming `name`, for an `argument`."""
         if argument is not None:
             raise OptionError.of(name, "a word without an argument", f"mtp:{argument}")

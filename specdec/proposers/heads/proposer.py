@@ -5,40 +5,41 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState, SequenceView
+from specdec.core.drafts import Chained, ChainRule, Commit, Draft, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import Logits
+from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import CachedText
-from specdec.proposers.model import ModelSession
+from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.model import ModelProposer
 
 if TYPE_CHECKING:
-    from specdec.proposers.heads.stage import Head, Stages
+    from specdec.proposers.heads.stage import Block, Head, Stages
 
 
 _PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
 
 
-class HeadDrafter(BatchDrafter):
+class HeadDraft(Draft):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
-    reads_predictions = False
+    guesses_trees = True
 
     def __init__(self, head: Head, *, source: str = "head") -> None:
         self.head, self.source = head, source
         self.models, self.hidden_layers = head.stages, head.hidden_layers
 
     def __repr__(self) -> str:
-        return f"HeadDrafter({self.head!r})"
+        return f"HeadDraft({self.head!r})"
 
-    def start(self, vocab_size: int) -> HeadSession:
-        kind = HeadSession if self.head.block is None else BlockSession
+    def start(self, vocab_size: int) -> HeadProposer:
+        kind = HeadProposer if self.head.block is None else BlockProposer
         return kind(self.head, vocab_size, self.source)
 
 
@@ -46,15 +47,14 @@ class HeadDrafter(BatchDrafter):
 class _KnownText:
     """What the head may read of a sequence: features `states` `[tokens, width]` of its tokens from number `first` on.
 
-    `branches`: the features of the sequence's own branches. `own`: how many branches the sequence had when it was last
-    drafted for. `written`: by stage and node (-1: the end of the text), the features that stages wrote in this round.
-    `texts`: by stage, except the last, the features that it wrote at the tokens of the text, for the next stage.
+    `branches`: the features of the sequence's own branches. `written`: by stage and node (-1: the end of the text), the
+    features that stages wrote in this round. `texts`: by stage, except the last, the features that it wrote at the
+    tokens of the text, for the next stage.
     """
 
     first: int
     states: Tensor
     branches: list[Tensor] = field(default_factory=list)
-    own: int = 0
     written: list[dict[int, Tensor]] = field(default_factory=list)
     texts: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
@@ -75,7 +75,7 @@ class _KnownText:
         return known
 
 
-class HeadSession(ModelSession):
+class HeadProposer(ModelProposer):
     """Drafts like a model whose inputs are embeddings and features.
 
     Guesses are fed with the head's own features. After every round they are forgotten; accepted ones are fed again with
@@ -87,17 +87,11 @@ class HeadSession(ModelSession):
     def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
-        self._shift = 1  # a token is fed with the feature of the token this far before it
+        # A token is fed with the feature of the token this far before it.
+        self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, empty until the target's hidden states of its text have come."""
-        for seq in seqs:
-            if (known := self._known.get(seq.id)) is not None:
-                known.own = len(seq.tree)
-        return super().propose(seqs, plans)
-
-    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
         count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
         if count < 2:
@@ -107,19 +101,20 @@ class HeadSession(ModelSession):
             cache_row = self._session.read_from(prefix, count)
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
-        self._cached[seq.id], self._seqs[seq.id] = CachedText(cache_row, count), seq
+        self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
-    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """Copies what the cache holds, without reading more."""
         cached, known = self._cached.get(seq.id), self._known.get(seq.id)
-        if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
+        self._settle([seq])
+        if cached is None or known is None or (count := min(length, cached.text)) < 2:
             return None
         prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
         return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text and forgets guesses; prompts are read as their chunks come."""
         read = []
         for seq, path, text, hidden in commits:
@@ -127,24 +122,15 @@ class HeadSession(ModelSession):
                 if hidden is None:
                     continue
                 self._admit([seq])
-            cached, known = self._cached[seq.id], self._known.get(seq.id)
-            kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
-            cached.where = {node: at for node, at in cached.where.items() if node < kept}
             if hidden is not None:
                 known = self._add_features(seq, path, text, hidden)
-                if known.end < len(seq.tokens) - 1 or known.end - cached.text > _PENDING:
+                if known.end < len(seq.tokens) - 1 or known.end - self._cached[seq.id].text > _PENDING:
                     read.append(seq)
-        self._stages.first = 0
-        super().commit(commits)
+        self._settle([commit.seq for commit in commits])
         self._read_known(read)
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        super().rewind(seq, length)
-        if (known := self._known.get(seq.id)) is not None and length < known.end:
-            known.states, known.branches = known.states[: max(length - known.first, 0)], []
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        super().release(seq_ids)
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        super().drop(seq_ids)
         for seq_id in seq_ids:
             self._known.pop(seq_id, None)
 
@@ -168,10 +154,11 @@ class HeadSession(ModelSession):
     def _num_read(self, seq_id: int) -> int:
         """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
         cached = self._cached.get(seq_id)
-        if cached is None or cached.unreadable:
+        if cached is None or not self._can_read(cached.seq):
             return 0
         if seq_id in self._known:
-            self._read_known([self._seqs[seq_id]])
+            self._settle([cached.seq])
+            self._read_known([cached.seq])
         return cached.text
 
     def _read_known(self, seqs: Sequence[SequenceView]) -> None:
@@ -180,8 +167,16 @@ class HeadSession(ModelSession):
         while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].text]:
             self._read(behind, CHUNK)
 
-    def _leader(self, seq: SequenceView, present: set[int]) -> int | None:
-        """None: a sequence forks another one in `join` alone."""
+    def _settle(self, seqs: Sequence[SequenceView]) -> None:
+        self._stages.first = 0
+        super()._settle(seqs)
+
+    def _reusable(self, cached: CachedText) -> int:
+        """Those that were fed with the target's features, unless later stages need more of them."""
+        return cached.own if len(self._stages.stages) == 1 else 0
+
+    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
+        """None: a sequence forks another one in `fork` alone."""
         return None
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
@@ -192,97 +187,76 @@ class HeadSession(ModelSession):
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
         """A pass of every stage that later guesses read; returns the output of the first of them."""
-        session = self._stages
+        session, works = self._stages, [feed.work for feed in feeds]
         session.first = min(level, len(session.stages) - 1)
-        works = self._works(seqs, trees, keep, text_lengths)
-        parts = [_Part(seq, work, text) for seq, work, text in zip(seqs, works, texts, strict=True)]
         if not level:
-            for seq in seqs:
-                self._known[seq.id].written = [{} for _ in session.stages]
+            for feed in feeds:
+                self._known[feed.seq.id].written = [{} for _ in session.stages]
         outputs: list[Logits] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
-            fed = [
-                replace(
-                    part.work,
-                    num_logits=0 if outputs else part.work.num_logits,
-                    embeds=self._head.inputs(part.work.new_tokens, self._features(part, source)),
-                )
-                for part in parts
-            ]
+            inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, source)) for feed in feeds]
+            fed = [replace(work, embeds=embeds) for work, embeds in zip(works, inputs, strict=True)]
             found = session.stages[stage].run(fed, hidden=True)
-            outputs = outputs or found
-            for part, out in zip(parts, found, strict=True):
-                self._record(part, stage, out)
-        rows = [work.row for work in works]
-        session.commit(rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
-        for part in parts:
-            self._renumber(part, guessed=level > 0)
+            if not outputs:
+                outputs, works = found, [replace(work, num_logits=0) for work in works]
+            for feed, out in zip(feeds, found, strict=True):
+                self._record(feed, stage, out)
+        self._keep(feeds, final=not level)
+        for feed in feeds:
+            self._renumber(feed, guessed=level > 0)
         return outputs
 
-    def _draft_chain(
-        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
-    ) -> Chained | None:
-        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        parts = [_Part(seq, Work(row, text), len(text)) for seq, row, text in zip(seqs, cache_rows, texts, strict=True)]
-        inputs = [self._head.inputs(part.work.new_tokens, self._features(part, -1)) for part in parts]
-        return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
+    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
+        inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, -1)) for feed in feeds]
+        rows = [feed.work.row for feed in feeds]
+        return self._stages.draft_chain(rows, [feed.work.new_tokens for feed in feeds], rules, inputs)
 
-    def _features(self, part: _Part, source: int) -> Tensor:
+    def _features(self, feed: Feed, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
-        known = self._known[part.seq.id]
+        known = self._known[feed.seq.id]
         if source < 0:
-            return torch.cat([self._text_features(part), *(one[None] for one in self._branch_features(part))])
+            return torch.cat([self._text_features(feed, feed.work.num_text), *self._branch_features(feed)])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
-        before = [part.work.tree.parents[node] for node in range(part.work.num_cached, len(part.work.tree))]
-        texts, length = known.texts[source], self._cached[part.seq.id].text
+        before = feed.work.tree.parents[feed.work.num_cached :]
+        texts, length = known.texts[source], feed.cached.text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
-    def _text_features(self, part: _Part) -> Tensor:
-        """The target's features for text that is fed; the first token of a text gets zeros."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
+    def _text_features(self, feed: Feed, count: int) -> Tensor:
+        """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        first = known.states.new_zeros(int(count > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
-        return torch.cat([first, known.states[at : at + part.text - len(first)]])
+        return torch.cat([first, known.states[at : at + count - len(first)]])
 
-    def _branch_features(self, part: _Part) -> list[Tensor]:
-        """The target's features for the sequence's own branches that are fed."""
-        seq, known = part.seq, self._known[part.seq.id]
-        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.work.num_cached)
-        parents = [seq.tree.parents[node] for node in fresh]
-        return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
+    def _branch_features(self, feed: Feed) -> list[Tensor]:
+        """The target's features `[1, width]` for the sequence's own branches that are fed."""
+        known, parents = self._known[feed.seq.id], feed.seq.tree.parents
+        fresh = sorted(node for node, at in feed.cached.where.items() if at >= feed.work.num_cached)
+        return [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
 
-    def _record(self, part: _Part, stage: int, out: Logits) -> None:
+    def _record(self, feed: Feed, stage: int, out: Logits) -> None:
         """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
         assert out.hidden_states is not None
-        work, last = part.work, stage == len(self._stages.stages) - 1
-        first = max(work.num_cached, part.text - 1) if last else work.num_cached
+        work, last = feed.work, stage == len(self._stages.stages) - 1
+        first = max(work.num_cached, work.num_text - 1) if last else work.num_cached
         states = out.hidden_states[0][first - work.num_cached :]
-        self._known[part.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
+        self._known[feed.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
 
-    def _renumber(self, part: _Part, *, guessed: bool) -> None:
+    def _renumber(self, feed: Feed, *, guessed: bool) -> None:
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
-        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
-        if part.text:
-            if not guessed:
-                for stage, written in enumerate(known.written[:-1]):
-                    known.texts[stage][begin:] = [written[node] for node in range(part.text)]
-            known.written = [
-                {node - part.text: one for node, one in written.items() if node >= part.text - 1}
-                for written in known.written
-            ]
+        if not feed.work.num_text:
+            return
+        known, begin = self._known[feed.seq.id], feed.cached.text
+        for stage, written in enumerate(known.written[:-1] if not guessed else ()):
+            known.texts[stage][begin:] = [written[node] for node in range(feed.work.num_text)]
+        known.written = [
+            {node - feed.work.num_text: one for node, one in written.items() if node >= feed.work.num_text - 1}
+            for written in known.written
+        ]
 
     @property
     def _stages(self) -> Stages:
@@ -293,85 +267,45 @@ class HeadSession(ModelSession):
         return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
 
 
-class _Part(NamedTuple):
-    """A sequence's work in a pass, whose first `text` new nodes are text."""
-
-    seq: SequenceView
-    work: Work
-    text: int
-
-
-class BlockSession(HeadSession):
+class BlockProposer(HeadProposer):
     """Drafts with a head that makes all guesses of a round in one pass (`Block`), independently of each other.
 
     It proposes nothing for the branches of a search.
     """
 
-    guesses_branches = False
-
-    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
-        super().__init__(head, vocab_size, source)
-        assert head.block is not None
-        self._block = head.block
-        self._shift = 0 if head.block.reads_itself else 1
-        self._logits: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Forgets the logits of the round; the cache holds no guesses."""
-        self._forget([commit.seq for commit in commits])
-        super().commit(commits)
-
-    def _draft_chain(self, *_: Any) -> None:
-        """None: all guesses come from one pass anyway."""
-
-    def _forget(self, seqs: Sequence[SequenceView]) -> None:
-        for seq in seqs:
-            self._logits.pop(seq.id, None)
-            if (cached := self._cached.get(seq.id)) is not None:
-                cached.text, cached.guesses, cached.branches = self._session.length(cached.cache_row), 0, EMPTY
-                cached.where, cached.open = {}, False
-
-    def _close(self, seqs: Sequence[SequenceView]) -> None:
-        self._forget(seqs)
+    @property
+    def _block(self) -> Block:
+        assert self._head.block is not None
+        return self._head.block
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
-    def _run(
-        self,
-        seqs: Sequence[SequenceView],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        texts: Sequence[int],
-        *,
-        text_lengths: Sequence[int] | None = None,
-        level: int = 0,
-    ) -> list[Logits]:
-        """At level 0 a pass over text and, if guesses are wanted, the block; later levels read its logits."""
-        if not level:
-            self._read_block(seqs, trees, guesses=any(keep), text_lengths=text_lengths)
-        blank = torch.empty(0, 0)
-        return [
-            Logits(work, self._logits[seq.id][level].expand(work.num_logits, -1) if work.num_logits else blank)
-            for seq, work in zip(seqs, self._works(seqs, trees, keep), strict=True)
-        ]
+    def _grow(self, growths: Sequence[Chain | Branches]) -> None:
+        """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
+        feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
+        passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
+        for (growth, text), out in zip(feeds, passed, strict=True):
+            level: Tree | None = text
+            for logits in fit(out.logits, self._vocab_size):
+                level = level and growth.take(level, logits.expand(growth.feed(level).work.num_logits, -1))
+            growth.cached.text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
+            growth.cached.branches = EMPTY
 
-    def _read_block(
-        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, text_lengths: Sequence[int] | None
-    ) -> None:
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
+        """A pass over text and, if logits are wanted, the block; returns those of the block `[guesses, vocab]`."""
         block = self._block
+        guesses = block.guesses if any(feed.work.num_logits for feed in feeds) else 0
         masks = [block.token] * block.masks if guesses else []
-        blind = int(guesses and block.reads_itself)  # the last token is one of the block
-        kept = block.guesses if guesses else 0
-        texts = [len(tree) - blind for tree in trees]
+        blind = int(guesses > 0 and block.reads_itself)  # the last token is one of the block
         fed = []
-        for work, seq, text in zip(self._works(seqs, trees, [0] * len(seqs), text_lengths), seqs, texts, strict=True):
-            known = self._text_features(_Part(seq, work, text))
+        for feed in feeds:
+            tokens = feed.work.new_tokens
+            known = self._text_features(feed, len(tokens) - blind)
             masked = block.feature.expand(blind + len(masks), -1)
-            tokens = work.tree.tokens + masks
-            embeds = self._head.inputs(tokens, torch.cat([known, masked.to(known)]))
-            fed.append(replace(work, tree=Tree.chain(tokens), num_logits=kept, embeds=embeds))
+            embeds = self._head.inputs(tokens + masks, torch.cat([known, masked.to(known)]))
+            fed.append(replace(feed.work, tree=Tree.chain(tokens + masks), num_logits=guesses, embeds=embeds))
         outputs = self._session.run(fed)
-        self._session.commit([work.row for work in fed], [list(range(text)) for text in texts])
-        if guesses:
-            self._logits |= {seq.id: out.logits for seq, out in zip(seqs, outputs, strict=True)}
+        rows = [feed.work.row for feed in feeds]
+        self._session.commit(rows, [list(range(feed.work.num_text - blind)) for feed in feeds])
+        return outputs

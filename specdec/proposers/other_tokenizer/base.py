@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.options.checks import common_length
-from specdec.proposers.best_branch import ReadSequence
+from specdec.proposers.best_branch import ReadSequence, best_branch
 
 
 class Tokenizer(Protocol):
@@ -43,12 +42,10 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
-class OtherTokenizerDrafter(BatchDrafter):
+class OtherTokenizerDraft(Draft):
     """A draft of another vocabulary than the target's."""
 
-    guesses_trees = reads_predictions = False
-
-    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         self.drafter, self.models = drafter, drafter.models
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
@@ -57,30 +54,32 @@ class OtherTokenizerDrafter(BatchDrafter):
 class DraftSequence(ReadSequence):
     """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
 
-    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew. `guess` is the draft's
-    last proposal.
+    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
     """
 
     outer: SequenceView | None = None
     seen: int = 0
-    guess: list[int] = field(default_factory=list)
 
-    def report(self, draft: DraftSession, before: list[int]) -> None:
-        """Commits the right part of the last guess to `draft`, and rewinds it where the text `before` was replaced."""
-        same = common_length(before, self.tokens)
-        new = self.tokens[same:] if same == len(before) else []
-        right = common_length(self.guess, new)
-        self.guess = []
-        draft.commit([Commit(self, list(range(right)), right)])
-        if same < len(before):
-            draft.rewind(self, same)
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether the target's `tokens` begin with those that it was made of."""
+        before = [] if self.outer is None else self.outer.tokens
+        return tokens is before or tokens[: self.seen] == before[: self.seen]
+
+    def write(self, start: int, tokens: list[int]) -> None:
+        """Replaces all tokens from `start` on; the list stays the same one if it only grows."""
+        known = self.tokens[start:]
+        if tokens[: len(known)] == known:
+            self.tokens += tokens[len(known) :]
+        else:
+            self.tokens = self.tokens[:start] + tokens
 
 
-class OtherTokenizerSession(DraftSession):
+class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        self._draft, self._target_tokenizer, self._draft_tokenizer = draft, target, draft_tokenizer
+    def __init__(self, drafter: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
+        self._draft, self._vocab_size = drafter.drafter.start(draft_vocab_size), vocab_size
+        self._target_tokenizer, self._draft_tokenizer = drafter.target_tokenizer, drafter.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}
 
     @abstractmethod
@@ -99,39 +98,32 @@ class OtherTokenizerSession(DraftSession):
         if not any(plan.limit > 0 for plan in plans):
             return [EMPTY] * len(seqs)
         try:
+            seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
             guesses = self._draft.propose(read, plans)
-            for draft, guess in zip(read, guesses, strict=True):
-                draft.guess = guess.tokens
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
-            self.release([seq.id for seq in seqs])
+            self.drop([seq.id for seq in seqs])
             raise
 
     @property
     def cache(self) -> Any:
         return self._draft.cache
 
-    def rewind(self, seq: SequenceView, length: int) -> None:
-        """Forgets the sequence, whose text is then read anew."""
-        self.release([seq.id])
-
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._draft.release(seq_ids)
+        self._draft.drop(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
         draft = self._seqs.get(seq.id)
-        if draft is None:
+        if draft is None or not draft.begins(seq.tokens):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
             draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
             self._seqs[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
-        before = list(draft.tokens)
         self.read(seq, draft)
-        draft.report(self._draft, before)
         return draft

@@ -12,13 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    OtherTokenizerDrafter,
-    OtherTokenizerSession,
+    OtherTokenizerDraft,
+    OtherTokenizerProposer,
     Tokenizer,
     decode,
     encode,
@@ -44,7 +44,7 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
     return first, decode(tokenizer, ids[first:])
 
 
-class _Likeliest:
+class _Likeliest(DraftRule):
     """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
 
     Always computes the probability, as the translated guess gets the geometric mean.
@@ -59,7 +59,7 @@ class _Likeliest:
         return int(token), float(confidence), None
 
 
-class TextBridge(OtherTokenizerDrafter):
+class TextBridge(OtherTokenizerDraft):
     """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
     The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts
@@ -70,25 +70,20 @@ class TextBridge(OtherTokenizerDrafter):
         return f"TextBridge({self.drafter!r})"
 
     @cached_property
-    def by_tokens(self) -> BatchDrafter:
+    def by_tokens(self) -> Draft:
         """The same draft limited to shared tokens; raises VocabularyError if there are none."""
         return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
 
-    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+    def for_sampling(self, sampling: str | None) -> Draft:
         """Text for match verification, shared tokens for rejection."""
         return self.by_tokens if sampling in ("rejection", "block") else self
 
-    def start(self, vocab_size: int) -> TextBridgeSession:
-        inner = self.drafter.start(len(self.draft_tokenizer))
-        return TextBridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
+    def start(self, vocab_size: int) -> TextBridgeProposer:
+        return TextBridgeProposer(self, len(self.draft_tokenizer), vocab_size)
 
 
-class TextBridgeSession(OtherTokenizerSession):
+class TextBridgeProposer(OtherTokenizerProposer):
     """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
-
-    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer, vocab_size: int) -> None:
-        super().__init__(draft, target, draft_tokenizer)
-        self._vocab_size = vocab_size
 
     def task(self, seq: SequenceView) -> DraftTask:
         end = self._draft_tokenizer.eos_token_id
@@ -100,7 +95,7 @@ class TextBridgeSession(OtherTokenizerSession):
         new, draft.seen = self._new_text(seq.tokens, draft.seen)
         if new:
             start, text = window(self._draft_tokenizer, draft.tokens, draft.prompt_length)
-            draft.tokens[start:] = encode(self._draft_tokenizer, text + new)
+            draft.write(start, encode(self._draft_tokenizer, text + new))
 
     def _new_text(self, tokens: list[int], seen: int) -> tuple[str, int]:
         """The text after the first `seen` tokens up to the last complete character, and the number of its tokens."""

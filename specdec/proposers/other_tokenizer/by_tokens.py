@@ -8,13 +8,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    OtherTokenizerDrafter,
-    OtherTokenizerSession,
+    OtherTokenizerDraft,
+    OtherTokenizerProposer,
     Tokenizer,
     decode,
     encode,
@@ -24,14 +24,14 @@ _UNSHARED = 2**40
 """Added to target tokens that the draft lacks, which makes ids that no draft can read."""
 
 
-class VocabularyIntersection(OtherTokenizerDrafter):
+class VocabularyIntersection(OtherTokenizerDraft):
     """Drafts with the shared tokens of both vocabularies (token-level intersection, arXiv 2502.05202, algorithm 4).
 
     Shared tokens have equal strings, whichever sign stands for a leading space, and are special in both or in neither.
     Raises VocabularyError if there are none.
     """
 
-    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         super().__init__(drafter, target_tokenizer, draft_tokenizer)
         self.to_draft = shared_tokens(target_tokenizer, draft_tokenizer)
         if not self.to_draft:
@@ -40,11 +40,10 @@ class VocabularyIntersection(OtherTokenizerDrafter):
     def __repr__(self) -> str:
         return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
 
-    def start(self, vocab_size: int) -> IntersectionSession:
-        """A session without sequences; rules get logits over the target's vocabulary."""
+    def start(self, vocab_size: int) -> IntersectionProposer:
+        """A proposer without sequences; rules get logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
-        inner = self.drafter.start(max(to_draft.values(), default=0) + 1)
-        return IntersectionSession(inner, to_draft, vocab_size, self.target_tokenizer, self.draft_tokenizer)
+        return IntersectionProposer(self, to_draft, vocab_size)
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
@@ -71,11 +70,11 @@ def _space_sign(tokenizer: Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
-class _MappedRule:
+class _MappedRule(DraftRule):
     """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
     rule: DraftRule
-    session: IntersectionSession
+    proposer: IntersectionProposer
 
     @property
     def needs_q(self) -> bool:
@@ -87,24 +86,17 @@ class _MappedRule:
         """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
-        guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
+        guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)
         token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
-        return self.session.to_draft.get(token, _UNSHARED + token), confidence, q
+        return self.proposer.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
-class IntersectionSession(OtherTokenizerSession):
+class IntersectionProposer(OtherTokenizerProposer):
     """Maps texts, guesses and logits through the shared tokens `to_draft`."""
 
-    def __init__(
-        self,
-        draft: DraftSession,
-        to_draft: dict[int, int],
-        vocab_size: int,
-        target: Tokenizer,
-        draft_tokenizer: Tokenizer,
-    ) -> None:
-        super().__init__(draft, target, draft_tokenizer)
-        self.to_draft, self._vocab_size = to_draft, vocab_size
+    def __init__(self, drafter: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
+        super().__init__(drafter, max(to_draft.values(), default=0) + 1, vocab_size)
+        self.to_draft = to_draft
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
 

@@ -14,7 +14,7 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.models import prefix_bytes
-from specdec.proposers.heads.proposer import HeadSession
+from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import dflash_folder, eagle_folder
 from tests.proposers.heads.test_blocks import PEAGLE
@@ -35,14 +35,14 @@ KINDS = [
 def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
     """What was guessed after every text."""
     seen: dict[tuple[int, ...], list[int]] = {}
-    propose = HeadSession.propose
+    propose = HeadProposer.propose
 
-    def spied(self: HeadSession, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def spied(self: HeadProposer, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         trees = propose(self, rows, plans)
         seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
         return trees
 
-    monkeypatch.setattr(HeadSession, "propose", spied)
+    monkeypatch.setattr(HeadProposer, "propose", spied)
     return seen
 
 

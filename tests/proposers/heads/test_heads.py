@@ -23,8 +23,9 @@ from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.options.load import Loading
+from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
-from specdec.proposers.heads.proposer import HeadDrafter, HeadSession
+from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.matrix import endless, some
@@ -125,7 +126,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         return made
 
     monkeypatch.setattr(KvSession, "draft_chain", spied)
-    generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
+    generator, plain = SpecGenerator(language, HeadDraft(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
         out = generator.generate(ids, **RUN, **sure, prefill_chunk_size=3)
@@ -158,21 +159,21 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     """What a head says after every leaf of a beam search is what it says of that text alone."""
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference, compared = target(), Eagle(folder), 0
-    run = HeadSession._run
+    run = HeadProposer._run
 
-    def checked(self: HeadSession, rows: Any, trees: Any, keep: Any, texts: Any, **more: Any) -> Any:
+    def checked(self: HeadProposer, feeds: Sequence[Feed], level: int = 0) -> Any:
         nonlocal compared
-        scores = run(self, rows, trees, keep, texts, **more)
-        for row, text, said in zip(rows, texts, scores, strict=True):
-            for leaf in row.leaves if row.tree.tokens and not more["level"] else ():
+        scores = run(self, feeds, level)
+        for (row, cached, work), said in zip(feeds, scores, strict=True):
+            for leaf in row.leaves if row.tree.tokens and not level else ():
                 tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
                 [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
-                node = self._cached[row.id].where[leaf] + text
+                node = work.node(cached.where[leaf])
                 torch.testing.assert_close(said.logits[node - said.first], expected, rtol=1e-3, atol=1e-4)
                 compared += 1
         return scores
 
-    monkeypatch.setattr(HeadSession, "_run", checked)
+    monkeypatch.setattr(HeadProposer, "_run", checked)
     SpecGenerator(model, folder).generate(IDS, **RUN, num_beams=3, schedule="constant", num_assistant_tokens=3)
     assert compared > 30
 
@@ -291,13 +292,13 @@ def test_text_that_grows_long_without_the_head(
     more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
     folder, kept = eagle_folder(tmp_path / "head", **more), []
     model, reference = target(), Eagle(folder)
-    add = HeadSession._add_features
+    add = HeadProposer._add_features
 
-    def noted(self: HeadSession, *given: Any) -> Any:
+    def noted(self: HeadProposer, *given: Any) -> Any:
         kept.append(len(add(self, *given).states))
         return self._known[given[0].id]
 
-    monkeypatch.setattr(HeadSession, "_add_features", noted)
+    monkeypatch.setattr(HeadProposer, "_add_features", noted)
     monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)
     out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.options.checks import common_length
@@ -23,7 +23,7 @@ IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7]]
 RUN = endless(14)
 
 
-class Listener(BatchDrafter):
+class Listener(Draft):
     """Guesses so that some tokens are right, and keeps the hidden states that it is told, text by text."""
 
     def __init__(self, text: Sequence[Sequence[int]] = (), *, width: int = 1) -> None:
@@ -36,9 +36,7 @@ class Listener(BatchDrafter):
         return Listening(self)
 
 
-class Listening(DraftSession):
-    guesses_branches = True
-
+class Listening(Proposer):
     def __init__(self, drafter: Listener) -> None:
         self.drafter = drafter
         self.rows: dict[int, SequenceView] = {}
@@ -63,7 +61,7 @@ class Listening(DraftSession):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def join(self, row: SequenceView, source: int | SavedState, length: int) -> int:
+    def fork(self, row: SequenceView, source: int | SavedState, length: int) -> int:
         if isinstance(source, SavedState):
             tokens, states = source.state
         else:
@@ -74,11 +72,11 @@ class Listening(DraftSession):
         self.drafter.joined.append(len(self.text[row.id]))
         return len(self.text[row.id])
 
-    def keep(self, row: SequenceView, length: int) -> SavedState | None:
+    def save(self, row: SequenceView, length: int) -> SavedState | None:
         states = self.text[row.id][:length].clone()
         return SavedState(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def update(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:
             self.rows[row.id] = row
             if hidden is None:
@@ -108,7 +106,7 @@ class Listening(DraftSession):
                 texts.append((row.tokens + [row.tree.tokens[n] for n in path], states))
         self.drafter.heard += texts
 
-    def release(self, seq_ids: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.rows.pop(seq_id, None)
             self.text.pop(seq_id, None)
@@ -120,7 +118,7 @@ class Forgetful(Listener):
 
     def start(self, vocab_size: int) -> Listening:
         session = super().start(vocab_size)
-        session.keep = lambda *_: None  # type: ignore[method-assign]
+        session.save = lambda *_: None  # type: ignore[method-assign]
         return session
 
 

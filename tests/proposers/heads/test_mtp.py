@@ -21,7 +21,7 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
 from specdec.proposers.heads import load_mtp
-from specdec.proposers.heads.proposer import HeadSession
+from specdec.proposers.heads.proposer import HeadProposer
 from tests.matrix import endless
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
@@ -64,14 +64,14 @@ KINDS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2
 def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
     """What was guessed after every text."""
     seen: Guesses = {}
-    propose = HeadSession.propose
+    propose = HeadProposer.propose
 
-    def spied(self: HeadSession, rows: Any, plans: Any) -> Any:
+    def spied(self: HeadProposer, rows: Any, plans: Any) -> Any:
         trees = propose(self, rows, plans)
         seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True))
         return trees
 
-    monkeypatch.setattr(HeadSession, "propose", spied)
+    monkeypatch.setattr(HeadProposer, "propose", spied)
     return seen
 
 

@@ -1,0 +1,154 @@
+"""What an operator and a researcher read: files to deploy, metrics, limits, variables, columns, what goes together."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.make import compatibility
+from specdec.bench.results import as_csv
+from specdec.server.metrics import Load, Metrics
+from specdec.server.settings import Limits, read_settings
+from tests.docs.pages import ROOT
+
+DEPLOY = ROOT / "configs" / "deploy"
+PAGE = (ROOT / "docs" / "guides" / "deploying.md").read_text(encoding="utf-8")
+
+
+def rows(section: str, page: str = PAGE) -> list[list[str]]:
+    """The rows of the first table of a section, without its head."""
+    lines = re.findall(r"^\| .*", page.split(f"\n## {section}\n")[1].split("\n## ")[0], re.M)
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[2:]]
+
+
+def test_every_metric_has_a_row() -> None:
+    """With its labels, as Prometheus reads them."""
+    metrics = Metrics()
+
+    class Uploads:
+        running = waiting = 0
+
+    metrics.watch(lambda: [("m", Load(0, 0, 0, 0))], Uploads())  # type: ignore[arg-type]
+    known = {}
+    for family in metrics.registry.collect():
+        labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ("model",))
+        known[f"{family.name}_total" if family.type == "counter" else family.name] = {*labels}
+    shown = {name.strip("`"): {*re.findall(r"`(\w+)`", labels)} for name, labels, _ in rows("Metrics")}
+    assert shown == known
+    for name in re.findall(r"specdec_\w+", PAGE.split("Four queries:")[1].split("\n## ")[0]):
+        assert name.removesuffix("_bucket") in known, name
+
+
+def test_every_limit_has_its_default() -> None:
+    defaults = {name: field.default for name, field in Limits.model_fields.items()}
+    shown = {name.strip("`"): value for name, value, _ in rows("Limits")}
+    assert shown == {name: "none" if value is None else f"{value:.0f}" for name, value in defaults.items()}
+
+
+def test_the_files_agree_with_the_server() -> None:
+    """Settings that it takes, times that cover its drain, sizes that cover its limits."""
+    settings = read_settings(yaml.safe_load((DEPLOY / "serve.yaml").read_text(encoding="utf-8")))
+    limits = Limits()
+    nginx = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    assert f"proxy_pass http://{settings.host}:{settings.port};" in nginx
+    assert f"server_name {settings.hosts[0]};" in nginx
+    assert int(re.search(r"proxy_read_timeout (\d+)s", nginx)[1]) > limits.request_seconds  # type: ignore[index]
+    assert int(re.search(r"body_size (\d+)m", nginx)[1]) * 2**20 > limits.audio_bytes  # type: ignore[index]
+    unit = (DEPLOY / "specdec.service").read_text(encoding="utf-8")
+    stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
+    files = int(re.search(r"LimitNOFILE=(\d+)", unit)[1])  # type: ignore[index]
+    *_, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert min(stop, pod["terminationGracePeriodSeconds"]) > limits.drain_seconds + 4
+    assert files > 2 * limits.connections
+    assert container["readinessProbe"]["timeoutSeconds"] > 20
+    assert container["resources"]["limits"]["cpu"] == container["env"][0]["value"]
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    [job] = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_image_is_built() -> None:
+    """Where Docker runs and reaches its registry."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("there is no Docker here")
+    subprocess.run(["docker", "build", "-t", "specdec-test", "."], cwd=ROOT, check=True)
+    shown = subprocess.check_output(["docker", "run", "--rm", "specdec-test", "--version"], text=True)
+    assert shown.startswith("specdec ")
+
+
+def test_every_variable_is_explained() -> None:
+    """That the source reads, by its name or through a constant."""
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    found = set()
+    for path in (ROOT / "specdec").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "environ" in text:
+            names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+            found |= {name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Z][A-Z_]{2,}", name)}
+    of_compilers = {
+        "PYTHONPATH",
+        "PYTHONSAFEPATH",
+        "TMPDIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+    }
+    found -= of_compilers  # of their process
+    assert {"SPECDEC_KERNELS", "SPECDEC_PROBES", "XDG_CACHE_HOME", "CXX"} <= found
+    assert not [name for name in found if f"`{name}`" not in page]
+
+
+def test_every_column_is_explained() -> None:
+    """Of the table that `specdec bench` writes."""
+    page = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
+    times = dict.fromkeys(("p50", "p90", "p99"))
+    parts: dict[str, Any] = {"split_ms_per_token": dict.fromkeys(("draft", "verify", "select", "overhead"))}
+    parts |= dict.fromkeys(("token_ms", "request_ms", "first_token_ms"), times)
+    group: dict[str, Any] = defaultdict(lambda: None, systems=[defaultdict(lambda: None, parts)])
+    columns = as_csv({"groups": [group]}).splitlines()[0].split(",")
+    shown = [name for names, _ in rows("Read the results", page) for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(shown) == sorted(columns)
+
+
+NO_FIGURES = {
+    "docs/guides/cpu.md": {"0.125"},  # a step of bfloat16
+    "README.md": {"3.7", "3.10", "2.11", "2.13", "5.17", "5.23"},  # gigabytes of models; versions
+}
+
+
+@pytest.mark.parametrize("name", NO_FIGURES)
+def test_a_page_invents_no_figures(name: str) -> None:
+    """Its numbers stand in the benchmarks."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    sources = [ROOT / "docs" / "figures.md", ROOT / "docs" / "zoo.md", ROOT / "benchmarks" / "peers" / "README.md"]
+    known = " ".join(path.read_text(encoding="utf-8") for path in sources)
+    prose = re.sub(r"```.*?```|`[^`]*`|HuggingFaceTB\S*|https?\S*|SmolLM2-\S*", "", page, flags=re.S)
+    named = {*re.findall(r"\d+\.\d+", prose)} - NO_FIGURES[name]
+    assert len(named) > 15
+    assert not [number for number in named if number not in known]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_what_goes_together() -> None:
+    """`python -m docs.make.compatibility` would change nothing."""
+    page = compatibility.PAGE.read_text(encoding="utf-8")
+    assert compatibility.filled(page, compatibility.tables()) == page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_combination_goes_if_its_pairs_do() -> None:
+    """As the page says; the page tells of more that were tried."""
+    assert len(compatibility.combinations(compatibility.PAGE.read_text(encoding="utf-8"))) == 2569
+    compatibility.try_combinations(20)

@@ -1,0 +1,230 @@
+"""Features at the ends of texts: whatever happened to a text, a head guesses as if it had read all of it at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import SpecGenerator
+from specdec.core.draft_schedules import Limit
+from specdec.core.drafts import Commit, Hidden, SequenceView
+from specdec.core.tree import Tree
+from specdec.proposers import HybridDraft, SuffixDraft
+from specdec.proposers.heads.proposer import HeadProposer
+from specdec.proposers.hybrid import HybridProposer
+from tests.heads import dflash_folder, eagle_folder, spy_on_proposals
+from tests.proposers.fakes import FakeSequence
+from tests.proposers.heads.test_blocks import PEAGLE
+from tests.proposers.heads.test_gemma4 import _all_shared, pair  # noqa: F401
+from tests.proposers.heads.test_heads import KINDS as LAYERS
+from tests.proposers.heads.test_heads import RUN, target
+from tests.proposers.heads.test_mtp import with_layers
+
+LIMIT = 3
+KINDS = [
+    "eagle",
+    "two",
+    "mtp2",
+    "peagle",
+    "anchor",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "mtp", "gemma4")),
+]
+
+
+def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A tiny target and a head of a kind."""
+    if kind == "gemma4":
+        return pair(window=5)
+    if kind.startswith("mtp"):
+        return with_layers(monkeypatch, "deepseek_v3", 2 if kind == "mtp2" else 1), "mtp"
+    model = target()
+    if kind in ("dflash", "anchor"):
+        return model, dflash_folder(folder, model, sample_from_anchor=kind == "anchor")
+    return model, eagle_folder(folder, **(PEAGLE if kind == "peagle" else LAYERS["two" if kind == "two" else "plain"]))
+
+
+def states_of(model: Any, layers: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """The target's hidden states `[tokens, layers, width]`."""
+    with torch.no_grad():
+        states = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
+    return torch.stack([states[layer][0] for layer in layers], dim=1)
+
+
+def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
+    """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
+    session, seq = drafter.start(64), FakeSequence(list(tokens))
+    session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1]))])
+    tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
+    assert tokens
+    return tokens
+
+
+@dataclass
+class Played:
+    """A sequence whose text grows as if the target wrote `whole`; `fed`: tokens whose states the head got."""
+
+    seq: FakeSequence
+    whole: list[int]
+    states: Tensor
+    fed: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return 0 < self.fed == len(self.seq.tokens) - 1
+
+    def commit(self, accepted: int, chunk: int) -> Commit:
+        """A round: a chunk of the prompt, or the last token and `accepted` nodes of some draft."""
+        first, length = self.fed, len(self.seq.tokens)
+        if length - first > chunk:
+            self.fed += chunk
+            return Commit(self.seq, [], 0, Hidden(first, 0, self.states[first : self.fed]))
+        self.seq.tokens += self.whole[length : length + accepted + 1]
+        self.fed = len(self.seq.tokens) - 1
+        return Commit(self.seq, list(range(accepted)), accepted, Hidden(first, 0, self.states[first : self.fed]))
+
+
+@dataclass
+class Play:
+    """Sequences that come, fork, end and go on in a session of `drafter`, at random."""
+
+    model: Any
+    drafter: Any
+    rng: random.Random
+    played: list[Played] = field(default_factory=list)
+    compared: int = 0
+    forked: int = 0
+
+    def __post_init__(self) -> None:
+        self.session, self.count, self.saved = self.drafter.start(64), 0, list[tuple[list[int], Any]]()
+
+    def add(self, beginning: Sequence[int], source: Any = None, length: int = 0) -> None:
+        """A sequence whose text begins like another one, whose `source` it may fork."""
+        whole = [*beginning, *(self.rng.randrange(3, 60) for _ in range(80 - len(beginning)))]
+        self.count += 1
+        seq = FakeSequence(whole[: max(length + 1, self.rng.randrange(1, 12))], self.count)
+        one = Played(seq, whole, states_of(self.model, self.drafter.hidden_layers, whole))
+        if source is not None:
+            one.fed = self.session.fork(seq, source, length)
+            assert one.fed <= length
+            self.forked += one.fed > 0
+        self.played.append(one)
+
+    def round(self) -> None:
+        """A round of all sequences, in which only some ask this head, and any draft's nodes may be accepted."""
+        asked = [one for one in self.played if self.rng.random() < 0.6]
+        limits = [self.rng.choice([0, LIMIT, LIMIT]) for _ in asked]
+        trees = self.session.propose([one.seq for one in asked], [Limit(limit) for limit in limits]) if asked else []
+        for one, limit, tree in zip(asked, limits, trees, strict=True):
+            if not (limit and one.ready):
+                assert not tree.tokens
+                continue
+            assert tree.tokens == guesses_anew(self.drafter, one.seq.tokens, one.states)[: len(tree)]
+            assert len(tree) == limit
+            self.compared += 1
+        chunk = self.rng.randint(1, 8)
+        self.session.update([one.commit(self.rng.randint(0, 4), chunk) for one in self.played])
+
+    def change(self) -> None:
+        """A sequence ends and is saved, or others fork a running or a saved one."""
+        while len(self.played) < 2:
+            self.add([])
+        for one in [one for one in self.played if len(one.seq.tokens) > 55 or self.rng.random() < 0.2]:
+            # no more states, then its state is saved
+            self.session.update([Commit(one.seq, [], 0)])
+            saved = self.session.save(one.seq, self.rng.randint(1, max(one.fed, 1)))
+            if saved is not None:
+                self.saved.append((one.whole, saved))
+            self.session.drop([one.seq.id])
+            self.played.remove(one)
+        if self.saved and self.rng.random() < 0.5:
+            whole, saved = self.rng.choice(self.saved)
+            length = self.rng.randint(1, saved.length)
+            self.add(whole[:length], saved, length)
+        elif self.played and self.rng.random() < 0.5:
+            one = self.rng.choice(self.played)
+            length = self.rng.randint(0, one.fed)
+            self.add(one.whole[:length], one.seq.id, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_do_not_depend_on_the_way(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, rejections, rounds of other drafts, ends, forks of running sequences and of saved ones, in any order."""
+    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    play = Play(model, SpecGenerator(model, draft).drafter, random.Random(kind))
+    with torch.no_grad():
+        for _ in range(30):
+            play.change()
+            for _ in range(3):
+                play.round()
+    assert play.compared > 20
+    assert play.forked > 3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp2", pytest.param("peagle", marks=pytest.mark.slow)])
+def test_beside_a_draft_that_copies(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a hybrid's other draft proposed, the head reads what that one's accepted nodes were."""
+    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    plain = SpecGenerator(model).generate([[5, 9, 12, 5, 9, 12], [7, 8, 7]], **{**RUN, "max_new_tokens": 30})
+    prompts = [[*text, 2, *text[:8]] for text in plain.sequences.tolist()]  # the target may repeat itself
+    head = SpecGenerator(model, draft).drafter
+    assert head is not None
+    generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
+    seen = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
+    monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
+    run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
+    greedily = 0
+    for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
+        greedily = greedily or len(seen)
+        out = generator.generate(prompts, **run, **given)
+        expected = SpecGenerator(model).generate(prompts, **{**RUN, "max_new_tokens": 30}, **given)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+    assert 15 < greedily < len(seen)
+    with torch.no_grad():
+        for text, tree in seen[:greedily]:
+            assert guesses_anew(head, text, states_of(model, head.hidden_layers, text))[: len(tree)] == tree.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])  # that target repeats itself
+def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are partly right, up to an end token among them; then a request that goes on from what was kept."""
+    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    prompt, rng = [(7 * i) % 50 + 5 for i in range(20)], random.Random(1)
+    text = SpecGenerator(model).generate([prompt], **{**RUN, "max_new_tokens": 50}).sequences[0].tolist()
+    end = max(i for i in range(20, 50) if text[i] not in text[20:i])
+    generator = SpecGenerator(model, draft, prefix_cache=True)
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = HeadProposer.propose
+
+    def mended(self: HeadProposer, seqs: Sequence[SequenceView], plans: Any) -> list[Tree]:
+        """The head's guesses are noted, and the target's own tokens proposed, some of them wrong."""
+        trees = propose(self, seqs, plans)
+        seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(seqs, trees, strict=True) if tree.tokens)
+        return [
+            Tree.chain([*(text[len(seq.tokens) :])[: rng.randint(0, len(tree))], 1][: len(tree)], source=tree.source)
+            for seq, tree in zip(seqs, trees, strict=True)
+        ]
+
+    monkeypatch.setattr(HeadProposer, "propose", mended)
+    run = {**RUN, "max_new_tokens": 50, "schedule": "constant", "num_assistant_tokens": LIMIT}
+    first = generator.generate([prompt], **{**run, "eos_token_id": text[end]})
+    assert first.sequences[0].tolist() == text[: end + 1]
+    assert first.stats.num_accepted_draft_tokens > 0
+    for length in (end + 1, end, 20):
+        before = len(seen)
+        out = generator.generate([text[:length]], **{**run, "max_new_tokens": len(text) - length})
+        assert out.sequences[0].tolist() == text
+        assert out.stats.cached_prompt_tokens > 15
+        assert len(seen) > before
+    monkeypatch.setattr(HeadProposer, "propose", propose)
+    assert generator.drafter is not None
+    with torch.no_grad():
+        states = states_of(model, generator.drafter.hidden_layers, text)
+        for tokens, guesses in seen:
+            assert guesses_anew(generator.drafter, tokens, states)[: len(guesses)] == guesses
