@@ -73,11 +73,11 @@ class CompiledForward:
 
         None where that cannot be, failed within the last day, or is switched off (`$SPECDEC_COMPILE`=0).
         """
+        if self._elsewhere:
+            return None
         try:
             code = self._code
         except kernels.Lack:
-            return None
-        if self._elsewhere:
             return None
         if code.exists and self._loads():
             return self
@@ -174,7 +174,7 @@ class CompiledForward:
             raise UnsupportedError("they need kernels, which are missing")  # the log gives the reason
         self._code.begin(self._joined, self._widths, self._states, lock)
         remedy = "" if self._insists else f" ({_SWITCH}=0 prevents it)"
-        _log.warning("compiling the passes of %s in the background, once: about a minute%s", self._name, remedy)
+        _tell(f"compiling the passes of {self._name} in the background, once: about a minute{remedy}")
         return False
 
     def _loads(self) -> bool:
@@ -191,7 +191,8 @@ class CompiledForward:
                     error,
                 )
                 code.fail(str(error))
-                code.code.unlink(missing_ok=True)
+                with suppress(OSError):  # not ours to write
+                    code.code.unlink(missing_ok=True)
         return self.ready
 
     def _loaded(self) -> Any:
@@ -243,8 +244,9 @@ def _wait(reference: weakref.ref[CompiledForward], name: str, begun: threading.E
 
 
 @cache
-def _tell(failure: str) -> None:
-    _log.warning(failure)
+def _tell(line: str) -> None:
+    """Logs a line once: target and draft often have the same class."""
+    _log.warning(line)
 
 
 def _remember(code: KeptCode, spent: Sequence[float]) -> None:

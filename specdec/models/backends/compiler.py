@@ -37,7 +37,8 @@ _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
 _FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
 _MOST = 2**30  # bytes of all code
 _TURN = """
-import fcntl, runpy, sys
+import fcntl, os, runpy, sys
+os.nice(10)
 turn = open(sys.argv.pop(), "w")
 fcntl.flock(turn, fcntl.LOCK_EX)
 runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
@@ -132,7 +133,6 @@ class KeptCode:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, **known},
-                cwd=folder,
                 start_new_session=True,
                 pass_fds=[lock.fileno()],
                 check=True,
@@ -149,7 +149,8 @@ class KeptCode:
             _compile(folder)
             for file in (self.constants, self.code):
                 kernels.put(folder / file.name, file)
-            _make_room(self.folder)
+            with suppress(OSError):  # files of a compiler that has just begun
+                _make_room(self.folder)
         except Exception:
             self.fail(_explained(traceback.format_exc()))
         finally:
@@ -265,7 +266,6 @@ def _make_room(new: Path) -> None:
 
 def _main(folder: Path, lock: int) -> None:
     """Compiles the model in `folder`, in a process of its own, which ends with the `lock`."""
-    os.nice(10)
     os.set_inheritable(lock, False)
     with suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
