@@ -41,6 +41,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
         patch.setenv("SPECDEC_COMPILED", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("SPECDEC_COMPILE", "0")
         kernels.available()
         yield
 

@@ -96,6 +96,7 @@ class Transcribe(Task):
     def __init__(self, spec: BatchSpec) -> None:
         target, draft = located(spec)
         self._transcriber = Transcriber.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading)
+        self._transcriber.generator.compile()
         self._spec = spec
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
@@ -115,7 +116,9 @@ class Transcribe(Task):
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     """The generator of a text task."""
     target, draft = located(spec)
-    return SpecGenerator.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading, **more)
+    generator = SpecGenerator.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading, **more)
+    generator.compile()
+    return generator
 
 
 def located(spec: BatchSpec) -> tuple[str, Any]:

@@ -34,7 +34,7 @@ class Systems:
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), **how)
-        self.plain.wait_until_compiled()
+        _compile(self.plain)
         self._draft_loading = {**{name: how[name] for name in _SHARED if name in how}, **mode.draft_options}
         self._models: dict[str, SpecGenerator] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
@@ -46,7 +46,7 @@ class Systems:
         key = (group, cell)
         if key not in self._cells:
             self._cells[key] = self._assisted(cell.model)
-            self._cells[key].wait_until_compiled()
+            _compile(self._cells[key])
         return self._cells[key]
 
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
@@ -71,6 +71,12 @@ class Systems:
                 bundled_models.locate(name, "draft"), **self._draft_loading
             )
         return self._models[name]
+
+
+def _compile(generator: SpecGenerator) -> None:
+    """Waits for the passes that programs run on after their first minute."""
+    generator.compile()
+    generator.wait_until_compiled()
 
 
 class Measured(NamedTuple):

@@ -45,7 +45,7 @@ def compile_(
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:
-        say("compiled models stay compiled: run the same command to compile the rest")
+        say("compiling goes on in the background")
         raise
     if not ready:
         return fail("error: not everything could be compiled", FAILED)

@@ -180,7 +180,7 @@ def _backend(role: str, model: LanguageModel) -> Finding:
         reason = "compiled code for it was kept here"
     elif model.backend == "packed":
         reason = "short passes over packed weights are faster on this processor, which was measured"
-        remedy = "specdec compile may make it faster still"
+        remedy = "after ten seconds of use it is compiled in the background, which specdec compile does now"
     elif unpackable := why_not_packed(model.model):
         reason = f"it {unpackable}"
     else:

@@ -66,6 +66,7 @@ def demo(
             write(out, words, style)
     with Console(stderr=True, quiet=quiet).status("measuring both in turn"):
         result = duel(assisted, plain, text, watch=watch, **options)
+    assisted.compile()  # not before, as that would disturb the measurement
     for parts in time_spent(result):
         for words, style in parts:
             write(out, words, style)

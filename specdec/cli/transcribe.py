@@ -251,7 +251,9 @@ def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
     with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
         from specdec.pipelines import Transcriber
 
-        return Transcriber.from_pretrained(target, draft, **how)
+        transcriber = Transcriber.from_pretrained(target, draft, **how)
+        transcriber.generator.compile()
+        return transcriber
 
 
 @contextmanager

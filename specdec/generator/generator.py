@@ -152,12 +152,10 @@ class SpecGenerator:
     def close(self) -> None:
         """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
 
-        Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Compilers of its
-        models are stopped, and cached prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
+        Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Cached
+        prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
         self._driver.close()
-        for model in self._models:
-            model.stop_compiling()
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -176,11 +174,18 @@ class SpecGenerator:
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
 
-    def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits until target and draft models run compiled code (`backend`="compiled"); returns whether all do.
+    def compile(self) -> None:
+        """Begins to compile target and draft models in the background, where `backend` is "auto" or "compiled".
 
-        Models are compiled in the background; until then passes run as in `backend`="packed". `timeout`: seconds for
-        each model.
+        Without this, "auto" begins after ten seconds of passes. The process that compiles outlives the program.
+        """
+        for model in self._models:
+            model.compile()
+
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Waits until target and draft models run compiled code, if compiling was begun; returns whether all do.
+
+        Until then passes run as in `backend`="packed". `timeout`: seconds for each model.
         """
         ready = [model.wait_until_compiled(timeout) for model in self._models]
         return all(ready)

@@ -1,7 +1,7 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
 from specdec.kernels.build import available, compiler, digest, folder, instructions, lack, try_again, why_not
-from specdec.kernels.kept import Lack, alone, is_whole, put
+from specdec.kernels.kept import Lack, alone, is_held, is_whole, put
 from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import (
     FLOATS,
@@ -31,6 +31,7 @@ __all__ = [
     "draws",
     "folder",
     "instructions",
+    "is_held",
     "is_whole",
     "keep_top",
     "lack",

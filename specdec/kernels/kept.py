@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 class Lack(Exception):
@@ -32,21 +33,37 @@ def is_whole(place: Path) -> bool:
 
 
 @contextmanager
-def alone(path: Path, variable: str) -> Iterator[None]:
-    """Context for one process at a time; the others wait for the lock on file `path`.
+def alone(path: Path, variable: str) -> Iterator[IO[str]]:
+    """Context for one process at a time; the others wait for the lock on file `path`, which it yields open.
 
-    Raises Lack if its folder, which environment `variable` names, cannot be written to.
+    A process that inherits the file holds the lock until it ends. Raises Lack if the folder, which environment
+    `variable` names, cannot be written to.
     """
     import fcntl  # not on Windows
 
+    with _opened(path, variable) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released by closing it
+        yield file
+
+
+def is_held(path: Path, variable: str) -> bool:
+    """Whether a process has the lock of `alone`; raises Lack as that does."""
+    import fcntl
+
+    with _opened(path, variable) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _opened(path: Path, variable: str) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        return path.open("w")
     except OSError as error:
         raise unwritable(path.parent, variable, error) from None
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released by closing it
-        yield
 
 
 def unwritable(folder: Path, variable: str, error: OSError) -> Lack:

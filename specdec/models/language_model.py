@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
+from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
@@ -40,10 +41,10 @@ class LanguageModel:
     passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
     our own, which needs no padding; an `owned` model keeps nothing else. "compiled" is one compiled function for all of
     that, for models that use transformers' attention interface; it is compiled in the background, once for all models
-    of a structure, in about a minute, and passes run packed until then (`wait_until_compiled`). "auto": compiled if
-    kept code exists, packed if the model is owned and that is faster, otherwise eager. All but "eager" need a C++
-    compiler, and weights, hooks and adapters that stay as they are, which `state` checks. Compiled code returns no
-    attentions.
+    of a structure, in about a minute, and passes run packed until then (`wait_until_compiled`). "auto": packed if the
+    model is owned and that is faster, and then compiled after ten seconds of passes, or by `compile`; otherwise eager.
+    All but "eager" need a C++ compiler, and weights, hooks and adapters that stay as they are, which `state` checks.
+    Compiled code returns no attentions.
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches. `change` is applied after the layers are in their backend, before passes are made.
@@ -87,12 +88,12 @@ class LanguageModel:
         self.model = in_backend(model, backend, owned=owned)
         if change is not None:
             change(self)
-        self.backend = "compiled" if backend == "compiled" else "packed" if is_packed(self.model) else "eager"
+        self._asked, self._is_packed = backend, is_packed(self.model)
         style, boundary = self.capability.positions, self.capability.boundary
         looks_up = self.capability.cache_kind == "kv" and style in STYLES
         self._lookup = Lookup(self.decoder, style) if looks_up else None
         self._scaling = None if boundary is None else Scaling(self.decoder, boundary)
-        self.ragged = self._make_ragged(backend)
+        self.ragged = self._make_ragged()
         if self.is_strict:
             self._make_strict()
         self._attention = attention_of(self.config)
@@ -104,6 +105,12 @@ class LanguageModel:
         dtype = str(self.dtype).removeprefix("torch.")
         backend = "" if self.backend == "eager" else f", {self.backend}"
         return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{backend})"
+
+    @property
+    def backend(self) -> str:
+        """The backend of passes: "eager", "packed" or "compiled"; "auto" becomes the last one when code exists."""
+        ready = self._compiled is not None and self._compiled.ready
+        return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
 
     @property
     def is_offloaded(self) -> bool:
@@ -203,7 +210,7 @@ class LanguageModel:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
         return type(self)(
             shallow_exit(self.model, self.num_layers, layers),
-            backend="compiled" if self.backend == "compiled" else "eager",
+            backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
         )
 
     @torch.no_grad()
@@ -298,32 +305,36 @@ class LanguageModel:
         with plain_modes():
             return exactness(self.model, self.dtype)
 
-    def _make_ragged(self, backend: str) -> RaggedForward | None:
+    def _make_ragged(self) -> RaggedForward | None:
         """Ragged passes, for backends above "eager" where the model allows them; "compiled" requires them."""
-        if self.backend == "eager":
+        if not self._is_packed and self._asked != "compiled":
             return None
         try:
             ragged = RaggedForward(self)
         except UnsupportedError as error:
-            if self.backend == "compiled":
+            if self._asked == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
-        compiled = ragged.compilation()
-        if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
-            ragged.compiled = compiled.start()
-            if compiled.ready:
-                self.backend = "compiled"
+        if self._asked == "compiled":
+            ragged.compiled = ragged.compilation().start()
+        elif self._asked == "auto":
+            ragged.compiled = ragged.compilation().start_later()
         return ragged
 
-    def stop_compiling(self) -> None:
-        """Stops the compiler where it still runs: passes stay as they are."""
-        if self.ragged is not None and self.ragged.compiled is not None:
-            self.ragged.compiled.stop()
+    @property
+    def _compiled(self) -> CompiledForward | None:
+        return None if self.ragged is None else self.ragged.compiled
+
+    def compile(self) -> None:
+        """Begins to compile in the background, in `backend`="auto" and "compiled", unless that was begun before."""
+        if self._compiled is not None:
+            self._compiled.compile()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits up to `timeout` seconds until compiling has ended; returns whether passes run compiled."""
-        compiled = None if self.ragged is None else self.ragged.compiled
-        return compiled is not None and compiled.wait(timeout)
+        """Waits up to `timeout` seconds until compiling has ended, if it was begun; returns whether passes run
+        compiled.
+        """
+        return self._compiled is not None and self._compiled.wait(timeout)
 
     def _make_strict(self) -> None:
         """Raises UnsupportedError if a token's logits depend on anything but its text."""

@@ -100,7 +100,7 @@ class Loading:
     plan for the model, or a plan in transformers' form; the first process returns, the others work for it.
     `backend`: "eager" runs the layers as they are; "packed" stores weights in the order in which short passes on a CPU
     read them; "compiled" runs one compiled function for all passes on a CPU; "auto" measures once whether packing is
-    faster, and uses compiled code that exists already.
+    faster, and compiles in the background what has run packed for ten seconds.
     `exactness`="strict" promises the text of plain decoding bit for bit, in any dtype, with any draft and beside any
     calls; it is verified when the model is loaded.
 

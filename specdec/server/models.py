@@ -136,8 +136,10 @@ def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | 
     if _task(settings, target, how) == "speech":
         check_readers()
         transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
+        transcriber.generator.compile()
         return SpeechModel(settings.name, transcriber, limits.audio_seconds)
     generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
+    generator.compile()
     return TextModel(settings.name, generator, context=settings.context, options=settings.options)
 
 

@@ -36,6 +36,8 @@ from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
 from specdec.options import bundled_models
+from specdec.server.models import load
+from specdec.server.settings import Limits, ModelSettings
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf, saved_model
 from tests.pipelines.models import CHAT
 
@@ -811,3 +813,20 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stats"]["num_draft_tokens"]
     assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
     assert "there are draft.gguf, model.gguf" in capsys.readouterr().err
+
+
+def test_commands_that_compile_at_once(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that run long or measure, and do so before they decode; `generate` waits until it pays."""
+    made: list[SpecGenerator] = []
+    monkeypatch.setattr(SpecGenerator, "compile", lambda self: made.append(self))
+    (rows := tmp_path / "rows.txt").write_text("def f\n")
+    assert run(["generate", target, "-p", "def f", *NEW, "-q"]) == 0
+    assert not made
+    assert run(["batch", str(rows), str(tmp_path / "out.jsonl"), "--model", target, *NEW, "-q"]) == 0
+    assert run(["transcribe", "--demo", "-q"]) == 0
+    assert run(["demo", *NEW, "-q"]) == 0
+    load(ModelSettings(name="m", target=target, draft=draft), Limits())
+    assert len(made) == 4
+    capsys.readouterr()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from specdec import CancelledError, EngineError, SpecGenerator
-from specdec.models.backends import compiled
 from tests.engine.test_threads import PATIENCE, together
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -90,21 +87,3 @@ def test_closing_inside_a_call() -> None:
     with pytest.raises(EngineError, match="called the generator that it runs in"):
         generator.generate([[5]], logits_processor=[lambda ids, scores: generator.close()], **COMMON)
     generator.generate([[5]], **{**COMMON, "max_new_tokens": 2})
-
-
-def test_closing_stops_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is gone when `close` returns."""
-    started, process = threading.Event(), []
-
-    def popen(command: list[str], **options: Any) -> subprocess.Popen[str]:
-        process.append(original(["sleep", "600"], **options))
-        started.set()
-        return process[0]
-
-    original = subprocess.Popen
-    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path))
-    monkeypatch.setattr(compiled.subprocess, "Popen", popen)
-    with SpecGenerator(tiny("llama"), backend="compiled") as generator:
-        assert started.wait(PATIENCE)
-    assert process[0].returncode == -9
-    assert not generator.wait_until_compiled(0)

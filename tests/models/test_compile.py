@@ -6,12 +6,9 @@ import importlib
 import io
 import logging
 import math
-import os
 import re
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,7 +29,10 @@ from specdec.decoding.samplers import GreedyRule
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
-from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
+from specdec.models.backends import compiled_key
+from specdec.models.backends.compiled import CompiledForward
+from specdec.models.backends.compiled_key import code_key
+from specdec.models.backends.compiler import KeptCode, _explained, _without_weights
 from specdec.models.backends.ragged import RaggedForward
 from tests.models.exact import Twin
 from tests.proposers.fakes import FakeSequence, choosing
@@ -40,7 +40,6 @@ from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 NAMES = ("llama", "gpt2", "gemma2", "gemma3_text", "whisper", "bart", "t5")
-PAUSE = 60  # seconds, of a compiler that never ends
 
 
 @pytest.fixture
@@ -48,16 +47,17 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing was compiled before."""
     place = tmp_path / "compiled"
     monkeypatch.setenv("SPECDEC_COMPILED", str(place))
+    compiled_module._tell.cache_clear()
     return place
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Sets what the process that compiles does, a line of shell."""
+    """Sets what the process that compiles in `$folder` does, a line of shell; `$failed` is for the reason."""
 
     def set_to(line: str) -> None:
         path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.write_text(f'#!/bin/sh\nfolder="$3"; failed="$(dirname "$3")/failed"\n{line}\n')
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
 
@@ -81,32 +81,37 @@ def ragged(name: str = "llama", **options: object) -> RaggedForward:
 
 
 def key(own: RaggedForward) -> str:
-    return _key(own.model, own.widths, own.states)
+    return code_key(own.model, own.widths, own.states)
 
 
 # --- around the compiler
 
 
 def test_a_compiler_that_fails(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
-    """Passes stay as they were, a warning ends with the reason, and the next load tries again."""
-    compiler("echo hello >&2; echo no such compiler >&2; exit 3")
+    """Passes stay as they were, a warning ends with the reason, once, and the next load tries again."""
+    compiler(f'echo hello > "$failed"; echo no such compiler >> "$failed"; echo once >> {cache}/count; rm -r "$folder"')
     for _ in range(2):
         language = LanguageModel(tiny("llama"), backend="compiled")
         assert not language.ragged.compiled.wait(60)
-        assert caplog.messages[-1].endswith("they run as before: no such compiler")
+    [line] = [message for message in caplog.messages if "not compiled" in message]
+    assert line.endswith("they run as before: no such compiler")
+    assert (cache / "count").read_text() == "once\n" * 2
     twin = Twin(language, 2)
     twin.prefill(9, 4)
     twin.step([twin.tree(), twin.chain(1)], [7, 1], [[0], [0]])
-    assert [path.name for path in cache.glob("*/*")] == ["lock"]
+    assert [path.name for path in cache.glob("*/*")] == ["failed"]
 
 
 def test_a_compiler_that_is_killed(
     cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when memory runs out: that is said too."""
-    compiler("kill -9 $$")
-    assert not compiled(tiny("llama")).ready
-    assert caplog.messages[-1].endswith("they run as before: exit -9")
+    """As when memory runs out: a warning says so, and the next one deletes what it left."""
+    compiler('touch "$folder"/passes.pt2; kill -9 $$')
+    for _ in range(2):
+        assert not compiled(tiny("llama")).ready
+        assert caplog.messages[-1].endswith("they run as before: their compiler was killed")
+        assert len([*cache.glob("*/*")]) == len([*cache.glob("*/tmp*/passes.pt2")]) == 1
+        compiled_module._tell.cache_clear()
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +126,7 @@ def test_the_compiler_reads_no_files_of_others(
     cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that another process left half-written would break every attempt."""
-    compiler("echo $TORCHINDUCTOR_CACHE_DIR >&2; exit 1")
+    compiler('echo "$TORCHINDUCTOR_CACHE_DIR" > "$failed"')
     assert not compiled(tiny("llama")).ready
     assert f"as before: {cache / key(ragged())}/tmp" in caplog.messages[-1]
 
@@ -131,16 +136,15 @@ def test_a_compiler_with_arguments(
 ) -> None:
     """As of ccache; torch takes one program. (It was said not to be here.)"""
     monkeypatch.setenv("CXX", "echo 'with arguments'")
-    compiler("$CXX and more >&2; exit 1")
+    compiler('$CXX and more > "$failed"')
     assert not compiled(tiny("llama")).ready
     assert caplog.messages[-1].endswith("as before: with arguments and more")
 
 
-def test_a_broken_compiler(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
-    """What torch says of it is a name of its own options."""
-    compiler("echo 'InductorError: InvalidCxxCompiler: No working C++ compiler found: (None, \"x\")' >&2; exit 1")
-    assert not compiled(tiny("llama")).ready
-    assert caplog.messages[-1].endswith("does not compile: mend it, or name another compiler in CXX")
+def test_a_broken_compiler() -> None:
+    """torch's error names its own options."""
+    error = 'InductorError: InvalidCxxCompiler: No working C++ compiler found: (None, "x")'
+    assert _explained(error).endswith("does not compile: mend it, or name another compiler in CXX")
 
 
 def test_a_cache_that_cannot_be_written_to(
@@ -148,7 +152,7 @@ def test_a_cache_that_cannot_be_written_to(
 ) -> None:
     """One line as well."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "file"))
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "file" / "compiled"))
     assert not compiled(tiny("llama")).ready
     [line] = caplog.messages
     assert line.endswith(
@@ -167,7 +171,6 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     monkeypatch.setattr(Path, "home", homeless)
     made = compiled(tiny("llama"))
     assert not made.ready
-    assert not made.is_kept
     assert "there is no home folder to keep them in: name one in SPECDEC_KERNELS" in caplog.messages[-1]
 
 
@@ -188,7 +191,7 @@ def test_code_of_no_use(
     broken: str, cache: Path, compiler: Callable[[str], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is not as it was put there goes, and is made anew. (Code that was cut short could kill the process.)"""
-    compiler("exit 1")
+    compiler('echo no > "$failed"')
     place = cache / key(ragged())
     place.mkdir(parents=True)
     for name in ("constants.pt", "passes.pt2"):
@@ -197,8 +200,8 @@ def test_code_of_no_use(
     (place / broken).write_bytes(b"a whole")
     made = compiled(tiny("llama"))
     assert any(re.search(f"are deleted: {broken} is broken", message) for message in caplog.messages)
-    assert "exit 1" in caplog.messages[-1]
-    assert not made.is_kept
+    assert caplog.messages[-1].endswith("they run as before: no")
+    assert not made._code.exists
 
 
 def test_code_that_says_something_else(
@@ -213,12 +216,13 @@ def test_code_that_says_something_else(
             run=lambda given: [torch.ones(1, len(given[2]), 64)],
         )
 
-    def compile_(forward: CompiledForward, program: str) -> None:
+    def begin(code: KeptCode, *_: object) -> None:
+        code.folder.mkdir()
         for name in ("constants.pt", "passes.pt2"):
             torch.save({}, tmp_path / name)
-            kernels.put(tmp_path / name, forward._folder / name)
+            kernels.put(tmp_path / name, code.folder / name)
 
-    monkeypatch.setattr(CompiledForward, "_compile", compile_)
+    monkeypatch.setattr(KeptCode, "begin", begin)
     monkeypatch.setattr(kernels, "passes", load)
     assert not compiled(tiny("llama")).ready
     assert caplog.messages[-1].endswith("compiled code gives other logits")
@@ -291,9 +295,9 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
         files = Path(kernels.__file__).parents[1]
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=files / name: read(path) + b"#" * (path == own))
-            compiled_module._own_code.cache_clear()
+            compiled_key._own_code.cache_clear()
             assert key(ragged()) != before, name
-        compiled_module._own_code.cache_clear()
+        compiled_key._own_code.cache_clear()
     assert key(ragged()) == before
 
 
@@ -327,30 +331,6 @@ def test_models_that_have_given_hidden_states() -> None:
         sent = torch.load(file, weights_only=False)
         assert not any(module._forward_hooks for module in sent.modules())
     assert language.model(torch.tensor([[5, 6]]), output_hidden_states=True).hidden_states
-
-
-@pytest.mark.slow
-def test_exit_ends_the_compiler(tmp_path: Path) -> None:
-    """An interpreter that ends does not leave a compiler behind, and does not wait for it either."""
-    fake, pid = tmp_path / "python", tmp_path / "pid"
-    fake.write_text(f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep {PAUSE}\n")
-    fake.chmod(0o755)
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from specdec import LanguageModel; from tests.tiny import tiny\n"
-        f"sys.executable = {str(fake)!r}\n"
-        "language = LanguageModel(tiny('llama'), backend='compiled')\n"
-        f"while not Path({str(pid)!r}).exists(): time.sleep(0.01)\n"
-    )
-    began = time.perf_counter()
-    own = {**os.environ, "SPECDEC_COMPILED": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PAUSE, env=own, check=True
-    )
-    assert time.perf_counter() - began < PAUSE / 2
-    assert "are not compiled" not in done.stderr
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("mamba", "buffers"), ("bloom", "added to"), ("gptj", "attend")])
@@ -551,7 +531,7 @@ class TestCode:
 
     def test_kept(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """The next model of this structure finds the code and compiles nothing; its weights are its own."""
-        monkeypatch.setattr(CompiledForward, "_compile", None)
+        monkeypatch.setattr(KeptCode, "begin", None)
         again = LanguageModel(tiny(language.config.model_type, seed=1), backend="compiled")
         assert again.ragged.compiled.ready
         for one in (again, language):
@@ -595,7 +575,7 @@ def test_warnings_name_the_model(
     cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever waits for it knows what for, and that it happens once."""
-    compiler("exit 1")
+    compiler("true")
     compiled(tiny("gpt2"))
     first = caplog.records[0]
     assert (first.levelno, first.getMessage()) == (

@@ -97,7 +97,7 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     before.prefill(9, 4)
     trees, keep = [before.tree(), before.chain(3)], [7, 2]
     expected = before.forward(trees, keep)
-    language.ragged.join()
+    language.ragged.model = language.ragged.joined()
     assert parts(language.ragged.model) == joined
     assert not parts(language.model)
     after = Twin(language, 2, encoding)
@@ -114,11 +114,9 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
 def test_a_second_model_over_the_same_layers() -> None:
     """It shares what was joined."""
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    first.ragged.join()
-    held = [m.layer for m in first.ragged.model.modules() if isinstance(m, Joint)]
+    held = [m.layer for m in first.ragged.joined().modules() if isinstance(m, Joint)]
     for other in (LanguageModel(first.model), first.early_exit(1)):
-        other.ragged.join()
-        theirs = [m.layer for m in other.ragged.model.modules() if isinstance(m, Joint)]
+        theirs = [m.layer for m in other.ragged.joined().modules() if isinstance(m, Joint)]
         assert theirs
         assert all(any(one is layer for layer in held) for one in theirs)
 
@@ -126,11 +124,10 @@ def test_a_second_model_over_the_same_layers() -> None:
 def test_a_second_model_with_a_layer_of_its_own() -> None:
     """What was joined is taken for the very layers that it was made of. (A replaced one was ignored.)"""
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    first.ragged.join()
+    _held = first.ragged.joined()
     first.model.model.layers[0].self_attn.k_proj = pack(torch.ones(32, 64))
     second = LanguageModel(first.model)
-    second.ragged.join()
-    attention = second.ragged.model.model.model.layers[0].self_attn
+    attention = second.ragged.joined().model.model.layers[0].self_attn
     torch.testing.assert_close(attention.k_proj(torch.ones(1, 64)), torch.full((1, 32), 64.0))
     assert attention.q_proj.joint is attention.k_proj.joint
 
@@ -141,10 +138,9 @@ def test_a_strict_model_over_the_same_layers() -> None:
     for layer in (m for model in (first.model, first.ragged.model) for m in model.modules()):
         if isinstance(layer, PackedLinear):
             layer.unpacks = (torch.float32,)
-    first.ragged.join()
-    second = LanguageModel(first.model, exactness="strict")
-    second.ragged.join()
-    one, other = ([m.layer for m in model.ragged.model.modules() if isinstance(m, Joint)] for model in (first, second))
+    joined = [first.ragged.joined()]
+    joined.append(LanguageModel(first.model, exactness="strict").ragged.joined())
+    one, other = ([m.layer for m in model.modules() if isinstance(m, Joint)] for model in joined)
     assert {layer.unpacks for layer in one} == {(torch.float32,)}
     assert {layer.unpacks for layer in other} == {()}
     assert [layer.packed.data_ptr() for layer in one] == [layer.packed.data_ptr() for layer in other]

@@ -17,7 +17,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError,
 from specdec.core.work import Work
 from specdec.models import exactness
 from specdec.models.backends.order_free_activations import Sigmoid, Tanh
-from specdec.models.backends.packed_layers import replaced
+from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.exactness import strict_obstacle
 from tests.heads import eagle_folder
 from tests.matrix import endless
@@ -54,10 +54,11 @@ def quantized(name: str, kind: str) -> Any:
         model = model.bfloat16()
     if kind.startswith("int"):
         encoder = set(model.get_encoder().modules()) if name in ENCODER_DECODERS else set()
+        tied = tied_embeddings(model)
         for layer, module in list(model.named_modules()):
             if type(module) is nn.Linear and module not in encoder:
                 weight = kernels.to_int8(module.weight) if kind == "int8" else kernels.to_int4(module.weight, 16)
-                replaced(model, layer, kernels.pack(weight, bias=module.bias, lookup=True))
+                replaced(model, layer, kernels.pack(weight, bias=module.bias, lookup=True), tied.get(layer, ()))
     return model
 
 

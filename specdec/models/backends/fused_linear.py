@@ -1,8 +1,8 @@
 """Packed layers that read the same input share one call: query, key and value, or gate and up.
 
 A call costs microseconds before any weight is read, which adds up in a compiled pass over one token; in other backends
-Python dominates. A trial pass shows which layers read the same tensor. Their weights then lie in one piece, of which
-the model's own layers hold views.
+Python dominates, and layers stay apart. A trial pass shows which layers read the same tensor. Their weights then lie in
+one piece, of which the layers of other backends hold views.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def readers(model: Any) -> Iterator[list[list[str]]]:
     found += [names for _, names in calls if len(names) > 1 and all(counts[name] == 1 for name in names)]
 
 
-def join(model: Any, own: Any, names: Sequence[str]) -> None:
-    """Fuses these layers of `model`, a shallow copy of `own`, if their weights can lie in one piece."""
+def join(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
+    """Fuses these layers of `model`, a shallow copy of `others`, if their weights can lie in one piece."""
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
         return
@@ -97,7 +97,8 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
     _JOINED[_addresses(layers)] = joined
     joint, begin = Joint(joined), 0
     for name, layer in zip(names, layers, strict=True):
-        own.get_submodule(name)._buffers.update(layer._buffers)
+        for other in others:
+            other.get_submodule(name)._buffers.update(layer._buffers)
         model.set_submodule(name, Part(joint, begin, begin + layer.outputs, last=name == names[-1]))
         begin += layer.outputs
 

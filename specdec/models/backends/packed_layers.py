@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -127,11 +127,12 @@ def _bytes(model: Any) -> int:
 def _pack(model: Any) -> Callable[[], None]:
     """Packs all layers, and embeddings tied to them; returns the undoing."""
     undo: list[Callable[[], None]] = []
+    tied = tied_embeddings(model)
     for name in list(_linears(model)):
         layer = model.get_submodule(name)
-        packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=bool(_tied(model, layer)))
+        packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=name in tied)
         del layer  # frees its weight
-        undo.append(replaced(model, name, packed))
+        undo.append(replaced(model, name, packed, tied.get(name, ())))
     return partial(undone, undo)
 
 
@@ -141,13 +142,13 @@ def weight_of(layer: Any) -> Tensor:
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def replaced(model: Any, name: str, packed: kernels.AnyLinear) -> Callable[[], None]:
-    """Replaces a layer, and embeddings tied to its weight, by `packed`; returns the undoing.
+def replaced(model: Any, name: str, packed: kernels.AnyLinear, tied: Sequence[str]) -> Callable[[], None]:
+    """Replaces a layer, and embeddings `tied` to its weight, by `packed`; returns the undoing.
 
     Undone, the layer has the weight that `packed` holds.
     """
     layer = model.get_submodule(name)
-    tied, dtype, flipped = _tied(model, layer), layer.weight.dtype, isinstance(layer, Conv1D)
+    dtype, flipped = layer.weight.dtype, isinstance(layer, Conv1D)
     places = {name: layer, **{one: model.get_submodule(one) for one in tied}}
     for place, module in places.items():
         module.weight = None
@@ -170,14 +171,25 @@ def undone(undo: list[Callable[[], None]]) -> None:
         step()
 
 
-def _tied(model: Any, layer: Any) -> list[str]:
-    """Names of embeddings that share a layer's weight; none if other modules share it or it is transposed."""
-    if isinstance(layer, Conv1D):
-        return []
-    every = model.named_modules(remove_duplicate=False)
-    users = {name: m for name, m in every if m is not layer and any(p is layer.weight for p in m._parameters.values())}
-    plain = all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in users.values())
-    return list(users) if plain else []
+def tied_embeddings(model: Any) -> dict[str, list[str]]:
+    """Names of the embeddings that share the weight of a linear layer, by its name.
+
+    Without layers whose weight other modules share as well, or is transposed.
+    """
+    users: dict[int, dict[str, Any]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), {})[name] = module
+    found: dict[str, list[str]] = {}
+    for layer in model.modules():
+        if not is_plain(layer) or isinstance(layer, Conv1D):
+            continue
+        sharing = users[id(layer.weight)]
+        names = [name for name, module in sharing.items() if module is layer]
+        others = {name: module for name, module in sharing.items() if module is not layer}
+        if others and all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in others.values()):
+            found |= {key: list(others) for key in names}
+    return found
 
 
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:

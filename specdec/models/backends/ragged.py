@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepIn
 from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs, RaggedModel
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.hf.private_api import gives_hidden_states
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.probe import trial_encoding
 
@@ -60,7 +62,10 @@ class RaggedForward:
         `frames` are the projections of encoders.
         """
         if self.compiled is None or not self.compiled.ready:
+            began = time.perf_counter()
             logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
+            if self.compiled is not None:
+                self.compiled.spent(time.perf_counter() - began)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
         returned = self._returned(inputs.ids.shape[1], layers)
         logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, returned))
@@ -69,12 +74,14 @@ class RaggedForward:
 
     def compilation(self) -> CompiledForward:
         """The compiled passes of this model, before `start`."""
-        return CompiledForward(self.model, self.widths, self.states, self.join)
+        return CompiledForward(self.model, self.widths, self.states, self.joined)
 
-    def join(self) -> None:
-        """Fuses packed layers that read the same input."""
+    def joined(self) -> RaggedModel:
+        """The model with packed layers fused that read the same input, over the same memory."""
+        joined: RaggedModel = shallow_copy(self.model)
         for names in self._fusable:
-            join(self.model.model, self._language.model, names)
+            join(joined.model, [self._language.model, self.model.model], names)
+        return joined
 
     @property
     def draft_chains(self) -> bool:

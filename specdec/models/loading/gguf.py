@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
-from specdec.models.backends.packed_layers import changed, is_plain, replaced, undone, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, replaced, tied_embeddings, undone, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
 from specdec.models.loading.quantizers import Quantizer
@@ -79,6 +79,7 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
     tensor_name, undo = _names(reader), list[Callable[[], None]]()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
     shares = {name for name, module in plain.items() if module.weight is model.get_input_embeddings().weight}
+    tied = tied_embeddings(model)
     for name in list(plain):
         tensor = tensors.get(f"{tensor_name(name)}.weight")
         if tensor is None and name in shares:
@@ -88,7 +89,7 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
         if blocks is not None:
             packed = kernels.pack(blocks, bias=layer.bias)
             del layer  # frees its weight
-            undo.append(replaced(model, name, packed))
+            undo.append(replaced(model, name, packed, tied.get(name, ())))
     return partial(undone, undo)
 
 

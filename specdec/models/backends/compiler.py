@@ -1,0 +1,293 @@
+"""Compiled code on disk, and the process that makes it.
+
+Models of one structure share a folder in `specdec/kernels/compiled` in `$XDG_CACHE_HOME`, or in `$SPECDEC_COMPILED`.
+Code is exported and compiled ahead of time (AOTInductor) by a process of low priority, which outlives the program that
+started it. It holds the folder's lock until it ends, so that other programs wait for it, and works in a temporary
+folder, which the next one deletes if it was killed. Above `$SPECDEC_COMPILED_BYTES`, it deletes the code that was not
+loaded for the longest time.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec import kernels
+from specdec.errors import UnsupportedError
+from specdec.models.backends.ragged_model import PassInputs, RaggedModel
+from specdec.models.hf.private_api import forget_outputs, note_outputs
+from specdec.models.hf.shallow_copy import shallow_copy
+
+WRITTEN = 8  # numbers: the compiler writes tensors up to this size into the code
+_OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
+_CODE, _CONSTANTS = "passes.pt2", "constants.pt"
+_FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
+_MOST = 2**30  # bytes of all code
+_TURN = """
+import fcntl, os, runpy, sys
+os.nice(10)
+turn = open(sys.argv.pop(), "w")
+fcntl.flock(turn, fcntl.LOCK_EX)
+runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
+"""  # one compiler at a time: the others wait before they load torch
+_DAY = 24 * 3600  # seconds until a failed compiler is tried again without being asked
+_NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
+_RETURNED = 100  # returned nodes of its first hidden state, one more for each other one
+
+Widths = Sequence[tuple[int, int, int]]
+"""Heads of each layer, and the head widths of its keys and values."""
+
+
+class KeptCode:
+    """The compiled code of one structure, which `key` names, and what is known of it; raises Lack without a folder."""
+
+    def __init__(self, key: str) -> None:
+        named = os.environ.get(_FOLDER)
+        self.folder = (Path(named) if named else kernels.folder() / "compiled").absolute() / key
+        self.code, self.constants = self.folder / _CODE, self.folder / _CONSTANTS
+        self._failed, self._seconds = self.folder / "failed", self.folder / "seconds"
+
+    @property
+    def exists(self) -> bool:
+        return self.code.exists()
+
+    def check(self) -> None:
+        """Notes that the code is used; raises UnsupportedError if its files are broken."""
+        with suppress(OSError):  # not ours to write
+            os.utime(self.code)
+        for file in (self.constants, self.code):
+            if not kernels.is_whole(file):
+                raise UnsupportedError(f"{file.name} is broken")
+
+    def alone(self) -> AbstractContextManager[IO[str]]:
+        """Context in which no process compiles this code, after waiting for one that does; yields the held lock."""
+        return kernels.alone(_lock(self.folder), _FOLDER)
+
+    @property
+    def is_compiled_now(self) -> bool:
+        """Whether a process is compiling this code; raises Lack."""
+        return kernels.is_held(_lock(self.folder), _FOLDER)
+
+    def seconds(self) -> float:
+        """Seconds of passes that programs ran without this code."""
+        try:
+            return sum(map(float, self._seconds.read_text().split()))
+        except (OSError, ValueError):
+            return 0.0
+
+    def add_seconds(self, seconds: float) -> None:
+        """Adds to `seconds`, where the folder can be written to."""
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._seconds.open("a") as file:
+                file.write(f"{seconds:.3f}\n")
+
+    def failure(self) -> str | None:
+        """Why the compiler failed within the last day, if it did."""
+        try:
+            is_fresh = time.time() - self._failed.stat().st_mtime < _DAY
+            return self._failed.read_text("utf-8").strip().rpartition("\n")[2] if is_fresh else None
+        except OSError:
+            return None
+
+    def fail(self, reason: str) -> None:
+        """Keeps the last line of `reason` as that of `failure`."""
+        with suppress(OSError):
+            self._failed.write_text(reason, "utf-8")
+
+    def begin(self, model: RaggedModel, widths: Widths, states: int, lock: IO[str]) -> None:
+        """Starts the process that compiles `model`, and hands it the `lock` that is held; raises Lack and OSError."""
+        _limit()
+        program = kernels.compiler()
+        self.folder.mkdir(exist_ok=True)
+        self._failed.unlink(missing_ok=True)
+        for stale in self.folder.glob("tmp*"):  # of processes that were killed
+            shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            torch.save((_without_weights(model), widths, states), folder / "model.pt")
+            # The same imports as here, but none from the current folder.
+            known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
+            # Caches of its own, as other processes may leave half-written files.
+            known |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)}
+            known |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            known |= {"CXX": _program(program, folder), _FOLDER: str(self.folder.parent)}
+            turn = self.folder.with_name("turn.lock")
+            command = [sys.executable, "-c", _TURN, str(folder), str(lock.fileno()), __name__, str(turn)]
+            subprocess.run(  # a shell that ends at once, so that the process is nobody's child
+                ["/bin/sh", "-c", '"$@" &', "sh", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **known},
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+                check=True,
+            )
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError):  # a model that cannot be sent
+                self.fail(str(error))
+            raise
+
+    def make(self, folder: Path) -> None:
+        """Compiles the model in `folder`, moves the code into place, and deletes old code of others."""
+        try:
+            _compile(folder)
+            for file in (self.constants, self.code):
+                kernels.put(folder / file.name, file)
+            with suppress(OSError):  # files of a compiler that has just begun
+                _make_room(self.folder)
+        except Exception:
+            self.fail(_explained(traceback.format_exc()))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, by all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def example(model: RaggedModel, widths: Widths, states: int) -> tuple[PassInputs, PassInputs]:
+    """Inputs of a pass to trace, and in the same places which sizes change."""
+    from torch.export import Dim  # loads the compiler
+
+    count = len(model.kinds) or 1
+    place = torch.arange(_NODES)
+    positions = place[None] + _NODES  # unequal to columns and tokens
+    table = torch.zeros(1, 1, _NODES, 4 + _WORDS, dtype=torch.int32)
+    table[..., 1], table[..., 3] = place, place + 1  # a chain in the first row
+    frames = torch.zeros_like(table)
+    frames[..., 3] = _FRAMES
+    tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
+    buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
+    projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
+    returned = [torch.arange(_RETURNED + state) % _NODES for state in range(states)]
+    given = PassInputs(
+        model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, returned
+    )
+    free, of = Dim.DYNAMIC, dict[str, Any]()
+    of["ids"] = of["positions"] = {1: free}
+    of["kept"] = {0: free}
+    of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
+    of["returned"] = [{0: free}] * states
+    of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
+    return given, PassInputs(**of)
+
+
+def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    heads, *sides = width
+    keys, values = (torch.zeros(rows, heads, columns, side, dtype=dtype) for side in sides)
+    return keys, values
+
+
+def _without_weights(model: RaggedModel) -> RaggedModel:
+    """A shallow copy without values in its tensors, but for the smallest."""
+    other: RaggedModel = shallow_copy(model)
+    forget_outputs(other)
+    _move(other, "meta")
+    return other
+
+
+def _move(model: nn.Module, device: str) -> None:
+    """Replaces the tensors of a model by empty ones on `device`, but for the smallest and those already there."""
+    made: dict[int, Tensor] = {}
+
+    def moved(tensor: Tensor | None) -> Any:
+        if tensor is None or tensor.numel() <= WRITTEN or tensor.device.type == device:
+            return tensor
+        if id(tensor) not in made:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: moved(tensor) for name, tensor in held.items()})
+
+
+def _program(compiler: Sequence[str], folder: Path) -> str:
+    """A compiler without arguments, as torch takes it: a script adds them."""
+    if len(compiler) == 1:
+        return compiler[0]
+    script = folder / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+def _explained(errors: str) -> str:
+    """Why the compiler failed; torch's words for a broken one name no way out."""
+    if any(name in errors for name in ("InvalidCxxCompiler", "CppCompileError")):
+        return f"{shlex.join(kernels.compiler())} does not compile: mend it, or name another compiler in CXX"
+    return errors
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_suffix(".lock")
+
+
+def _limit() -> int:
+    """`$SPECDEC_COMPILED_BYTES`; raises UnsupportedError if that is no number."""
+    named = os.environ.get(_BYTES) or str(_MOST)
+    if not named.isdecimal():
+        raise UnsupportedError(f"{_BYTES} must be a number of bytes, got {named!r}: correct or unset it")
+    return int(named)
+
+
+def _make_room(new: Path) -> None:
+    """Deletes the code that was not loaded for the longest time, until all fits into the limit; never the `new` one."""
+    folders = [folder for folder in new.parent.iterdir() if folder.is_dir()]
+    sizes = {one: sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in folders}
+    used = {one: next(one / name for name in (_CODE, "") if (one / name).exists()).stat().st_mtime for one in folders}
+    surplus = sum(sizes.values()) - _limit()
+    for folder in sorted(set(folders) - {new}, key=lambda one: used[one]):
+        if surplus > 0 and not kernels.is_held(_lock(folder), _FOLDER):
+            shutil.rmtree(folder, ignore_errors=True)
+            surplus -= sizes[folder]
+
+
+def _main(folder: Path, lock: int) -> None:
+    """Compiles the model in `folder`, in a process of its own, which ends with the `lock`."""
+    os.set_inheritable(lock, False)
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
+    torch.set_num_threads(1)
+    KeptCode(folder.parent.name).make(folder)
+
+
+def _compile(folder: Path) -> None:
+    from torch.fx.experimental import _config as shape_config
+
+    kernels.available()
+    model, widths, states = torch.load(folder / "model.pt", weights_only=False)
+    _move(model, "cpu")
+    note_outputs(model)
+    given, sizes = example(model, widths, states)
+    with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        program = torch.export.export(model.eval(), tuple(given), dynamic_shapes={"given": tuple(sizes)}, strict=False)
+    made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
+    own = tensors_of(model)
+    torch.save({n: t for n, t in program.constants.items() if n not in own}, folder / _CONSTANTS)
+    shutil.move(made, folder / _CODE)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

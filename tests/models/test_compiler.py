@@ -1,0 +1,255 @@
+"""When models are compiled by themselves, and the process that does so; most tests put a shell script in its place."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec import LanguageModel, SpecGenerator, kernels
+from specdec.errors import OptionError
+from specdec.models.backends import compiled as compiled_module
+from specdec.models.backends import compiler as compiler_module
+from specdec.models.backends import packed_layers
+from specdec.models.backends.compiler import KeptCode
+from tests.models.test_compile import cache, compiler
+from tests.tiny import tiny
+
+__all__ = ["cache", "compiler"]
+pytestmark = pytest.mark.usefixtures("built", "by_itself")
+CALL = {"max_new_tokens": 8, "do_sample": False}
+PATIENCE = 60  # seconds
+
+
+@pytest.fixture
+def by_itself(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owned tiny models are packed, and compiled when their first pass has run."""
+    monkeypatch.setattr(packed_layers, "_LEAST", 1)
+    monkeypatch.setattr(packed_layers, "_pack_if_faster", packed_layers._pack)
+    monkeypatch.delenv("SPECDEC_COMPILE")
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "0")
+
+
+def owned(model: PreTrainedModel | None = None, **how: str) -> LanguageModel:
+    return LanguageModel(model or tiny("llama"), owned=True, **how)
+
+
+def decode(language: LanguageModel) -> list[list[int]]:
+    return SpecGenerator(language).generate(torch.tensor([[5, 9, 33]]), **CALL).sequences.tolist()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_seconds_of_all_programs_count(
+    cache: Path, compiler: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compiling begins after a time of passes, some of them in earlier programs; one line says so."""
+    compiler('echo no > "$failed"')
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "100")
+    for _ in range(2):
+        language = owned()
+        assert language.backend == "packed"
+        decode(language)
+        assert not language.wait_until_compiled(0)
+        del language
+        gc.collect()
+    [file] = cache.glob("*/seconds")
+    lines = file.read_text().splitlines()
+    assert len(lines) == 2
+    assert all(0 < float(line) < 10 for line in lines)
+    with file.open("a") as more:
+        more.write("99.999\n")
+    language = owned()
+    assert not caplog.messages
+    decode(language)
+    assert not language.wait_until_compiled()
+    begun, failed = caplog.messages
+    assert begun.endswith("LlamaForCausalLM in the background, once: about a minute (SPECDEC_COMPILE=0 prevents it)")
+    assert failed.endswith("they run as before: no")
+
+
+def test_a_failed_compiler_is_left_alone(
+    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a day, and without another word."""
+    compiler('echo no > "$failed"')
+    for _ in range(2):
+        language = owned()
+        decode(language)
+        language.wait_until_compiled()
+    assert len(caplog.messages) == 2
+    [file] = cache.glob("*/failed")
+    os.utime(file, (0, 0))
+    compiled_module._tell.cache_clear()
+    decode(language := owned())
+    language.wait_until_compiled()
+    assert len(caplog.messages) == 4
+
+
+def test_who_is_compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not packed models whose backend was named, strict ones, or any with SPECDEC_COMPILE=0."""
+    assert owned().ragged.compiled is not None
+    assert owned(backend="packed").ragged.compiled is None
+    assert owned(exactness="strict").ragged.compiled is None
+    assert owned().early_exit(1).ragged.compiled is not None
+    assert owned(backend="packed").early_exit(1).ragged.compiled is None
+    monkeypatch.setenv("SPECDEC_COMPILE", "0")
+    assert owned().ragged.compiled is None
+    owned().compile()
+    assert not cache.exists()
+
+
+def test_at_once(compiler: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compile` does not wait for passes."""
+    compiler('echo no > "$failed"')
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "100")
+    generator = SpecGenerator(owned())
+    generator.compile()
+    assert not generator.wait_until_compiled(PATIENCE)
+    assert generator.target.ragged.compiled._code.failure() == "no"
+
+
+def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "soon")
+    with pytest.raises(OptionError, match=r"`SPECDEC_COMPILE_AFTER` must be a number of seconds, got 'soon'"):
+        owned()
+
+
+def test_one_compiler_for_all(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """The others wait for it. (The lock of a file does not know processes: two models of one are as good.)"""
+    compiler(f'echo once >> {cache}/count; sleep 1; echo no > "$failed"')
+    languages = [owned(), owned(tiny("llama", seed=1))]
+    for language in languages:
+        decode(language)
+    assert not any(language.wait_until_compiled(PATIENCE) for language in languages)
+    assert (cache / "count").read_text() == "once\n"
+    assert sum("in the background" in message for message in caplog.messages) == 1
+
+
+def test_a_deleted_model_is_not_waited_for(cache: Path, compiler: Callable[[str], None]) -> None:
+    """The thread that waits for a compiler does not keep the model."""
+    compiler(f"touch {cache}/begun; sleep 1")
+    language = owned()
+    decode(language)
+    until((cache / "begun").exists)
+    gone = weakref.ref(language.ragged.model)
+    waiting = language.ragged.compiled._waiting
+    del language
+    until(lambda: gc.collect() >= 0 and gone() is None)
+    waiting.join(PATIENCE)
+
+
+def test_a_cache_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, for all models of a program."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "file" / "compiled"))
+    for _ in range(2):
+        language = owned()
+        decode(language)
+        assert not language.wait_until_compiled(PATIENCE)
+    [line] = caplog.messages
+    assert "cannot be written to (Not a directory)" in line
+
+
+def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was not loaded for the longest time goes first; the new code stays, and what another process compiles."""
+    codes = [KeptCode(name) for name in ("first", "second", "third", "busy", "new")]
+    for age, code in enumerate(reversed(codes)):
+        code.folder.mkdir(parents=True)
+        for file in (code.constants, code.code):
+            (made := tmp_path / "made").write_bytes(bytes(1000))
+            kernels.put(made, file)
+        os.utime(code.code, (10**9 - age, 10**9 - age))
+    codes[0].check()  # as loading does
+    monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "7000")
+    with codes[3].alone():
+        compiler_module._make_room(codes[4].folder)
+        assert [code.exists for code in codes] == [True, False, False, True, True]
+        monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "1")
+        compiler_module._make_room(codes[4].folder)
+    assert [code.exists for code in codes] == [False, False, False, True, True]
+
+
+def test_a_bound_that_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "1G")
+    language = owned()
+    decode(language)
+    assert not language.wait_until_compiled(PATIENCE)
+    assert "SPECDEC_COMPILED_BYTES must be a number of bytes, got '1G'" in caplog.text
+
+
+# --- with a compiler
+
+PROGRAM = """
+import sys; from tests.models.test_compiler import decode, owned, packed_layers
+packed_layers._LEAST, packed_layers._pack_if_faster = 1, packed_layers._pack
+decode(owned())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_compiler_outlives_the_program(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another program goes on while it works, and runs the code between two rounds, with the same text."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert "in the background, once" in done.stderr
+    assert not [*cache.glob("*/passes.pt2")]
+    language = owned()
+    generator = SpecGenerator(language)
+    [before] = decode(language)
+    assert language.backend == "packed"
+    ids, found = torch.tensor([before[:3]]), set()
+    while language.backend == "packed":
+        found.add(tuple(generator.generate(ids, max_new_tokens=60, do_sample=False).sequences[0].tolist()))
+    for _ in range(2):
+        found.add(tuple(generator.generate(ids, max_new_tokens=60, do_sample=False).sequences[0].tolist()))
+    assert len(found) == 1
+    assert language.ragged.compiled.ready
+    assert not [message for message in caplog.messages if "in the background" in message]
+    assert sorted(path.name for path in cache.glob("*/*") if not path.name.endswith("sha256")) == [
+        "constants.pt",
+        "passes.pt2",
+        "seconds",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_after_a_killed_compiler(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing half is loaded, and the next one succeeds."""
+    language = owned()
+    decode(language)
+    until(lambda: bool([*cache.glob("*/tmp*/cache")]))
+    [folder] = cache.glob("*/tmp*")
+    [process] = [
+        int(entry.name)
+        for entry in Path("/proc").glob("[0-9]*")
+        if str(folder).encode() in (entry / "cmdline").read_bytes() and entry.name != str(os.getpid())
+    ]
+    os.kill(process, signal.SIGKILL)
+    assert not language.wait_until_compiled(PATIENCE)
+    assert caplog.messages[-1].endswith("their compiler was killed")
+    compiled_module._tell.cache_clear()
+    again = owned()
+    text = decode(again)
+    assert again.wait_until_compiled(500)
+    assert decode(again) == text
+    assert not [*cache.glob("*/tmp*")]
