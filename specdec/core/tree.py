@@ -48,15 +48,15 @@ class Tree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
-        """This tree with `other` growing from its nodes `leaves`, by default from its last node."""
+        """This tree with `other` growing from its nodes `leaves`, by default from its last node; keeps no
+        confidences.
+        """
         n = len(self.tokens)
         ends = leaves or (n - 1,)
         return Tree(
             self.tokens + other.tokens,
             self.parents + [p + n if p >= 0 else ends[-1 - p] for p in other.parents],
-            None if other.confidence is None else [1.0] * n + other.confidence,
-            None if other.q is None else [_NO_Q] * n + list(other.q),
-            other.source,
+            q=None if other.q is None else [_NO_Q] * n + list(other.q),
         )
 
     def part(self, nodes: Sequence[int], text: int = 0) -> Tree:
@@ -113,6 +113,15 @@ class Tree:
         return nodes[::-1]
 
 
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the longest common prefix of two texts, in tokens."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:  # binary search: comparing slices is fast
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
+
+
 def depths_of(parents: Sequence[int]) -> list[int]:
     """How many ancestors each node has."""
     depths: list[int] = []
@@ -133,14 +142,13 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted token, and the tree node whose logits decided it; of a search, the best leaf's token.
+    """One emitted token; of a search, that of its best leaf.
 
     On request: `logits` and `scores` `[vocab]` (of a search `[leaves, vocab]`), before and after processors; `log_prob`
     of the token under the target, and the `top` tokens beside it.
     """
 
     token: int
-    node: int
     logits: Tensor | None = None
     scores: Tensor | None = None
     log_prob: float | None = None

@@ -42,7 +42,6 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
-        self._device = model.device  # kept, since the property walks all modules
         self.budget = MemoryBudget(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
@@ -197,7 +196,7 @@ class Engine:
         """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
         of each.
         """
-        watch = Stopwatch(self._device)
+        watch = Stopwatch(self.model.device)
         proposals = self._propose(seqs, chunk)
         watch.lap("draft")
         outcomes = self._run(seqs, proposals, chunk)

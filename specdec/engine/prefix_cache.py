@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
-from specdec.options.checks import common_length
+from specdec.core.tree import common_length
 
 LEAST = 16
 """The fewest common positions that are worth a copy."""

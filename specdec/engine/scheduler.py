@@ -14,11 +14,11 @@ from functools import cache
 
 from specdec.core.drafts import SavedState
 from specdec.core.sequence import RunningSequence
+from specdec.core.tree import common_length
 from specdec.engine.drafts import OpenDraft
 from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
-from specdec.options.checks import common_length
 
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
 

@@ -49,13 +49,10 @@ class Job:
 
     def run(self) -> Generation:
         """Runs the call to its end and returns its result; raises what ended it early."""
-        follow = self.follow(stream=False)
-        while True:
-            try:
-                next(follow)
-            except StopIteration as end:
-                result: Generation = end.value
-                return result
+        for _ in self.follow(stream=False):
+            pass  # it yields nothing
+        assert self._result is not None
+        return self._result
 
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call and returns its result; with `stream` yields the deltas of each round.

@@ -49,12 +49,3 @@ def is_whole(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether `value` is an int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the longest common prefix of two texts, in tokens."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # binary search: comparing slices is fast
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
-    return least

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Work
-from specdec.options.checks import common_length
 from specdec.proposers.best_branch import branch_tokens
 
 MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
@@ -71,9 +70,10 @@ class CachedText:
             path.append(node)
         text, at = len(path), {-1: path[-1] if path else -1}
         self.text += text
+        is_complete = self.text == len(seq.tokens)
         for node, (parent, token) in enumerate(zip(seq.tree.parents, seq.tree.tokens, strict=True)):
             cached = found.get((at.get(parent, -2), token))  # -2: none
-            if self.text == len(seq.tokens) and node not in seq.leaves and cached is not None:
+            if is_complete and node not in seq.leaves and cached is not None:
                 at[node] = cached
                 path.append(cached)
         self.branches, self.own = self.branches.part(path, text), len(path) - text

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.core.tree import common_length
 from specdec.errors import EngineError, OptionError
-from specdec.options.checks import common_length
 from specdec.server.protocol import Generate
 
 if TYPE_CHECKING:

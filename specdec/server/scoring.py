@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Step
+from specdec.core.tree import Step, common_length
 from specdec.generator.generator import SpecGenerator
-from specdec.options.checks import common_length
 from specdec.server.cancellation import Cancel
 
 _CHUNK = 64  # the most tokens that one pass scores

@@ -28,7 +28,7 @@ def outcomes(confidence: list[float], accepted: int) -> list[tuple[float, bool]]
 
 
 def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
-    steps = [Step(0, 0)] * (accepted + 1)
+    steps = [Step(0)] * (accepted + 1)
     tested = outcomes(more.get("confidence", [1.0] * drafted), accepted)
     row = SequenceRound(key, drafted, drafted, accepted, False, "model", tested, len(tested), steps)
     return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
@@ -321,7 +321,7 @@ def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: 
             nodes, depth = nodes + len(children), depth + bool(children)
             ends = sorted(children, key=lambda path: -math.prod(path))[:WIDEST]
         levels = accepted + (depth > accepted)
-        row = SequenceRound(0, nodes, depth, accepted, False, "model", tested, levels, [Step(0, 0)] * (accepted + 1))
+        row = SequenceRound(0, nodes, depth, accepted, False, "model", tested, levels, [Step(0)] * (accepted + 1))
         seconds = fixed + node * (1 + nodes)
         schedule = schedule.after(Round([row], 1 + nodes, 0.003 * depth, seconds, 0.0, 0.003 * depth + seconds))
         widths.append(nodes)
@@ -340,7 +340,7 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
             while depth < plan.limit and plan.go_on([[0.7] * depth], width):
                 depth += 1
             accepted = min(depth, 1)
-            steps = [Step(0, 0)] * (accepted + 1)
+            steps = [Step(0)] * (accepted + 1)
             tested = outcomes([0.7] * depth, accepted)
             row = SequenceRound(0, width * depth, depth, accepted, False, "model", tested, len(tested), steps)
             nodes = 4 + width * depth

@@ -16,11 +16,11 @@ import torch
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import Draft, SavedState
 from specdec.core.rounds import Context
+from specdec.core.tree import common_length
 from specdec.core.work import Work
 from specdec.engine import prefix_cache, scheduler
 from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
-from specdec.options.checks import common_length
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs

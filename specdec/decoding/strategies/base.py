@@ -208,12 +208,12 @@ class TextStrategy(StrategyBase):
     def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
-            return Step(token, node)
+            return Step(token)
         logits = out.logits[node - out.first].float()
         own = logits.clone() if self.keep_logits else None
         log_prob = self._log_prob(token, out, node, logits) if self.ranked else None
         top = None if self.top is None else top_tokens(logits, self.top)
-        return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob, top)
+        return Step(token, own, processed.clone() if self.keep_scores else None, log_prob, top)
 
     def _log_prob(self, token: int, out: Logits, node: int, logits: Tensor) -> float:
         tokens, log_probs = out.cache.get("decided", (None, None))

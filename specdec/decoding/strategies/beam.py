@@ -68,7 +68,7 @@ class BeamSearch(Scoring):
             after = replace(after, ids=texts[chosen])
         logits = self.logits(views, len(views)) if self.keep_logits else None
         step = Step(
-            found.tokens[chosen[0]], -1, logits, scores.clone() if self.keep_scores and scores is not None else None
+            found.tokens[chosen[0]], logits, scores.clone() if self.keep_scores and scores is not None else None
         )
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return Advance(after, leaves, [found.tokens[i] for i in chosen], step, after.finish)

@@ -96,7 +96,7 @@ class Contrastive(StrategyBase):
         tokens = (*state.tokens, state.candidates[pick])
         step, scores = state.step, state.scores
         assert step is not None
-        step = Step(tokens[-1], -1, step.logits, step.scores)
+        step = Step(tokens[-1], step.logits, step.scores)
         if step.scores is not None:
             scores = (*scores, step.scores[None])
         finish = self.stop(seq, _new(seq, tokens), scores or None)
@@ -113,7 +113,6 @@ class Contrastive(StrategyBase):
         processed = process(self.processors, seq, _new(seq, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(
-            -1,
             -1,
             view.logits.to(torch.float32, copy=True) if self.keep_logits else None,
             processed.clone() if self.keep_scores else None,

@@ -24,7 +24,7 @@ class Greedy(TextStrategy):
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
         if plain and device_reads.is_local(out.logits):
-            return Step(self._best(out, node - out.first), node)
+            return Step(self._best(out, node - out.first))
         return super().emit(seq, new, out, node)
 
     def _best(self, out: Logits, at: int) -> int:

@@ -55,7 +55,6 @@ class PoolSearch(Scoring):
         after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[kept])
         step = Step(
             tokens[0],
-            -1,
             self._placed(open_, self.logits(views, len(own))) if self.keep_logits else None,
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )

@@ -50,11 +50,8 @@ class KvSession(KvCache, Session):
         """One pass; several if passes are padded and rows lie far apart."""
         if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
             row, work = self.row(works[0].row), works[0]
-            if (
-                not (row.columns.scattered or work.num_cached)
-                and work.tree.is_chain
-                and 0 <= work.num_logits <= len(work.tree) > 0
-            ):
+            is_chain = not (row.columns.scattered or work.num_cached) and work.tree.is_chain
+            if is_chain and work.num_new and 0 <= work.num_logits <= work.num_new:
                 return [self._padded.chain(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)
@@ -75,10 +72,8 @@ class KvSession(KvCache, Session):
         if self.cross is not None and parts:
             self.cross.project()
         ragged, found = self._ragged, dict[int, Logits]()
-        takes = ragged is not None and all(
-            (part.work.embeds is None) != ragged.model.reads_embeds for part in parts.values()
-        )
-        if ragged is not None and takes and parts and not attentions:
+        given = [part.work.embeds is not None for part in parts.values()]
+        if ragged is not None and parts and not attentions and all(one == ragged.model.reads_embeds for one in given):
             found = self._run_ragged(ragged, list(parts.values()), hidden)
         elif parts:
             if self._language.is_strict:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
-from specdec.core.tree import Tree
+from specdec.core.tree import Tree, common_length
 from specdec.errors import OptionError
-from specdec.options.checks import common_length
 from tests.matrix import endless, some
 from tests.tiny import tiny, tiny_inputs
 from tests.versions import OLD
