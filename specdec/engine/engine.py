@@ -221,20 +221,20 @@ class Engine:
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
-        seqs = [seq for seq in seqs if self._requests[seq.id] not in self._failed]
-        works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
+        works: dict[int, list[Work]] = {}
+        for seq in self._sound(seqs):
+            with self._blamed([seq]):
+                works[seq.id] = self._works(seq, proposals.get(seq.id, EMPTY), chunk)
+        seqs = self._sound(seqs)
         requests = {self._requests[seq.id] for seq in seqs}
         layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
-        together = [work for own in works for work in own]
+        together = [work for seq in seqs for work in works[seq.id]]
         if together:
             with self._blamed(seqs):
                 outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
-                return [
-                    Outcome(seq, own, _guided([next(outputs) for _ in own]))
-                    for seq, own in zip(seqs, works, strict=True)
-                ]
+                return [Outcome(seq, works[seq.id], _guided([next(outputs) for _ in works[seq.id]])) for seq in seqs]
         return []
 
     def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
@@ -310,6 +310,10 @@ class Engine:
         except Exception as error:
             for seq in seqs:
                 self._failed.setdefault(self._requests[seq.id], error)
+
+    def _sound(self, seqs: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """The sequences of requests without an error."""
+        return [seq for seq in seqs if self._requests[seq.id] not in self._failed]
 
     def _fine(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The outcomes of requests without an error."""

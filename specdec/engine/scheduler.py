@@ -18,6 +18,7 @@ from specdec.core.tree import common_length
 from specdec.engine.drafts import OpenDraft
 from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
+from specdec.errors import DraftError
 from specdec.models import LanguageModel, prefix_bytes
 
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
@@ -166,11 +167,11 @@ class Scheduler:
             return length
         if seq.num_embeds_only:
             return 0
-        if isinstance(source, RunningSequence) and (joined := draft.proposer.fork(seq, source.id, length)):
+        if isinstance(source, RunningSequence) and (joined := _forked(draft, seq, source.id, length)):
             return joined
         key = self.prefix_cache.key(seq.context, draft.drafter)
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
-        return 0 if saved is None else draft.proposer.fork(seq, saved, length)
+        return 0 if saved is None else _forked(draft, seq, saved, length)
 
     def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
         """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
@@ -194,3 +195,12 @@ class Scheduler:
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.target.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
+
+
+def _forked(draft: OpenDraft, seq: RunningSequence, source: int | SavedState, length: int) -> int:
+    """How many of the first `length` tokens of `source` the draft has copied; raises DraftError for what cannot be."""
+    count = draft.proposer.fork(seq, source, length)
+    if not 0 <= count <= length:
+        kind = type(draft.proposer).__name__
+        raise DraftError(f"`{kind}.fork` must return a number of tokens from 0 to {length}, got {count!r}")
+    return count

@@ -55,7 +55,7 @@ class CachedText:
     @property
     def _readable(self) -> int:
         """How much of the text may be cached: not the last token before a leaf, which is fed again for its logits."""
-        return len(self.seq.tokens) - (-1 in self.seq.leaves)
+        return max(len(self.seq.tokens) - (-1 in self.seq.leaves), 0)
 
     def settle(self, most: int) -> tuple[list[int], int]:
         """The first `most` nodes of `branches` that the text or the sequence's tree has, and how many of them are text.

@@ -380,6 +380,8 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     *((name, None, {"encoder_outputs": 3}, "encoder_outputs") for name in ("llama", "t5")),
     ("t5", None, {"encoder_outputs": (torch.zeros(3, 32),)}, "[rows, frames, width]"),
     ("t5", IDS, {"encoder_outputs": torch.zeros(1, 6, 32)}, "2 rows"),
+    ("t5", None, {"encoder_outputs": torch.zeros(1, 6, 31)}, "[rows, frames, 32]"),
+    ("t5", None, {"encoder_outputs": torch.zeros(1, 0, 32)}, "at least one frame"),
     *(
         ("llama", None, {"inputs_embeds": torch.zeros(n)}, "[rows, length, 32]")
         for n in ((1, 3, 31), (3, 32), (0, 3, 32))

@@ -614,3 +614,27 @@ def test_a_decoder_that_forgets_its_order_gets_a_mask() -> None:
         return torch.cat(found)
 
     torch.testing.assert_close(logits([2, 4]), logits([1] * 6), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_rows_leave_before_their_encodings_are_read(name: str) -> None:
+    """No pass is run for them; the rows that stay read their own. (An encoding that could not be read ended all.)"""
+    language = LanguageModel(tiny(name))
+    encoding = language.encode(tiny_inputs(name, 3))
+    twin = Twin(language, 3, encoding)
+    twin.leave(0)
+    assert twin.session.passes == 0
+    twin.prefill(4, 3)
+    twin.join(1, encoding.select([0]))
+    twin.leave(1)
+    twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
+
+
+def test_cross_attentions_of_rows_with_encodings_of_different_lengths() -> None:
+    """Each row's go to its own frames, also where rows share a padded pass."""
+    language = LanguageModel(tiny("bart", attn_implementation="eager"))
+    long, short = (language.encode({"input_ids": torch.arange(5, 5 + n)[None]}) for n in (9, 3))
+    twin = Twin(language, 1, long)
+    twin.join(1, short)
+    outputs = twin.forward([twin.chain(4), twin.chain(4)], [1, 1], attentions=True)
+    assert [out.cross_attentions[0].shape[-1] for out in outputs] == [9, 3]

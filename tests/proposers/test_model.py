@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specdec.core.tree import Tree
-from specdec.errors import UnsupportedError
 from specdec.proposers import EarlyExitDraft, ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
@@ -242,6 +241,7 @@ def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch
     """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
+    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
@@ -263,6 +263,7 @@ def test_a_long_prompt_alone_is_read_in_long_chunks(monkeypatch: pytest.MonkeyPa
     """Small ones are for those who would have to wait."""
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
+    monkeypatch.setattr(module, "_FEW", 4)
     model, row = FakeModel(), FakeSequence(list(range(21)))
     session = ModelDraft(model).start(50)
     assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
@@ -296,6 +297,7 @@ def test_rows_of_one_long_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -
     """The others wait while the first reads its chunks."""
     monkeypatch.setattr(module, "CHUNK", 8)
     monkeypatch.setattr(module, "SHARED_CHUNK", 4)
+    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session, ours = ModelDraft(model).start(50), task(source="ours")
     rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]
@@ -346,16 +348,13 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     assert model.encoded in (2, 3)  # again where nobody was there to keep it
 
 
-def test_encoder_decoder_takes_a_shared_encoding_or_says_what_is_missing() -> None:
-    """A shared encoding is used as it is; neither encoding nor inputs is an error before any pass."""
+def test_encoder_decoder_takes_a_shared_encoding_or_needs_inputs() -> None:
+    """A shared encoding is used as it is; without one, the draft says that it reads inputs of its own."""
     model = FakeModel(is_encoder_decoder=True)
     session = ModelDraft(model, shared_encoder=True).start(50)
     assert one(session, FakeSequence([0], encoding=FakeEncoding([3])), 2) == model.greedy([0], 2, 3)
     assert model.encoded == 0
-    before = model.passes
-    with pytest.raises(UnsupportedError, match="encoder"):
-        one(ModelDraft(model).start(50), FakeSequence([0]))
-    assert model.passes == before
+    assert [ModelDraft(model, shared_encoder=shared).needs_encoder_inputs for shared in (True, False)] == [False, True]
 
 
 def test_decoder_only_draft_ignores_the_encoding() -> None:

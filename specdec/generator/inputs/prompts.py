@@ -245,7 +245,14 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
         fits = isinstance(mask, Tensor) and mask.shape == hidden.shape[:2]
         kept = mask.to(target.device) if fits and mask is not None else None
         named = outputs if isinstance(outputs, ModelOutput) else {}
-        outputs = Encoding(hidden.to(target.device), kept, named.get("hidden_states"), named.get("attentions"))
+        outputs = Encoding(
+            hidden.to(target.device, target.dtype), kept, named.get("hidden_states"), named.get("attentions")
+        )
+    config = getattr(target.model.get_encoder(), "config", target.config)
+    width = getattr(config, "d_model", None) or config.hidden_size
+    if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:
+        needed = f"hidden states [rows, frames, {width}] of at least one frame"
+        raise OptionError.of("encoder_outputs", needed, list(outputs.hidden.shape), "pass what the encoder returned")
     if inputs and len(outputs) != (count := len(next(iter(inputs.values())))):
         raise OptionError.of("encoder_outputs", f"{count} rows, one per encoder input", len(outputs))
     return outputs

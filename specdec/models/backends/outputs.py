@@ -47,10 +47,11 @@ def padded_logits(
     *,
     sliced: bool,
     extras: bool = False,
+    frames: Sequence[int] = (),
 ) -> list[Logits]:
     """The output of padded pass `number` for every row; `sliced`: logits are those of the kept nodes only.
 
-    `extras`: the output has hidden states or attentions.
+    `extras`: the output has hidden states or attentions. `frames`: how many positions of its encoder each row sees.
     """
     logits: Tensor = output.logits
     index = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
@@ -58,7 +59,7 @@ def padded_logits(
     for row, work in enumerate(works):
         first, size = kept.first[row], layout.sizes[row]
         begin = first if index is None or first == size else index[first]
-        more = _extras(output, layout, row) if extras else {}
+        more = _extras(output, layout, row, frames) if extras else {}
         own = logits[row, begin : begin + size - first]
         found.append(Logits(work, own, passes=(number,) if size else (), **more))
     return found
@@ -80,7 +81,7 @@ def ragged_logits(
     return found
 
 
-def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
+def _extras(output: Any, layout: Layout, row: int, frames: Sequence[int]) -> dict[str, Any]:
     size, columns = layout.sizes[row], layout.row_columns(row)
     extras: dict[str, Any] = {}
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
@@ -90,5 +91,5 @@ def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
     if attentions:
         extras["attentions"] = tuple(layer[row, :, :size, columns] for layer in attentions)
     if output.get("cross_attentions"):
-        extras["cross_attentions"] = tuple(layer[row, :, :size] for layer in output["cross_attentions"])
+        extras["cross_attentions"] = tuple(layer[row, :, :size, : frames[row]] for layer in output["cross_attentions"])
     return extras

@@ -127,7 +127,17 @@ class PaddedPasses:
             inputs["logits_to_keep"] = kept.argument(self._language.device)
         output = self._run(inputs, layout)
         self.passes += 1
-        found = padded_logits(output, works, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
+        cross = self._cache.cross
+        found = padded_logits(
+            output,
+            works,
+            layout,
+            kept,
+            self.passes,
+            sliced=self._can_keep,
+            extras=bool(extras),
+            frames=[] if cross is None else [cross.frames(part.row_index) for part in here],
+        )
         return {out.work.row: out for out in found}
 
     def _idle(self, row_index: int) -> RowNodes:

@@ -90,7 +90,6 @@ class CrossAttention:
 
     def remove(self, index: int) -> None:
         """Removes a row, whose index the last row takes, and its encoding if no other row reads it."""
-        self.project()
         encoder_row, last = self.encoder_rows[index], self.encoder_rows.pop()
         if index < len(self.encoder_rows):
             self.encoder_rows[index] = last
@@ -98,13 +97,21 @@ class CrossAttention:
             return
         final = len(self._encodings) - 1
         moved = self._encodings.pop()
+        self._unread = [one for one in self._unread if one != encoder_row]
         if encoder_row != final:
-            self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
+            if final in self._unread:
+                self._unread[self._unread.index(final)] = encoder_row
+            else:
+                self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
             self._encodings[encoder_row] = moved
             self.encoder_rows = [encoder_row if one == final else one for one in self.encoder_rows]
         self.buffers.clear_row(final)
         self.buffers.shrink(final)
         self._forget()
+
+    def frames(self, index: int) -> int:
+        """Positions of the encoder's output that a row sees."""
+        return self._encodings[self.encoder_rows[index]].hidden.shape[1]
 
     def kind(self, index: int) -> tuple[Any, ...]:
         """Rows can share a padded pass if their kinds are equal: frames of different lengths need a mask."""

@@ -214,3 +214,15 @@ def test_a_head_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         out = generator.generate([FIRST], **RUN)
         assert out.stats.cached_prompt_tokens == 0
         assert out.sequences.tolist() == plain(model, [FIRST])
+
+
+def test_embeddings_without_ids_in_chunks(tmp_path: Path) -> None:
+    """Nothing of such a prompt has ids. (A head took back a token that no text had.)"""
+    model = target()
+    embeds = model.get_input_embeddings()(torch.tensor([FIRST[:20]])).detach()
+    plain = SpecGenerator(model).generate(inputs_embeds=embeds, **RUN)
+    generator = SpecGenerator(model, eagle_folder(tmp_path / "head"))
+    for way in ({}, {"num_beams": 3}):
+        expected = plain if not way else SpecGenerator(model).generate(inputs_embeds=embeds, **RUN, **way)
+        out = generator.generate(inputs_embeds=embeds, **DRAFTING, **way, prefill_chunk_size=7)
+        assert out.new_tokens() == expected.new_tokens()
