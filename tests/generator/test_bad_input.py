@@ -21,7 +21,7 @@ from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
 from specdec.options.generate import Options
 from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
-from specdec.proposers import SuffixDrafter
+from specdec.proposers import SuffixDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
 from tests.matrix import endless
@@ -312,7 +312,7 @@ WRONG_MODELS: list[tuple[Any, Any, str]] = [
     *((tiny("llama"), draft, "`draft`") for draft in NO_DRAFTS),
     *(
         (tiny("llama"), draft, r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)")
-        for draft in (Guess, SuffixDrafter, ("suffix", Guess))  # it was a TypeError in the middle of the call
+        for draft in (Guess, SuffixDraft, ("suffix", Guess))  # it was a TypeError in the middle of the call
     ),
     (tiny("llama"), tiny("t5"), r"encoder-decoder model.*name a decoder-only model"),  # told after the first token
     (tiny("llama"), tiny("llama", vocab=50), r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"),
