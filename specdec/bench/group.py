@@ -9,12 +9,14 @@ from typing import Any
 
 from specdec.bench.compare import differences, explain
 from specdec.bench.figures import per_token
+from specdec.bench.imports import place_of
 from specdec.bench.machine import Watch
 from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Failure, Key, Sample, Store, Strip
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, Systems, measure, strip
+from specdec.errors import SpecdecError
 from specdec.generator.generator import SpecGenerator
 
 WARM_UP = 16  # new tokens of a warm-up call
@@ -142,11 +144,15 @@ class GroupRun:
         return len(alive) > 1 and self.group.strategy.grows and not has_one
 
     def _show(self, systems: Systems, alive: Sequence[Cell | None]) -> None:
-        """Records the first prompt's text by the fastest cell, one with a real draft if possible."""
+        """Shows the fastest cell, one with a real draft if possible."""
         if not self._lacks_strip(alive):
             return
         real = [cell for cell in alive[1:] if cell is not None and not cell.is_synthetic] or alive[1:]
         best = min(real, key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
+        self._attempt(best, partial(self._record, systems, best))
+
+    def _record(self, systems: Systems, best: Cell | None) -> None:
+        """Records the first prompt's text by `best`, round by round."""
         prompts = self.batches[0][:1]
         rounds = strip(self._generator(systems, best, 0), self._call(best, prompts, most=STRIP))
         self.store.add(Strip(self.group.label, name_of(best), prompts[0].text, rounds))
@@ -158,8 +164,9 @@ def name_of(cell: Cell | None) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """An error in one line; one that specdec does not raise on purpose with its place."""
+    place = "" if isinstance(error, SpecdecError) else f" ({place_of(error)})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
 def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.decoding import strategies
 from specdec.errors import OptionError
+from specdec.proposers import DRAFTS
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -17,16 +21,47 @@ def import_modules(names: Sequence[str]) -> None:
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
+        if name.endswith(".py") or "/" in name:
+            raise OptionError.of("imports", "the name of a module", name, f"pass {Path(name).stem!r}, without its path")
         try:
             import_module(name)
         except Exception as error:
+            missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            failed = f"its own code failed at {place_of(error)}"
+            advice = "run the command in its folder, or install it" if missing else failed
             raise OptionError(
-                f"`imports`: module {name!r} cannot be imported ({type(error).__name__}: {error}): run the command in "
-                "its folder, or install it"
+                f"`imports` (--import): module {name!r} cannot be imported ({type(error).__name__}: {error}): {advice}"
             ) from error
 
 
+def place_of(error: BaseException) -> str:
+    """The file and line where it was raised, or that cannot be read."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
 def digests(names: Sequence[str]) -> dict[str, str]:
-    """A digest of the file of each imported module: other code makes other samples."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+    """Digests of code, by module: of each imported module, and of those of registered drafts, schedules and strategies.
+
+    A module in a package has its package's digest. Other code makes other samples.
+    """
+    kinds = [*DRAFTS.values(), *SCHEDULES.values(), *strategies.STRATEGIES] if names else []
+    modules = {name.partition(".")[0] for name in [*names, *(kind.__module__ for kind in kinds)]}
+    found = {name: hashlib.sha256() for name in sorted(modules - {"specdec"})}
+    for name, digest in found.items():
+        for file in _files(name):
+            digest.update(file.read_bytes())
+    return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+def _files(name: str) -> Iterator[Path]:
+    """The files of a loaded module, or of all modules of a package."""
+    module = sys.modules.get(name)
+    folders = getattr(module, "__path__", None)
+    if folders is not None:
+        for folder in folders:
+            yield from sorted(Path(folder).rglob("*.py"))
+    elif file := getattr(module, "__file__", None):
+        yield Path(file)

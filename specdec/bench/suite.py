@@ -18,6 +18,7 @@ from specdec.bench.imports import import_modules
 from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
+from specdec.generator.drafts_by_name import check_spelling
 from specdec.options.fields import SAMPLING
 from specdec.options.resolve import read_yaml, resolve
 from specdec.proposers import COPYING, DRAFTS
@@ -85,7 +86,7 @@ class Cell:
         """Whether the draft proposes chains; some schedules let models branch."""
         branches = self.drafting.num_assistant_branches
         word = self.draft.partition(":")[0]
-        chains = word in DRAFTS and not DRAFTS[word].guesses_trees
+        chains = word in DRAFTS and not getattr(DRAFTS[word], "guesses_trees", False)
         return chains or branches == 1 or (branches is None and not SCHEDULES[self.drafting.schedule].grows_trees)
 
 
@@ -124,9 +125,9 @@ def _spread(schedules: Any) -> Any:
 class Suite(BaseModel):
     """A benchmark; every list is one side of the matrix.
 
-    `imports` are modules that register drafts and schedules of the caller's own, imported before the rest is read.
-    `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two best logits
-    are at most `near_tie` apart.
+    `imports` are modules that register drafts, schedules or strategies of the caller's own, imported before the rest is
+    read. `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two best
+    logits are at most `near_tie` apart.
     """
 
     model_config = Part.model_config
@@ -200,6 +201,8 @@ def _priced(draft: Synthetic, target: str) -> Synthetic:
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name and the options of a strategy: a preset, a YAML file of options, or a mapping with a `name`."""
     if isinstance(entry, str):
+        if entry not in PRESETS and not Path(entry).exists():
+            raise OptionError.of("strategies", f"{', '.join(PRESETS)} or a YAML file of options", entry)
         return Path(entry).stem, dict(PRESETS[entry] if entry in PRESETS else read_yaml(entry))
     options = dict(entry)
     label = options.pop("name", None) or ", ".join(f"{name} {value}" for name, value in options.items())
@@ -237,6 +240,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     for group in groups:
         for cell in group.cells or (None,):
             resolve(suite.call(group.strategy, cell))
+            if cell is not None and isinstance(cell.model, str):
+                check_spelling(cell.model.rpartition("+")[2], "drafts")
             if cell is not None and cell.is_synthetic and not group.strategy.grows:
                 raise OptionError(
                     f"{cell.draft!r} knows one text, and cannot guess for {group.strategy.label!r}: leave out one"

@@ -11,15 +11,17 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDraft, passes_of
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.errors import OptionError
+from specdec.errors import LoadError, OptionError
+from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
+from specdec.models import LanguageModel
 from specdec.options import bundled_models
+from specdec.options.load import Loading, Vocabulary
 from specdec.proposers import COPYING, is_word
 
-_SHARED = ("dtype", "device_map", "backend", "trust_remote_code")  # of target and draft
 _IN_VAIN = 24  # characters shown of drafted text that was not accepted
 
 
@@ -35,8 +37,8 @@ class Systems:
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), **how)
         _compile(self.plain)
-        self._draft_loading = {**{name: how[name] for name in _SHARED if name in how}, **mode.draft_options}
-        self._models: dict[str, SpecGenerator] = {}
+        self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
+        self._models: dict[str, tuple[Any, Any]] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
     def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
@@ -52,24 +54,35 @@ class Systems:
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
-            drafter = SyntheticDraft(draft.synthetic, passes_of(self._model(draft.like).target))
+            model, _ = self._model(draft.like)
+            if not isinstance(model, LanguageModel):
+                raise OptionError.of("like", "a draft model", draft.like)
+            drafter = SyntheticDraft(draft.synthetic, passes_of(model))
             return SpecGenerator(target, drafter, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):
             return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)
         if plus and (text not in COPYING or is_word(name)):
             raise OptionError.of("drafts", f"one draft, or a pair such as {COPYING[0]}+MODEL", draft)
-        model = self._model(name)
-        both = {"tokenizer": tokenizer}
-        if tokenizer is not None:
-            both["assistant_tokenizer"] = model.tokenizer
-        return SpecGenerator(target, (text, model.target) if plus else model.target, **both, prefix_cache=False)
+        model, beside = self._model(name)
+        both = {"tokenizer": tokenizer, "assistant_tokenizer": None if tokenizer is None else beside}
+        return SpecGenerator(target, (text, model) if plus else model, **both, prefix_cache=False)
 
-    def _model(self, name: str) -> SpecGenerator:
+    def _model(self, name: str) -> tuple[Any, Any]:
+        """A draft model or head, which its cells share, and the tokenizer beside it."""
         if name not in self._models:
-            self._models[name] = SpecGenerator.from_pretrained(
-                bundled_models.locate(name, "draft"), **self._draft_loading
-            )
+            vocabulary = Vocabulary.of(self._draft_options.get("vocabulary"))
+            try:
+                draft, beside = loaded(
+                    bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
+                )
+            except (OptionError, LoadError) as error:
+                if "/" in name or ":" in name:
+                    raise
+                raise type(error)(f"{error}, or pass --import with the module that registers it") from error
+            if isinstance(draft, HeadAt):
+                draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
+            self._models[name] = draft, beside
         return self._models[name]
 
 
@@ -129,6 +142,7 @@ class _Recording(Draft, Proposer):
     def __init__(self, drafter: Draft) -> None:
         self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
         self.guesses_trees, self.reads_predictions = drafter.guesses_trees, drafter.reads_predictions
+        self.hidden_layers = drafter.hidden_layers
         self.proposed: list[Tree] = []
         self._last = EMPTY
 
@@ -140,9 +154,21 @@ class _Recording(Draft, Proposer):
         [self._last] = trees = self._proposer.propose(rows, plans)
         return trees
 
+    @property
+    def cache(self) -> Any:
+        return self._proposer.cache
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        return self._proposer.fork(seq, source, length)
+
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        return self._proposer.save(seq, length)
+
     def update(self, commits: Sequence[Commit]) -> None:
-        self.proposed.append(self._last)
-        self._last = EMPTY
+        [commit] = commits
+        if len(commit.seq.tokens) > commit.seq.prompt_length:  # no chunk of a prompt
+            self.proposed.append(self._last)
+            self._last = EMPTY
         self._proposer.update(commits)
 
     def drop(self, seq_ids: Sequence[int]) -> None:

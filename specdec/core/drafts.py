@@ -297,6 +297,9 @@ class Draft(ABC):
     needs_encoder_inputs = False
     instant = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def start(self, vocab_size: int) -> Proposer:
         """A proposer without sequences, for a target with logits of this width."""

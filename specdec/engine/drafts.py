@@ -13,6 +13,7 @@ from specdec.core.tree import Tree
 from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel
+from specdec.options.checks import is_whole
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
@@ -77,11 +78,14 @@ class Drafts:
         It is asked with plans that allow no guess too: a draft that copies goes on learning how often it would be
         right.
         """
-        trees = [_allowed(seq, tree) for seq, tree in zip(seqs, proposer.propose(seqs, plans), strict=True)]
-        for seq, tree in zip(seqs, trees, strict=True):
+        found: dict[int, Tree] = {}
+        for seq, plan, tree in zip(seqs, plans, _trees(proposer, seqs, plans), strict=True):
             with self._blamed([seq]):
-                self._check(seq, tree)
-        return {seq.id: tree for seq, plan, tree in zip(seqs, plans, trees, strict=True) if plan.limit > 0}
+                tree = _allowed(seq, tree)
+                self._check(seq, plan, tree, tree.source or type(proposer).__name__)
+                if plan.limit > 0:
+                    found[seq.id] = tree
+        return found
 
     def _plans(self, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
         """The plans by sequence id."""
@@ -91,16 +95,31 @@ class Drafts:
                 plans |= {seq.id: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
         return plans
 
-    def _check(self, seq: RunningSequence, tree: Tree) -> None:
-        """Raises DraftError for a proposal that the target could not verify."""
-        if tree.tokens and tree.depth >= seq.remaining:
+    def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
+        """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
+        nodes, own = len(tree.tokens), tree.confidence
+        if len(tree.parents) != nodes or (own is not None and len(own) != nodes):
+            given = f"{nodes} tokens, {len(tree.parents)} parents and {None if own is None else len(own)} confidences"
+            raise DraftError(f"the draft {name!r} proposed {given}: give each token one of each, or no confidences")
+        if not all(-len(seq.leaves) <= parent < node for node, parent in enumerate(tree.parents)):
             raise DraftError(
-                f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
+                f"the draft {name!r} proposed nodes with the parents {tree.parents}: parents come before their "
+                f"children, and -1 to -{len(seq.leaves)} are the leaves of the text"
+            )
+        depth = tree.depth
+        if depth and depth >= seq.remaining:
+            raise DraftError(
+                f"the draft {name!r} proposed {depth} tokens in a row, but the text may only grow by "
                 f"{seq.remaining}: propose at most `seq.remaining - 1`"
             )
-        if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._model.vocab_size:
+        if depth > max(plan.limit, 0):
             raise DraftError(
-                f"the draft {tree.source!r} proposed ids that the target lacks: propose ids from 0 to "
+                f"the draft {name!r} proposed {depth} tokens in a row, but its plan allows {plan.limit}: propose at "
+                "most `plan.limit`"
+            )
+        if not all(is_whole(token) and 0 <= token < self._model.vocab_size for token in tree.tokens):
+            raise DraftError(
+                f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to "
                 f"{self._model.vocab_size - 1}"
             )
 
@@ -153,6 +172,24 @@ def grouped(
     for seq in seqs:
         groups.setdefault(id(of(seq)), (of(seq), []))[1].append(seq)
     return list(groups.values())
+
+
+def _trees(proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> Sequence[Tree]:
+    """What the proposer proposes; raises DraftError unless it is one Tree per sequence, with lists of its tokens."""
+    trees = proposer.propose(seqs, plans)
+    is_list = isinstance(trees, list | tuple)
+    if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
+        got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
+        raise DraftError(
+            f"`{type(proposer).__name__}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}"
+        )
+    for tree in trees:
+        if not isinstance(tree.tokens, list):
+            raise DraftError(
+                f"`tokens` of a Tree that `{type(proposer).__name__}` proposes must be a list, got "
+                f"{type(tree.tokens).__name__}"
+            )
+    return trees
 
 
 def _allowed(seq: RunningSequence, tree: Tree) -> Tree:

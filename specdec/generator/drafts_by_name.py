@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
-from specdec.errors import OptionError, VocabularyError
+from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, unwrapped
 from specdec.models.hf.load_errors import closest_name
@@ -111,16 +111,14 @@ class Drafts:
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
         draft = unwrapped(draft, name)
-        _check_spelling(draft, name)
+        check_spelling(draft, name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
         match draft:
             case None | "none":
                 return None
             case str() if is_word(draft):
-                word, colon, argument = draft.partition(":")
-                made: Draft = DRAFTS[word].of(self._target, argument if colon else None, name)
-                return made
+                return self._registered(draft, name)
             case HeadAt():
                 return self._head(draft, tokenizer, name)
             case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
@@ -161,6 +159,25 @@ class Drafts:
                 return MtpDraft.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
+
+    def _registered(self, draft: str, name: str) -> Draft:
+        """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
+        word, colon, rest = draft.partition(":")
+        kind, argument = DRAFTS[word], rest if colon else None
+        if hasattr(kind, "of"):
+            made = kind.of(self._target, argument, name)
+            if isinstance(made, Draft):
+                return made
+            got = type(made).__name__
+            raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
+        if isinstance(kind, type) or not callable(kind):
+            raise DraftError(
+                f"DRAFTS[{word!r}] must be a function (tokens, k) -> tokens, or a class with a classmethod "
+                f"`of(target, argument, name)`, got {kind!r}"
+            )
+        if argument is not None:
+            raise OptionError.of(name, "a word without an argument", draft)
+        return FunctionDraft(kind)
 
     def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
         target, wanted = self._target, draft.vocabulary
@@ -257,7 +274,7 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
-    _check_spelling(draft, "draft")
+    check_spelling(draft, "draft")
     if how.gguf_file is None and kind_of(draft, how.revision) is not None:
         return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
@@ -281,10 +298,11 @@ def names_model(draft: Any) -> bool:
 
 def is_head(draft: Any) -> bool:
     """Whether `draft` is the word for a head of the target's checkpoint."""
-    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDraft)
+    kind = DRAFTS.get(draft) if isinstance(draft, str) else None
+    return isinstance(kind, type) and issubclass(kind, HeadDraft)
 
 
-def _check_spelling(draft: Any, name: str) -> None:
+def check_spelling(draft: Any, name: str) -> None:
     """Raises OptionError for a misspelt word, which the hub would be searched for."""
     if isinstance(draft, str) and not is_word(draft) and not Path(draft).exists():
         near = closest_name(draft.partition(":")[0], DRAFTS)

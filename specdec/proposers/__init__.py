@@ -22,11 +22,13 @@ from specdec.proposers.other_tokenizer.by_text import TextBridge
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
 
-DRAFTS: dict[str, type[Any]] = {
+DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by word; their classmethod `of(target, argument, name)` takes what follows a colon, and the caller's name for
-the draft; that of a `HeadDraft` also `choose`, for a vocabulary of its own."""
+"""Drafts by word: functions `(tokens, k) -> tokens`, or classes. The classmethod `of(target, argument, name)` of a
+class takes what follows a colon, and the caller's name for the draft; that of a `HeadDraft` also `choose`, for a
+vocabulary of
+its own."""
 
 COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
 """The words of drafts that copy, which may be paired with a model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -404,18 +405,37 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
     assert not any(heard[2:])
 
 
-def test_a_draft_that_offers_too_much_is_told() -> None:
-    """A session that ignores how much may still come raises instead of overrunning the limit."""
+@pytest.mark.parametrize(
+    ("proposed", "words"),
+    [
+        (lambda n: [Tree.chain([1] * 50)] * n, "'Fixed' proposed 50 tokens in a row, but the text may only grow by"),
+        (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its plan allows 3"),
+        (lambda n: [Tree.chain([1, 2, 3], [0.5])] * n, "3 tokens, 3 parents and 1 confidences"),
+        (lambda n: [Tree([1, 2], [-1])] * n, "2 tokens, 1 parents and None confidences"),
+        (lambda n: [Tree([1, 2], [-1, 1])] * n, r"parents \[-1, 1\]"),
+        (lambda n: [Tree([1], [-2])] * n, r"-1 to -1 are the leaves"),
+        (lambda n: [Tree.chain([torch.tensor(1)])] * n, "propose whole numbers from 0 to"),
+        (lambda n: [Tree.chain([10**6])] * n, "ids that the target lacks"),
+        (lambda n: [Tree(torch.tensor([1, 2]), [-1, 0])] * n, "`tokens` of a Tree .* a list, got Tensor"),
+        (lambda n: [[1, 2]] * n, r"`Fixed.propose` must return a list of 1 Trees, one per sequence, got \[list\]"),
+        (lambda n: [], r"a list of 1 Trees, one per sequence, got \[\]"),
+        (lambda n: None, "got NoneType"),
+    ],
+)
+def test_a_wrong_proposal_is_refused(proposed: Callable[[int], Any], words: str) -> None:
+    """It names the draft, or its proposer, and what is wrong. (A longer chain than its plan's was measured as the
+    plan's; a short confidence crashed once a guess was right; the others were bare errors.)
+    """
 
-    class Endless(Draft, Proposer):
-        def start(self, vocab_size: int) -> Endless:
+    class Fixed(Draft, Proposer):
+        def start(self, vocab_size: int) -> Fixed:
             return self
 
-        def propose(self, rows: Any, plans: Any) -> list[Tree]:
-            return [Tree.chain([1] * 50) for _ in rows]
+        def propose(self, rows: Any, plans: Any) -> Any:
+            return proposed(len(rows))
 
-    with pytest.raises(DraftError, match="may only grow by"):
-        SpecGenerator(tiny("llama"), Endless()).generate([[5, 9]], **COMMON)
+    with pytest.raises(DraftError, match=words):
+        SpecGenerator(tiny("llama"), Fixed(), schedule=Constant(3)).generate([[5, 9]], **COMMON)
 
 
 def test_a_draft_must_start_a_session() -> None:

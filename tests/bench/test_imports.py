@@ -1,0 +1,197 @@
+"""Drafts of the caller's own in a benchmark: heads, those that read hidden states, faulty ones, and their modules."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import DraftError, OptionError, SpecGenerator
+from specdec.bench import exit_state, read_suite, results, run
+from specdec.bench import group as group_module
+from specdec.bench.group import in_words
+from specdec.bench.imports import digests, import_modules
+from specdec.bench.results import Results
+from specdec.core.drafts import Draft
+from specdec.proposers import DRAFTS, FunctionDraft
+from tests.folders import WIDTH, byte_tokenizer
+from tests.heads import eagle_folder
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target of three layers."""
+    folder = tmp_path_factory.mktemp("target")
+    byte_tokenizer().save_pretrained(folder)
+    tiny("llama", vocab=WIDTH, num_hidden_layers=3).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def keys(target: str, tmp_path: Path) -> dict[str, Any]:
+    """A benchmark of a moment."""
+    (tmp_path / "p.txt").write_text("abab" * 20)
+    shared = {"max_new_tokens": 8, "repeats": 1, "schedules": {"schedule": "constant", "num_assistant_tokens": 2}}
+    return {"targets": target, "prompts": str(tmp_path / "p.txt"), "options": {"eos_token_id": []}, **shared}
+
+
+def measured(keys: dict[str, Any], folder: Path) -> Results:
+    return results(run(read_suite(keys), folder / "out"))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_head_is_measured_and_shown(chunk: int | None, keys: dict[str, Any], tmp_path: Path) -> None:
+    """A folder of a head is a draft, and its rounds are the text's, with a prompt in chunks too. (It was loaded as a
+    target, and the draft that was shown got no hidden states.)
+    """
+    head = str(eagle_folder(tmp_path / "head", vocab_size=WIDTH, draft_vocab_size=WIDTH))
+    keys["options"]["prefill_chunk_size"] = chunk
+    found = measured({**keys, "drafts": head}, tmp_path)
+    assert exit_state(found) == "ok"
+    (group,) = found["groups"]
+    assert group["systems"][1]["mean_acceptance_length"] is not None
+    rounds = group["strip"]["rounds"]
+    text = (
+        SpecGenerator.from_pretrained(keys["targets"]).generate("abab" * 20, max_new_tokens=8, eos_token_id=[]).texts[0]
+    )
+    assert "".join(token for shown in rounds for token in shown["tokens"]) == text
+    assert [bool(shown["vain"]) for shown in rounds] == [False, *[True] * (len(rounds) - 2), False]
+
+
+def test_an_error_while_a_text_is_shown(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is listed, and the measurements stay. (The whole run ended without a report.)"""
+
+    def failing(*_: Any) -> Any:
+        raise ValueError("no rounds")
+
+    monkeypatch.setattr(group_module, "strip", failing)
+    found = measured({**keys, "drafts": "suffix"}, tmp_path)
+    [failure] = found["failures"]
+    assert (failure["system"], failure["error"][:21]) == ("suffix, constant 2", "ValueError: no rounds")
+    assert [system["requests"] for system in found["groups"][0]["systems"]] == [1, 1]
+
+
+class Nothing(FunctionDraft):
+    @classmethod
+    def of(cls, target: Any, argument: str | None, name: str = "draft") -> Any:
+        FunctionDraft(lambda tokens, k: [])
+
+
+class Bare(FunctionDraft):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Nothing, r"`of` of the draft 'mine' must return .*Draft`, got NoneType"),
+        (Bare, r"DRAFTS\['mine'\] must be a function .* or a class with a classmethod `of"),
+        (3, r"DRAFTS\['mine'\] must be .* got 3"),
+    ],
+)
+def test_a_wrong_entry_is_refused(kind: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `of` without `return` was measured as plain decoding; the others were AttributeErrors."""
+    monkeypatch.setitem(DRAFTS, "mine", kind)
+    with pytest.raises(DraftError, match=words):
+        SpecGenerator(tiny("llama"), "mine")
+
+
+def test_a_function_is_a_word(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No class is needed; it takes no argument."""
+    monkeypatch.setitem(DRAFTS, "echo", lambda tokens, k: tokens[-1:] * k)
+    assert exit_state(measured({**keys, "drafts": "echo"}, tmp_path)) == "ok"
+    with pytest.raises(OptionError, match="`draft` must be a word without an argument, got 'echo:3'"):
+        SpecGenerator(tiny("llama"), "echo:3")
+
+
+@pytest.mark.parametrize("drafts", ["sufix", "suffix+sufix"])
+def test_a_misspelt_draft(drafts: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Before anything is loaded it is compared with the words; one like none of them may need --import. (Both errors
+    were about `target`.)
+    """
+    with pytest.raises(OptionError, match=r"`drafts` must be .* did you mean 'suffix'"):
+        read_suite({**keys, "drafts": drafts})
+    [failure] = measured({**keys, "drafts": "markof"}, tmp_path)["failures"]
+    assert "`draft` 'markof' cannot be loaded" in failure["error"]
+    assert failure["error"].endswith("or pass --import with the module that registers it")
+
+
+def test_an_error_has_its_place() -> None:
+    """The file and line, unless specdec raises it on purpose."""
+    errors: list[Exception] = []
+    for action in (lambda: 1 / 0, lambda: read_suite({})):
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+    assert in_words(errors[0]).startswith(f"ZeroDivisionError: division by zero ({__file__}:")
+    assert in_words(errors[1]) == f"OptionError: {errors[1]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("own_absent", None, "run the command in its folder, or install it"),
+        (
+            "own_needs",
+            "import own_absent",
+            r"\(ModuleNotFoundError: .*own_absent.*its own code failed at .*own_needs.py:1",
+        ),
+        ("own_typo", "\nx = y", r"\(NameError: .*its own code failed at .*own_typo.py:2"),
+        ("own_broken", "\n\nx = (", r"\(SyntaxError: .*its own code failed at .*own_broken.py:3"),
+        ("own_good.py", "", "`imports` must be the name of a module, got 'own_good.py': pass 'own_good'"),
+        ("./own_good.py", "", "pass 'own_good'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    name: str, code: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for one that is not found the folder is the advice. (It was for all.)"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if code is not None:
+        Path(f"{Path(name).stem}.py").write_text(code)
+    with pytest.raises(OptionError, match=words):
+        import_modules([name])
+
+
+def test_digests_cover_the_code_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module, its package, and the modules of registered drafts. (Only the file of the module that was named.)"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(DRAFTS, "mine", FunctionDraft)  # what the module sets is undone
+    package = Path("own_package")
+    package.mkdir()
+    files = [Path("own_entry.py"), Path("own_kind.py"), package / "__init__.py", package / "helper.py"]
+    texts = [
+        "from own_kind import DRAFTS, Kind\nDRAFTS['mine'] = Kind",
+        "from specdec.proposers import DRAFTS, FunctionDraft\nclass Kind(FunctionDraft): pass",
+        *("", "x = 1"),
+    ]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    names = ["own_entry", "own_package.helper"]
+    import_modules(names)
+    before = digests(names)
+    assert before.keys() == {"own_entry", "own_kind", "own_package"}
+    for file in files:
+        text = file.read_text()
+        file.write_text(f"{text}\n# other")
+        assert digests(names) != before
+        file.write_text(text)
+    assert digests(names) == before
+    assert digests([]) == {}
+    for name in ("own_entry", "own_kind", "own_package.helper", "own_package"):
+        del sys.modules[name]
+
+
+def test_a_draft_describes_itself() -> None:
+    """By its class, where it does not say more. (It was an address.)"""
+
+    class Mine(Draft):
+        def start(self, vocab_size: int) -> Any: ...
+
+    assert repr(Mine()) == "Mine()"
