@@ -62,6 +62,7 @@ class KeptCode:
 
     @property
     def exists(self) -> bool:
+        """Whether there is code."""
         return self.code.exists()
 
     def check(self) -> None:

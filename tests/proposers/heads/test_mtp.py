@@ -131,7 +131,7 @@ def test_compiled_layers_make_all_guesses_in_one_call(
     drafting: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 4}
     language, seen = LanguageModel(model, backend="packed"), []
     for backend in ("packed", "compiled"):
-        language.backend = backend  # that of the layers, which take a minute alone
+        language._asked = backend  # that of the layers, which take a minute alone
         generator = SpecGenerator(language, "mtp")
         assert generator.drafter is not None
         [stage] = generator.drafter.models
