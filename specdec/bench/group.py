@@ -184,7 +184,6 @@ def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
         verify_seconds=stats.verify_seconds,
         select_seconds=stats.select_seconds,
         passes=stats.num_target_passes,
-        weight_passes=float(stats.num_target_passes),
         drafted=list(stats.per_step_drafted),
         accepted=list(stats.per_step_accepted),
         memory=done.memory,

@@ -104,7 +104,6 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
-        "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
         "split_ms_per_token": _split(samples),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": samples[0].exactness,
@@ -239,7 +238,7 @@ def _summary(found: Results) -> list[str]:
 
 _COLUMNS = (
     *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "backend", "draft_backend"),
+    *("target_passes_per_token", "memory_mib", "exactness", "backend", "draft_backend"),
     *("compared", "identical"),
 )
 

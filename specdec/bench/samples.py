@@ -56,7 +56,6 @@ class Sample(_Call):
     verify_seconds: float
     select_seconds: float
     passes: int
-    weight_passes: float
     drafted: list[int]
     accepted: list[int]
     memory: int | None

@@ -12,7 +12,7 @@ def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any
     common: dict[str, Any] = {
         **{"group": "g", "category": "code", "tokens": [list(range(10))], "seconds": 1.0, "first_token": 0.1},
         **{"gaps": [0.1] * 9, "draft_seconds": 0.2, "verify_seconds": 0.6, "select_seconds": 0.1, "passes": 10},
-        **{"weight_passes": 10.0, "drafted": [], "accepted": [], "memory": 2**20, "spin": 0.001},
+        **{"drafted": [], "accepted": [], "memory": 2**20, "spin": 0.001},
         **{"exactness": "exact", "backend": "packed", "draft_backend": None},
     }
     return Sample(system=system, batch=batch, repeat=repeat, **{**common, **values})
