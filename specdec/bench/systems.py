@@ -79,7 +79,7 @@ class Systems:
             except (OptionError, LoadError) as error:
                 if "/" in name or ":" in name:
                     raise
-                raise type(error)(f"{error}, or pass --import with the module that registers it") from error
+                raise type(error)(f"{error}, or pass `specdec bench --import` the module that registers it") from error
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft, beside

@@ -60,7 +60,11 @@ def bench(
     ] = None,
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import a module that registers your own draft; repeatable."),
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
+        ),
     ] = None,
     draft: Draft = None,
     schedule: Annotated[
@@ -129,6 +133,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         for system in group["systems"]:
             speed = system["speedup"]
             words = f"  {speed['words']}" if speed else ""
+            length = system["mean_acceptance_length"]
+            words += f"  acceptance length {length:.2f}" if length is not None else ""
             measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
             yield f"  {measured}  {backends(system):<{wide}}{words}".rstrip()
     yield from found["summary"]

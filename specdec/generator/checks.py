@@ -54,7 +54,8 @@ def _check_branches(drafter: Draft, options: Options) -> None:
         name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
         raise OptionError(
             f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
-            "leave the branches out, or draft with a model that has the target's vocabulary"
+            "leave the branches out, draft with a model that has the target's vocabulary, or set "
+            "`guesses_trees = True` in a Draft of your own that guesses several"
         )
 
 

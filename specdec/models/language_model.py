@@ -31,6 +31,7 @@ from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
 from specdec.models.probe import find_capability
+from specdec.options.checks import is_list, is_whole
 
 
 class LanguageModel:
@@ -257,8 +258,8 @@ class LanguageModel:
 
         OptionError for layers that do not exist, UnsupportedError for classes that return none.
         """
-        if wrong := [layer for layer in layers if not 0 <= layer <= self.num_layers]:
-            raise OptionError.of("hidden_layers", f"layers from 0 to {self.num_layers} of the target", wrong)
+        if not is_list(layers) or not all(is_whole(layer) and 0 <= layer <= self.num_layers for layer in layers):
+            raise OptionError.of("hidden_layers", f"a list of layers from 0 to {self.num_layers} of the target", layers)
         if not gives_hidden_states(self.decoder):
             raise UnsupportedError(
                 f"{type(self.model).__name__} returns no hidden states, which the draft reads: use a draft model, or "

@@ -43,7 +43,7 @@ def is_list(value: object) -> bool:
 
 def is_whole(value: object) -> bool:
     """Whether `value` is an integer of Python, numpy or torch, not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the former is faster
 
 
 def is_number(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
@@ -100,7 +101,8 @@ class _Reading:
 class TextDraft(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
-    `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
+    `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals, by default
+    as its class.
     """
 
     reads_predictions = True
@@ -108,8 +110,14 @@ class TextDraft(Draft):
     reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]
 
-    def __init__(self) -> None:
-        self.calibration = Calibration()
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "source"):
+            cls.source = cls.__name__
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The confidence that its proposers learned."""
+        return Calibration()
 
     @classmethod
     def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDraft:

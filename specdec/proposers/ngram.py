@@ -49,7 +49,6 @@ class NgramDraft(TextDraft):
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram)):
             if value < 1:
                 raise OptionError.of(name, "at least 1", value)
-        super().__init__()
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def __repr__(self) -> str:

@@ -78,7 +78,7 @@ def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
     assert run(arguments) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"suffix, auto +\d+\.\d\d ms per token  eager", out)
+    assert re.search(r"suffix, auto +\d+\.\d\d ms per token  eager.*  acceptance length \d\.\d\d\n", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}

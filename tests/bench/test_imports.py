@@ -116,7 +116,7 @@ def test_a_misspelt_draft(drafts: str, keys: dict[str, Any], tmp_path: Path) -> 
         read_suite({**keys, "drafts": drafts})
     [failure] = measured({**keys, "drafts": "markof"}, tmp_path)["failures"]
     assert "`draft` 'markof' cannot be loaded" in failure["error"]
-    assert failure["error"].endswith("or pass --import with the module that registers it")
+    assert failure["error"].endswith("or pass `specdec bench --import` the module that registers it")
 
 
 def test_an_error_has_its_place() -> None:

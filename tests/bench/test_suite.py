@@ -103,6 +103,10 @@ def test_strategies() -> None:
         ({"targets": "t", "strategies": [{"name": "x", "top_pp": 1}]}, "`top_pp`"),
         ({"targets": "t", "strategies": [{"temperature": 1, "do_sample": True}], "temperatures": [0]}, "temperatures"),
         ({"targets": "t", "strategies": ["nowhere.yaml"]}, "nowhere.yaml"),
+        (
+            {"targets": "t", "strategies": "calm"},
+            "`strategies` must be greedy, sample or a YAML file of options, got .calm",
+        ),
         ({"targets": ["t", "t"]}, "twice"),
         ({"targets": "t", "schedules": ["cost", "cost"]}, "twice"),
         ({"targets": "t", "options": {"ranking": "sum"}}, "ranking"),

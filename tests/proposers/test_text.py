@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdec.errors import OptionError
-from specdec.proposers import NgramDraft, SuffixDraft
-from specdec.proposers.copying import Calibration
+from specdec.proposers import NgramDraft, SuffixAutomaton, SuffixDraft
+from specdec.proposers.copying import Calibration, TextDraft
 from tests.proposers.fakes import FakePlan, FakeSequence, one, task
 
 DRAFTERS = [NgramDraft, SuffixDraft]
@@ -132,6 +132,20 @@ def test_suffix_draft_grows_with_the_match() -> None:
 def test_suffix_continues_a_period() -> None:
     """A copy that runs into the end of the text goes on with what repeats."""
     assert one(SuffixDraft().start(50), FakeSequence([1, 2, 1, 2, 1, 2]), 7) == [1, 2, 1, 2, 1, 2, 1]
+
+
+def test_a_text_draft_needs_an_index_only() -> None:
+    """Its name is its class's, and its `__init__` may be any. (Both were AttributeErrors at the first proposal.)"""
+
+    class Mine(TextDraft):
+        def __init__(self) -> None:
+            self.most = 2
+
+        def index(self) -> SuffixAutomaton:
+            return SuffixAutomaton()
+
+    [tree] = Mine().start(50).propose([FakeSequence([1, 2, 1, 2])], [FakePlan(2)])
+    assert (tree.tokens, tree.source) == ([1, 2], "Mine")
 
 
 def test_calibration_learns_from_what_came() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -250,11 +251,13 @@ def test_the_caller_s_model_stays_as_it_is() -> None:
     check(model, drafter)
 
 
-def test_layers_that_there_are_not() -> None:
-    """The error comes before any pass, and names what there is."""
+@pytest.mark.parametrize("layers", [[0, 3], 2, "2"])
+def test_layers_that_there_are_not(layers: Any) -> None:
+    """The error comes before any pass, and names what there is. (A number was a TypeError.)"""
     drafter = Listener()
-    drafter.hidden_layers = (0, 3)
-    with pytest.raises(OptionError, match=r"`hidden_layers` must be layers from 0 to 2 of the target, got \[3\]"):
+    drafter.hidden_layers = layers
+    words = f"`hidden_layers` must be a list of layers from 0 to 2 of the target, got {layers!r}"
+    with pytest.raises(OptionError, match=re.escape(words)):
         SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
 
 
