@@ -135,6 +135,16 @@ def test_a_threshold_alone_names_the_schedule_that_heeds_it(monkeypatch: pytest.
     assert make_schedule(resolve({"assistant_confidence_threshold": 0.3})) == SCHEDULES["heuristic"](5, 0.3)
 
 
+@pytest.mark.parametrize("sampling", ["rejection", "block"])
+def test_a_seed_gives_a_text_that_depends_on_no_clock(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the text depends on the rounds."""
+    monkeypatch.setattr(draft_schedules, "DEFAULT", "auto")
+    asked = {"do_sample": True, "sampling": sampling}
+    assert isinstance(make_schedule(resolve(asked)), Auto)
+    assert make_schedule(resolve({**asked, "seed": 3})) == SCHEDULES["heuristic"](5)
+    assert isinstance(make_schedule(resolve({**asked, "sampling": "coupled", "seed": 3})), Auto)
+
+
 def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
     """By transformers' name, unless a schedule or a number was asked for."""
     assert make_schedule(resolve({}), lookup_tokens=8) == Constant(8)

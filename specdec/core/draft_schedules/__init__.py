@@ -61,8 +61,13 @@ def learns(options: Any) -> bool:
 
 
 def _name(options: Any) -> str:
-    """The schedule that the options name; a threshold of confidence alone names the one that heeds it."""
-    return options.schedule or (DEFAULT if options.assistant_confidence_threshold is None else "heuristic")
+    """The schedule that the options name.
+
+    Without a name it is the heuristic where a threshold of confidence is given, which it heeds, and where a seed is to
+    give the same text though this depends on the rounds: then no clock may decide how much is drafted.
+    """
+    by_no_clock = options.assistant_confidence_threshold is not None or (options.needs_q and options.seed is not None)
+    return options.schedule or ("heuristic" if by_no_clock else DEFAULT)
 
 
 __all__ = [
