@@ -21,13 +21,14 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
+from specdec.proposers import ModelDraft
 
 
-def drafts(name: str, folder: str, backend: str) -> Any:
+def drafts(name: str, model: LanguageModel) -> Any:
     """The draft of this name; `wrong` does a draft model's work, and guesses nothing right."""
     if name == "wrong":
-        return AlwaysWrong(LanguageModel.from_pretrained(folder, dtype="float32", backend=backend))
-    return {"model": folder, "both": ("suffix", folder)}.get(name, name)
+        return AlwaysWrong(model)
+    return {"model": ModelDraft(model), "both": ("suffix", model)}.get(name, name)
 
 
 def main() -> None:
@@ -37,16 +38,21 @@ def main() -> None:
     parser.add_argument("--draft", default="model", help="model, wrong, both, or any word of `draft=`")
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed")
     parser.add_argument("--count", type=int, default=6, help="prompts, or batches of prompts")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
     bundled = pair(args.pair)
-    target = LanguageModel.from_pretrained(str(bundled.target), dtype="float32", backend=args.backend)
-    tokenizer = SpecGenerator.from_pretrained(str(bundled.target), dtype="float32").tokenizer
-    draft = drafts(args.draft, str(bundled.draft), args.backend)
+    loaded = [
+        SpecGenerator.from_pretrained(str(folder), dtype="float32", backend=args.backend)
+        for folder in (bundled.target, bundled.draft)
+    ]
+    for generator in loaded:
+        generator.wait_until_compiled()
+    target, tokenizer = loaded[0].target, loaded[0].tokenizer
+    draft = drafts(args.draft, loaded[1].target)
     how: dict[str, Any] = {"max_new_tokens": args.tokens, "eos_token_id": [], "pad_token_id": 0}
     if args.temperature:
         how |= {"do_sample": True, "temperature": args.temperature, "top_k": 0, "seed": 1}
@@ -66,9 +72,9 @@ def main() -> None:
     gains = {name: ratio(seconds["plain"], own) for name, own in seconds.items()}
     best = max(gain for name, gain in gains.items() if name not in ("plain", "auto"))
     rows = [[name, f"{gain:.2f}", f"{gain / best:.2f}"] for name, gain in gains.items()]
-    print(
-        table([f"{args.draft}, {args.batch} at a time, temperature {args.temperature:g}", "of plain", "of best"], rows)
-    )
+    header = [f"{args.draft}, {args.batch} at a time, temperature {args.temperature:g}", "of plain", "of best"]
+    print(table(header, rows))
+    print(watch.verdict())
 
 
 if __name__ == "__main__":

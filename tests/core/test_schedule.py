@@ -450,27 +450,26 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
 # --- auto
 
 
-def test_the_default_begins_with_the_published_length_and_grows_and_shrinks_with_it() -> None:
-    """Five tokens, two more after a round in which all were accepted, else one less; the cost rule only shortens."""
-    schedule: Any = Auto.of(ScheduleSetup(trees=False))
-    assert limit(schedule) == 5
-    for accepted, expected in ((5, 7), (7, 9), (3, 8)):
-        drafted = limit(schedule)
-        schedule = schedule.after(outcome(drafted, accepted, seconds=(0.05 * drafted, 1.0)))
+def test_the_default_begins_with_the_published_length_until_costs_are_known() -> None:
+    """A round that reads a prompt measures nothing: two more tokens after it if all were accepted, else one less."""
+    for accepted, expected in ((5, 7), (3, 4)):
+        schedule: Any = Auto.of(ScheduleSetup(trees=False))
+        assert limit(schedule) == 5
+        read = outcome(5, accepted, seconds=(0.05, 1.0))
+        schedule = schedule.after(replace(read, seqs=[replace(read.seqs[0], prefill=True)]))
         assert limit(schedule) == expected
+        assert limit(schedule.after(outcome(expected, expected, seconds=(0.05, 1.0)))) == Cost().k
     assert limit(Auto.of(ScheduleSetup(tokens=3, trees=False))) == 3
 
 
-def test_the_default_stops_where_drafting_loses_and_bounds_no_guesses_that_take_no_time() -> None:
-    """A wrong draft that costs as much as the target is left alone; text that is copied comes at full length."""
+def test_the_default_stops_where_drafting_loses() -> None:
+    """A wrong draft that costs as much as the target is left alone."""
     assert limit(tried(Auto.of(ScheduleSetup(trees=False)), 40, 5, cost=1.0)) == 0
-    copied = tried(Auto.of(ScheduleSetup(trees=False)), 3, 5, cost=0.0001, accepted=5, belief=1.0)
-    assert limit(copied) == Cost().k
 
 
 def test_the_default_takes_along_what_it_learned() -> None:
-    """The next request of the family begins with the measured costs, and with the first length."""
+    """The next request of the family begins with the measured costs."""
     learned = tried(Auto.of(ScheduleSetup(trees=False)), 6, 5, cost=0.05, accepted=5)
     following = Auto.of(ScheduleSetup(trees=False, learned=learned))
     assert following.cost.passes == learned.cost.passes
-    assert limit(following) == 5
+    assert limit(following) == Cost().k

@@ -1,6 +1,4 @@
-"""The default: the published heuristic proposes the length, measured cost shortens it and stops where drafting
-loses.
-"""
+"""The default: the published heuristic sets the length until costs are measured, then these do."""
 
 from __future__ import annotations
 
@@ -19,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Auto:
-    """`cost`, whose chains are at most as long as those of `heuristic` where guesses take time."""
+    """`cost`, whose chains are at most as long as those of `heuristic` until the seconds of passes were measured.
+
+    A bound by `heuristic` from then on was measured too: it loses 3 to 5% where drafting pays
+    (`benchmarks/schedules.py`).
+    """
 
     heuristic: Heuristic = field(default_factory=Heuristic)
     cost: Cost = field(default_factory=Cost)
@@ -38,7 +40,7 @@ class Auto:
 
     def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
         plans = self.cost.plan(seqs)
-        if self.cost.drafts_are_instant:
+        if self.cost.is_measured:
             return plans
         lengths = [own.limit for own in self.heuristic.plan(seqs)]
         return [plan.up_to(length) for plan, length in zip(plans, lengths, strict=True)]

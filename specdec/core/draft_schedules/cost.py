@@ -204,20 +204,13 @@ class Cost:
 
     # deciding
 
-    @property
-    def drafts_are_instant(self) -> bool:
-        """Whether guesses were measured to take next to no time."""
-        return self._measured and all(
-            line.at(1) < _NOTICEABLE * self.passes.at(self.roots) for line in self.drafts.values()
-        )
-
     def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
         """One plan per sequence, with limit 0 while plain decoding is predicted to be faster."""
         plan = self._plan_of(len(seqs))
         return [plan] * len(seqs)
 
     def _plan_of(self, seqs: int) -> CostPlan:
-        if not self._measured:
+        if not self.is_measured:
             return self._plan(self.k, self._prior.draft_cost, self._prior.verify_cost)
         if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
@@ -242,7 +235,7 @@ class Cost:
     @property
     def _nodes_are_cheap(self) -> bool:
         """Whether trees may pay: their nodes, and draft passes over several of them, are cheap beside a target pass."""
-        if not self._measured:
+        if not self.is_measured:
             return False
         draft_pass = min(line.at(1) for line in self.drafts.values())
         dear = max(self._prior.free_nodes * self.passes.slope, _DRAFT_PASSES * draft_pass)
@@ -253,7 +246,8 @@ class Cost:
         return _OFFLOADED if self.offloaded else _IN_MEMORY
 
     @property
-    def _measured(self) -> bool:
+    def is_measured(self) -> bool:
+        """Whether the seconds of passes of target and draft are known."""
         return bool(self.passes.weight and self.drafts)
 
     @property
@@ -332,7 +326,7 @@ class Cost:
 
     def _rest_after(self, round: Round) -> int:
         """How many rounds may skip the rule: fewer than are left until the next try, 0 where drafting pays."""
-        if not self._measured or not self.plain.weight or self._wants_plain_rounds:
+        if not self.is_measured or not self.plain.weight or self._wants_plain_rounds:
             return 0
         if self.suspended:
             left = self.suspension - 1 - self.idle
@@ -420,7 +414,7 @@ class Cost:
         shortest, longest = _PATIENCE
         if any(seq.accepted for seq in round.seqs):
             return shortest
-        if not self._measured or self._pays(len(round.seqs)):
+        if not self.is_measured or self._pays(len(round.seqs)):
             return self.patience
         count = len(_everyone(round))
         nodes = sum(seq.drafted for seq in round.seqs)
