@@ -27,7 +27,7 @@ class OpenDraft(NamedTuple):
     proposer: Proposer
 
 
-class Drafts:
+class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafters in `open`.
 
     `requests`: the requests of running sequences, by the sequences' ids. An exception within `blamed(seqs)` ends the

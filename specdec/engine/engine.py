@@ -18,7 +18,7 @@ from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
-from specdec.engine.drafts import Drafts, grouped
+from specdec.engine.drafts import OpenDrafts, grouped
 from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
@@ -55,7 +55,7 @@ class Engine:
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
-        self.drafts = Drafts(self.model, self._requests, self._blamed)
+        self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
 
     @property

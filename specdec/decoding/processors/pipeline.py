@@ -16,7 +16,7 @@ from specdec.core.drafts import Choice
 from specdec.decoding.processors import table
 from specdec.decoding.processors.group_diversity import HammingDiversityLogitsProcessor
 from specdec.decoding.processors.numeric import in_numbers
-from specdec.decoding.processors.table import PrefixFn, Request
+from specdec.decoding.processors.table import PrefixFn, ProcessorSetup
 from specdec.decoding.processors.whisper_timestamps import Timestamps
 from specdec.errors import OptionError
 
@@ -109,7 +109,7 @@ def build_processors(
     Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
     logits.
     """
-    request = Request(
+    setup = ProcessorSetup(
         options,
         prompt_length,
         padding,
@@ -121,11 +121,11 @@ def build_processors(
         vocab_size,
     )
     _check(options, extra)
-    items = _merge(table.build(table.PROCESSORS, request), extra)
+    items = _merge(table.build(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
-        items += table.build(table.WARPERS, request)
+        items += table.build(table.WARPERS, setup)
     last = (*table.WATERMARK, *table.NORMALIZE)
-    return Processors(tuple(items + table.build(last, request)), device)
+    return Processors(tuple(items + table.build(last, setup)), device)
 
 
 def _is_pure(item: Any) -> bool:

@@ -21,7 +21,7 @@ PrefixFn = Callable[[int, Tensor], list[int]]
 
 
 @dataclass(frozen=True)
-class Request:
+class ProcessorSetup:
     """One row, as arguments of processors depend on it.
 
     `prompt_length` includes `padding` tokens, which the row's ids lack, as transformers counts.
@@ -92,18 +92,18 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, int) else value
 
 
-def _exponential_decay(r: Request, penalty: Any) -> Arguments:
+def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
     if r.eos is None:
         raise OptionError("`exponential_decay_length_penalty` needs an `eos_token_id` to act on, and there is none")
     return penalty, r.eos, r.own_length
 
 
-def _begin_suppress(r: Request, tokens: Any) -> Arguments:
+def _begin_suppress(r: ProcessorSetup, tokens: Any) -> Arguments:
     forced = r.prompt_length <= 1 and r.options.forced_bos_token_id is not None
     return tokens, r.own_length + forced, r.device
 
 
-def _cutoff(r: Request, value: float) -> Arguments:
+def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
     return (value, -torch.inf, r.least) if 0.0 < value < 1.0 else None
 
 
@@ -117,7 +117,7 @@ def _top_k_top_p(k: int, p: float | None, least: int) -> Any:
 
 
 Arguments = tuple[Any, ...] | None
-Entry = tuple[str, Callable[..., Any], Callable[[Request, Any], Arguments]]
+Entry = tuple[str, Callable[..., Any], Callable[[ProcessorSetup, Any], Arguments]]
 """An option, what it makes, and its arguments; None where the option's value has no effect."""
 
 PROCESSORS: tuple[Entry, ...] = (
@@ -213,15 +213,15 @@ PURE: frozenset[Any] = (
 """Functions of ids and logits, which may be called for text that is never emitted; subclasses do not count."""
 
 
-def build(entries: Sequence[Entry], request: Request) -> list[Any]:
-    """The processors of the options of `request`; raises `OptionError`, with the option's name, for a bad value."""
+def build(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
+    """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
     made = []
     for name, kind, arguments in entries:
-        value = getattr(request, name) if name == "prefix_allowed_tokens_fn" else getattr(request.options, name, None)
+        value = getattr(setup, name) if name == "prefix_allowed_tokens_fn" else getattr(setup.options, name, None)
         if value is None:
             continue
         try:
-            given = arguments(request, value)
+            given = arguments(setup, value)
             processor = None if given is None else kind(*given)
         except OptionError:
             raise
