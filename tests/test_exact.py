@@ -108,7 +108,7 @@ def test_the_cost_rule_takes_trees_by_itself(
     Not where the target runs the paths of a tree one by one.
     """
     # Whatever tiny models cost here: it drafts, all of it is worth its time, and trees are.
-    monkeypatch.setattr(Cost, "_measured", False)
+    monkeypatch.setattr(Cost, "is_measured", False)
     monkeypatch.setattr(Cost, "_nodes_are_cheap", True)
     monkeypatch.setattr(CostPlan, "keep", lambda *_: True)
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
