@@ -203,7 +203,8 @@ class Engine:
         watch.lap("verify")
         self._accept(outcomes)
         watch.lap("select")
-        nodes, outcomes = sum(work.num_new for one in outcomes for work in one.works), self._fine(outcomes)
+        nodes = sum(work.num_new for one in outcomes for work in one.works)
+        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
         rounds = self._commit(outcomes, proposals)
         self._deliver(outcomes, watch.round(rounds, nodes))
         self._end_failed()
@@ -222,10 +223,10 @@ class Engine:
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
         works: dict[int, list[Work]] = {}
-        for seq in self._sound(seqs):
+        for seq in filter(self._goes_on, seqs):
             with self._blamed([seq]):
                 works[seq.id] = self._works(seq, proposals.get(seq.id, EMPTY), chunk)
-        seqs = self._sound(seqs)
+        seqs = list(filter(self._goes_on, seqs))
         requests = {self._requests[seq.id] for seq in seqs}
         layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
@@ -255,7 +256,7 @@ class Engine:
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        messages = {one.seq.id: self.drafts.message(one, self.target.length(one.seq.row)) for one in outcomes}
+        messages = [self.drafts.message(one, self.target.length(one.seq.row)) for one in outcomes]
         kept = [part for one in outcomes for part in one.kept]
         self.target.commit([row for row, _, _ in kept], [path for _, path, _ in kept], texts=[n for _, _, n in kept])
         rounds = []
@@ -269,12 +270,13 @@ class Engine:
             rounds.append(one.round(prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        self.drafts.update([message for message in messages.values() if message is not None])
+        self.drafts.update([message for message in messages if message is not None])
         return rounds
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        outcomes, rounds = self._fine(outcomes), {one.id: one for one in round_.seqs}
+        rounds = {one.id: one for one in round_.seqs}
+        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
         passes = {one.seq.id: one.out.passes for one in outcomes}
         for request, seqs in grouped([one.seq for one in outcomes], lambda seq: self._requests[seq.id]):
             request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
@@ -311,13 +313,9 @@ class Engine:
             for seq in seqs:
                 self._failed.setdefault(self._requests[seq.id], error)
 
-    def _sound(self, seqs: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """The sequences of requests without an error."""
-        return [seq for seq in seqs if self._requests[seq.id] not in self._failed]
-
-    def _fine(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The outcomes of requests without an error."""
-        return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
+    def _goes_on(self, seq: RunningSequence) -> bool:
+        """Whether the sequence's request has no error."""
+        return self._requests[seq.id] not in self._failed
 
     def _end_failed(self) -> None:
         failed, self._failed = self._failed, {}

@@ -357,16 +357,23 @@ def small_buffers(server: uvicorn.Server) -> None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
 
 
-async def test_turns_end_with_the_work() -> None:
-    """Who did not read a stream kept its turn until its time was up, and all others waited. It may read it later."""
-    async with listening(limits={"running": 1}) as (server, client):
+@asynccontextmanager
+async def decoded(**limits: int) -> AsyncGenerator[tuple[httpx.AsyncClient, socket.socket], None]:
+    """A stream whose turn has ended, and of which nothing was read yet; and a client for others."""
+    async with listening(limits=limits) as (server, client):
         small_buffers(server)
         turns = state_of(server).hosts.all["text"].turns
         async with unread(client, {**LONG, "stream": True}) as one:
             await until(lambda: turns.running)
             await until(lambda: not turns.running)
-            assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
-            told = await told_late(one)
+            yield client, one
+
+
+async def test_turns_end_with_the_work() -> None:
+    """Who did not read a stream kept its turn until its time was up, and all others waited. It may read it later."""
+    async with decoded(running=1) as (client, one):
+        assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
+        told = await told_late(one)
     assert told[-1] == "[DONE]"
     assert [e["choices"][0]["finish_reason"] for e in told[:-1]].count("length") == 4
 
@@ -385,13 +392,8 @@ async def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None
 
 async def test_unread_events_have_a_bound() -> None:
     """They piled up without one. Who reads on is told why the stream ends."""
-    async with listening(limits={"unread_bytes": 20_000}) as (server, client):
-        small_buffers(server)
-        turns = state_of(server).hosts.all["text"].turns
-        async with unread(client, {**LONG, "stream": True}) as one:
-            await until(lambda: turns.running)
-            await until(lambda: not turns.running)
-            told = await told_late(one)
+    async with decoded(unread_bytes=20_000) as (_, one):
+        told = await told_late(one)
     assert "reads too slowly" in told[-1]["error"]["message"]
     assert all(e["choices"][0]["finish_reason"] is None for e in told[:-1])
 

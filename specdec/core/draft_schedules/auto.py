@@ -46,4 +46,5 @@ class Auto:
         return [plan.up_to(length) for plan, length in zip(plans, lengths, strict=True)]
 
     def after(self, round: Round) -> Auto:
-        return Auto(self.heuristic.after(round), self.cost.after(round))
+        heuristic = self.heuristic if self.cost.is_measured else self.heuristic.after(round)
+        return Auto(heuristic, self.cost.after(round))
