@@ -84,7 +84,6 @@ def strict_obstacle(language: ModelSpec) -> str | None:
 
 
 def _unpacked(language: ModelSpec) -> str | None:
-    """The name of a layer outside the encoder that multiplies by a weight and is not packed."""
     encoder = set(language.model.get_encoder().modules()) if language.is_encoder_decoder else set()
     for name, module in language.model.named_modules():
         if module in encoder or isinstance(module, PackedLinear | nn.Embedding):
@@ -115,7 +114,6 @@ _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
 
 
 def _row(layer: Any, dtype: torch.dtype) -> Tensor:
-    """A trial input `[in]` for a layer, on its device."""
     device = execution_device(layer) if any(True for _ in layer.parameters()) else torch.device("cpu")
     return torch.linspace(-1, 1, layer.in_features, device=device, dtype=dtype)
 
@@ -129,6 +127,5 @@ def _rows_independent(layer: Any, row: Tensor) -> bool:
 
 
 def _rounds_input(layer: Any, row: Tensor) -> bool:
-    """Whether a layer rounds its input, here `row` `[in]`, to half precision."""
     halves = (row.to(half).to(row.dtype) for half in (torch.bfloat16, torch.float16))
     return any(torch.equal(layer(row[None]), layer(half[None])) for half in halves)

@@ -115,7 +115,6 @@ def _prefix_length(config: Any) -> int:
 
 
 def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
-    """Whether `model`, run like `language` with a candidate capability, gives the logits of its own forward."""
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
         tried = language.with_capability(model, candidate)

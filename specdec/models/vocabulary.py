@@ -129,7 +129,6 @@ def likeliest(
 
 
 def ends_of(language: LanguageModel) -> Sequence[int]:
-    """The tokens that end a text."""
     found = getattr(language.model.generation_config, "eos_token_id", None)
     ends = [found] if isinstance(found, int) else found or []
     return [token for token in ends if token < language.vocab_size]

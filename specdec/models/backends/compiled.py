@@ -110,7 +110,6 @@ class CompiledForward:
 
     @property
     def ready(self) -> bool:
-        """Whether passes can run."""
         return self._passes is not None
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -25,7 +25,6 @@ _RELEASED = ("builtins", "torch", "transformers")  # packages whose versions are
 
 
 def code_key(model: RaggedModel, widths: Widths, states: int) -> str:
-    """A digest of all that compiled code depends on."""
     config = model.model.config.to_json_string(use_diff=False)
     parts = [
         torch.__version__,

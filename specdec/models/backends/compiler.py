@@ -62,7 +62,6 @@ class KeptCode:
 
     @property
     def exists(self) -> bool:
-        """Whether there is code."""
         return self.code.exists()
 
     def check(self) -> None:
@@ -90,7 +89,6 @@ class KeptCode:
             return 0.0
 
     def add_seconds(self, seconds: float) -> None:
-        """Adds to `seconds`, where the folder can be written to."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._seconds.open("a") as file:
@@ -159,7 +157,6 @@ class KeptCode:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, by all of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -266,7 +263,6 @@ def _make_room(new: Path) -> None:
 
 
 def _main(folder: Path, lock: int) -> None:
-    """Compiles the model in `folder`, in a process of its own, which ends with the `lock`."""
     os.set_inheritable(lock, False)
     with suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out

@@ -24,8 +24,6 @@ _JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionar
 
 
 class _Last(threading.local):
-    """The last input of a joint layer in this thread, and its output."""
-
     last: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[_Last], tuple[()]]:
@@ -104,5 +102,4 @@ def join(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _addresses(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
-    """The addresses of all tensors of these layers."""
     return tuple(tensor.data_ptr() for layer in layers for tensor in layer.buffers())

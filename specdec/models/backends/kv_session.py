@@ -12,7 +12,6 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
-from specdec.models.backends.outputs import ragged_logits
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
@@ -57,7 +56,6 @@ class KvSession(KvCache, Session):
             return self._general(works, hidden, attentions)
 
     def _general(self, works: Sequence[Work], hidden: bool | Sequence[int], attentions: bool) -> list[Logits]:
-        """A pass over rows and trees of any shape."""
         rows = [self.row(work.row) for work in works]
         check_works(works, [row.columns.pending for row in rows])
         if attentions:
@@ -92,7 +90,6 @@ class KvSession(KvCache, Session):
     def _run_ragged(
         self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
     ) -> dict[int, Logits]:
-        """One ragged pass over the new nodes of all rows."""
         works, row_indices = [row.work for row in rows], [row.row_index for row in rows]
         for row in rows:
             self.buffers.extend(row.row_index, row.columns.top + row.work.num_new)
@@ -106,10 +103,15 @@ class KvSession(KvCache, Session):
             inputs = replace(inputs, ids=torch.cat([work.embeds for work in works if work.embeds is not None])[None])
         logits, states = ragged(inputs, *self._pairs(ragged), hidden)
         self._ragged_passes += 1
-        return {out.work.row: out for out in ragged_logits(logits, states or None, works, self.passes)}
+        found, begin, kept = dict[int, Logits](), 0, 0
+        for work in works:
+            end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
+            hidden_states = tuple(None if layer is None else layer[begin:end] for layer in states) or None
+            found[work.row] = Logits(work, own, hidden_states=hidden_states, passes=(self.passes,))
+            begin, kept = end, kept + work.num_logits
+        return found
 
     def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
-        """What these rows of the buffers see of their encoders."""
         return None if self.cross is None else [self.cross.seen(row_index) for row_index in row_indices]
 
     def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 from specdec.core.tree import EMPTY
 from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
-from specdec.models.backends.outputs import LogitNodes, padded_logits
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
 from specdec.models.cache.layout import AttentionView, Layout
-from specdec.models.hf.private_api import TAKES_MASKS, attention_of
+from specdec.models.hf.private_api import TAKES_MASKS, attention_of, returned
 from specdec.models.hf.spec import ModelSpec
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
@@ -59,7 +58,6 @@ class PaddedPasses:
         return found
 
     def _spans(self, parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
-        """Spans `(first, last)` of rows in the buffers; each is one padded pass."""
         order = sorted(parts)
         if len(order) == 1:
             return [(order[0], order[0])]
@@ -70,46 +68,31 @@ class PaddedPasses:
         return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
 
     def _cheapest(self, order: list[int], parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
-        """The spans that cover these rows at the least cost, in bytes read (dynamic programming over their ends).
+        """Spans that cover these rows: each row joins the span before it where that costs fewer bytes to read.
 
         A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
         nodes of the widest. No span writes padding beyond the bounds of the buffers.
         """
         room = math.inf if self._cache.buffers.bounds is None else self._cache.buffers.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        tops, nodes = [parts[index].columns.top for index in order], [parts[index].work.num_new for index in order]
-        reach = [top + size for top, size in zip(tops, nodes, strict=True)]
-        idle = [max((row.columns.top for row in self._cache.rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
-        def padded(rows: int, longest: int, widest: int) -> float:
-            return rows * (longest * column + widest * weights / _NODES)
+        def cost(first: int, last: int) -> float:
+            """What a pass over these rows costs beside the weights; infinite beyond the bounds."""
+            works = [parts[index].work.num_new if index in parts else 0 for index in range(first, last + 1)]
+            tops, widest = [row.columns.top for row in self._cache.rows[first : last + 1]], max(works)
+            if first < last and max(tops) + widest > room:
+                return math.inf
+            return len(works) * (max(map(sum, zip(tops, works, strict=True))) * column + widest * weights / _NODES)
 
-        needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
-        if not order:
-            return []
-        in_one = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
-        if in_one - needed <= weights and max(tops + idle) + max(nodes) <= room:
+        if cost(order[0], order[-1]) <= weights + sum(cost(index, index) for index in order):
             return [(order[0], order[-1])]
-        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last span begins
-        for end in range(1, len(order) + 1):
-            top = longest = widest = 0
-            options: list[tuple[float, int]] = []
-            for begin in reversed(range(end)):
-                between = idle[begin] if begin < end - 1 else 0
-                longest, widest = max(longest, reach[begin], between), max(widest, nodes[begin])
-                top = max(top, tops[begin], between)
-                if options and top + widest > room:
-                    break
-                cost = weights + padded(order[end - 1] - order[begin] + 1, longest, widest)
-                options.append((best[begin][0] + cost, begin))
-            best.append(min(options))
-        spans = []
-        end = len(order)
-        while end:
-            begin = best[end][1]
-            spans.append((order[begin], order[end - 1]))
-            end = begin
-        return spans[::-1]
+        spans: list[tuple[int, int]] = []
+        for index in order:
+            if spans and cost(spans[-1][0], index) <= weights + cost(*spans[-1]) + cost(index, index):
+                spans[-1] = spans[-1][0], index
+            else:
+                spans.append((index, index))
+        return spans
 
     def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
         """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
@@ -118,30 +101,28 @@ class PaddedPasses:
         layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
-        kept = LogitNodes.of(layout, [work.num_logits for work in works])
         self._cache.buffers.prepare(layout, first)
-        inputs = self._inputs(works, layout) | extras
-        if self._cache.cross is not None:
-            inputs |= self._cache.cross.inputs(first, first + len(works), self._cache.buffers)
+        inputs, cross = self._inputs(works, layout) | extras, self._cache.cross
+        if cross is not None:
+            inputs |= cross.inputs(first, first + len(works), self._cache.buffers)
+        nodes = list(range(layout.nodes))
         if self._can_keep:
-            inputs["logits_to_keep"] = kept.argument(self._language.device)
+            nodes = _nodes_with_logits(layout, works)
+            is_end = nodes[0] == layout.nodes - len(nodes)
+            inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
         self.passes += 1
-        cross = self._cache.cross
-        found = padded_logits(
-            output,
-            works,
-            layout,
-            kept,
-            self.passes,
-            sliced=self._can_keep,
-            extras=bool(extras),
-            frames=[] if cross is None else [cross.frames(part.row_index) for part in here],
-        )
-        return {out.work.row: out for out in found}
+        found: dict[int, Logits] = {}
+        for row, (part, work) in enumerate(zip(here, works, strict=True)):
+            begin = nodes.index(work.num_new - work.num_logits) if work.num_logits else 0
+            own = output.logits[row, begin : begin + work.num_logits]
+            more = {}
+            if extras:
+                more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
+            found[work.row] = Logits(work, own, passes=(self.passes,) if work.num_new else (), **more)
+        return found
 
     def _idle(self, row_index: int) -> RowNodes:
-        """A row within a span that has nothing to do."""
         row = self._cache.rows[row_index]
         pending = row.columns.pending
         tree = row.tree.part(range(pending)) if pending else EMPTY
@@ -193,3 +174,20 @@ class PaddedPasses:
             context = language.looked_up(view.positions, view.key_positions)
         with context:
             return language.model(**inputs)
+
+
+def _nodes_with_logits(layout: Layout, works: Sequence[Work]) -> list[int]:
+    """The padded nodes with logits of some row, in order; never none, as transformers takes 0 for all."""
+    sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
+    return sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
+
+
+def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[str, Any]:
+    """Hidden states and attentions of a row, which sees `frames` positions of its encoder."""
+    size, columns = layout.sizes[row], layout.row_columns(row)
+    extras = {
+        "hidden_states": [None if layer is None else layer[row, :size] for layer in returned(output, "hidden_states")],
+        "attentions": [layer[row, :, :size, columns] for layer in returned(output, "attentions")],
+        "cross_attentions": [layer[row, :, :size, :frames] for layer in returned(output, "cross_attentions")],
+    }
+    return {name: tuple(layers) for name, layers in extras.items() if layers}

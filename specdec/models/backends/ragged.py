@@ -21,7 +21,7 @@ from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs, RaggedModel
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.hf.private_api import gives_hidden_states
+from specdec.models.hf.private_api import gives_hidden_states, returned
 from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.probe import trial_encoding
@@ -73,7 +73,6 @@ class RaggedForward:
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
 
     def compilation(self) -> CompiledForward:
-        """The compiled passes of this model, before `start`."""
         return CompiledForward(self.model, self.widths, self.states, self.joined)
 
     def joined(self) -> RaggedModel:
@@ -129,7 +128,7 @@ class RaggedForward:
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
         returns = gives_hidden_states(language.decoder)
         output = own(**given, use_cache=True, output_hidden_states=returns)
-        self.states = len(output.get("hidden_states") or output.get("decoder_hidden_states") or ())
+        self.states = len(returned(output, "hidden_states"))
         self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
@@ -148,7 +147,6 @@ class RaggedForward:
 
 
 def _obstacle(language: ModelSpec) -> str | None:
-    """Why a model has no ragged passes, if that is known beforehand."""
     capability = language.capability
     if language.is_offloaded:
         return "has weights that are read for each pass"

@@ -24,7 +24,7 @@ from specdec.models.backends.order_free_activations import make_order_free
 from specdec.models.backends.ragged_inputs import RaggedInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.hf.positions import Lookup
-from specdec.models.hf.private_api import hidden_states_of
+from specdec.models.hf.private_api import hidden_states_of, returned
 from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.hf.spec import ModelSpec
 
@@ -58,7 +58,6 @@ class PassInputs(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, in the order of the fields."""
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
         return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
 
@@ -171,8 +170,8 @@ class RaggedModel(nn.Module):
                 output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         finally:
             _running.cross = held
-        hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
-        return output.logits if self._keeps else output.logits[:, given.kept], hidden
+        logits = output.logits if self._keeps else output.logits[:, given.kept]
+        return logits, returned(output, "hidden_states")
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""

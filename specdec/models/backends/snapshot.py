@@ -23,7 +23,7 @@ from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
 from specdec.models.cache.session import Session, check_paths, check_works
 from specdec.models.encoding import Encoding
-from specdec.models.hf.private_api import hidden_states_of
+from specdec.models.hf.private_api import hidden_states_of, returned
 from specdec.models.hf.spec import ModelSpec
 
 _LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
@@ -91,7 +91,6 @@ class _Row:
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
     def copy(self) -> _Row:
-        """An independent copy."""
         # The snapshot is shared: restoring copies its tensors.
         return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=copy.deepcopy(self.cache))
 
@@ -292,13 +291,14 @@ class ReplaySession(Session):
         self.passes += 1
         row.cache = output.get(self._cache_name) if self._language.capability.cache_kind == "replay" else None
         row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
-        hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
-        attentions = output.get("attentions") or output.get("decoder_attentions") or ()
+        hidden = returned(output, "hidden_states")
         return {
             "logits": output.logits[0, -kept:],
             "hidden_states": tuple(None if layer is None else layer[0, -kept:] for layer in hidden),
-            "attentions": tuple(layer[0, :, -kept:] for layer in attentions),
-            "cross_attentions": tuple(layer[0, :, -kept:] for layer in output.get("cross_attentions") or ()),
+            **{
+                name: tuple(layer[0, :, -kept:] for layer in returned(output, name))
+                for name in ("attentions", "cross_attentions")
+            },
         }
 
     def _spans(self, row: _Row, count: int) -> Tensor | None:
@@ -340,11 +340,9 @@ class ReplaySession(Session):
 
 
 def _from(layers: Sequence[Tensor | None], first: int) -> tuple[Tensor | None, ...]:
-    """Each layer's `[..., nodes, width]` from node `first` on."""
     return tuple(None if layer is None else layer[..., first:, :] for layer in layers)
 
 
 def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    """One layer's hidden states of all nodes; None for layers that were not requested."""
     known = [node for node in nodes if node is not None]
     return torch.stack(known) if known else None

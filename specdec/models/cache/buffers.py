@@ -26,7 +26,6 @@ Prefix = list[Pair]
 
 
 def prefix_bytes(prefix: Prefix) -> int:
-    """Bytes of these keys and values."""
     return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
 
 
@@ -94,7 +93,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         return moved[0], moved[1]
 
     def forget(self) -> None:
-        """Frees the buffers."""
         self.buffers, self.is_initialized = None, False
 
 
@@ -181,7 +179,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
         return self._pairs
 
     def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows."""
         self._written += [0] * (rows - len(self._written))
         if rows <= self.row_capacity:
             return

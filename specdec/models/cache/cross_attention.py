@@ -65,7 +65,6 @@ class CrossAttention:
         self._tables: dict[int, list[int]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        """Appends one row per encoding."""
         first, count = len(self._encodings), len(encoding)
         self.buffers.reserve(first + count)
         self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]

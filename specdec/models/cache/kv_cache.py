@@ -153,7 +153,6 @@ class KvCache(Cache):
         return self._numbers
 
     def index(self, number: int) -> int:
-        """The row's index in the buffers."""
         return self._index[number]
 
     def row(self, number: int) -> Row:

@@ -72,7 +72,6 @@ class ColumnMap:
 
     @property
     def length(self) -> int:
-        """Tokens of text."""
         return self.base + self.text
 
     @property
@@ -82,11 +81,9 @@ class ColumnMap:
 
     @property
     def pending(self) -> int:
-        """The number of nodes in pending branches."""
         return len(self.scattered) - self.text
 
     def copy(self) -> ColumnMap:
-        """An independent copy."""
         return replace(self, scattered=list(self.scattered), parents=list(self.parents))
 
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:

@@ -57,7 +57,6 @@ def module_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[nn.Modu
 
 
 def set_module_state(state: list[tuple[nn.Module, str, Any]]) -> None:
-    """Restores the values from `module_state`."""
     for module, name, value in state:
         setattr(module, name, value)
 

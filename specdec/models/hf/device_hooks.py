@@ -30,7 +30,6 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def execution_devices(model: nn.Module) -> set[torch.device]:
-    """The devices of the hooks of a model's modules."""
     return {device for module in model.modules() for device in _devices(module)}
 
 
@@ -63,7 +62,6 @@ class Home:
 
     @property
     def folder(self) -> str:
-        """The folder of the loader's files, for entries that name no file."""
         folder: str = self.loader.save_folder
         return folder
 

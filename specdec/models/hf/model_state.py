@@ -57,7 +57,6 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """The state of a model; never raises."""
         return _Reading(model).state
 
     def changed(self, since: ModelState) -> list[str]:
@@ -67,7 +66,6 @@ class ModelState:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of all parts."""
         return _digest([getattr(self, one.name) for one in fields(self)])
 
 
@@ -282,7 +280,6 @@ def float32_is_rounded(device: torch.device) -> bool:
 
 @cache
 def _device_types() -> tuple[str, ...]:
-    """The device types of this machine."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if here is None else ("cpu", here.type)
 

@@ -19,8 +19,6 @@ CHANGING = threading.Lock()  # held while attributes of modules are replaced
 
 
 class _Wanted(threading.local):
-    """Replacements of methods in one thread."""
-
     def __init__(self) -> None:
         self.methods: dict[Method, Callable[..., Any]] = {}
 

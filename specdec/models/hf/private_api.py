@@ -42,6 +42,11 @@ def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
     return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
 
 
+def returned(output: Any, name: str) -> Sequence[Any]:
+    """The states or attentions of this name in an output, one per layer: encoder-decoders prefix their decoder's."""
+    return output.get(name) or output.get(f"decoder_{name}") or ()
+
+
 def gives_hidden_states(decoder: Any) -> bool:
     """Whether a decoder returns hidden states: by an argument, or by hooks that newer classes declare."""
     return "output_hidden_states" in inspect.signature(decoder.forward).parameters or "hidden_states" in (

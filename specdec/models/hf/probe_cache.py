@@ -46,7 +46,6 @@ def _releases() -> str:
 
 
 def _path() -> Path | None:
-    """The file; None without a home folder."""
     if named := os.environ.get("SPECDEC_PROBES"):
         return Path(named)
     try:

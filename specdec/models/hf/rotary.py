@@ -76,7 +76,6 @@ def _merged(here: Tensor, new: Any, old: Any) -> Any:
 
 
 def _as_built(module: nn.Module) -> Any:
-    """A copy of a rotary module in its initial state."""
     other: Any = copy.copy(module)
     other.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     suffix = "original_inv_freq"

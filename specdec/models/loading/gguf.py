@@ -74,7 +74,6 @@ class GgufFile(Quantizer):
 
 
 def _pack(model: Any, reader: Any) -> Callable[[], None]:
-    """Packs layers; returns the undoing."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
     tensor_name, undo = _names(reader), list[Callable[[], None]]()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
@@ -94,7 +93,6 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:
-    """The path of the file, downloaded from the hub if need be."""
     path = Path(folder, name)
     if Path(folder).is_dir() and not path.is_file():
         others = ", ".join(sorted(str(other.relative_to(folder)) for other in Path(folder).rglob("*.gguf")))
@@ -108,7 +106,6 @@ def _located(folder: str, name: str, revision: str | None) -> Path:
 
 
 def _opened(path: Path) -> Any:
-    """A reader that maps the file's tensors into memory."""
     from gguf import GGUFReader
 
     try:
@@ -176,7 +173,6 @@ def _in_order_of(weight: Tensor, blocks: Quantized) -> Quantized | None:
 
 
 def _alike(mine: Tensor, weight: Tensor) -> bool:
-    """Whether two weights are equal but for rounding."""
     most = _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max()
     return bool((mine - weight).abs().max() <= most)
 

@@ -97,7 +97,6 @@ class WeightOnly(Quantizer):
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """The replacement of a layer with this `weight` `[out, in]`."""
         if self._fits(weight) and kernels.available():
             return kernels.pack(kernels.to_int8(weight), bias)
         return Int8Linear(weight, bias)

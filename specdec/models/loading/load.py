@@ -146,7 +146,6 @@ def _check_devices(how: Loading) -> None:
 
 
 def _places(how: Loading) -> list[Any]:
-    """The places that `device_map` names."""
     if how.device_map is None:
         return []
     return list(how.device_map.values()) if isinstance(how.device_map, Mapping) else [how.device_map]
@@ -232,7 +231,6 @@ def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
 
 
 def _computes_on_cpu(how: Loading) -> bool:
-    """Whether a model that is loaded so runs its passes on the CPU."""
     if how.offload is None and how.device_map is None:
         return torch.get_default_device().type == "cpu"
     if not torch.accelerator.is_available():

@@ -117,7 +117,6 @@ def keep(model: Any, how: Loading, folder: Path | None) -> None:
 
 
 def _writable(folder: Path) -> set[Path]:
-    """The content of the folder, which is made if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -68,7 +68,6 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The one device of the model."""
     devices = execution_devices(model)
     if len(devices) > 1:
         raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
@@ -97,7 +96,6 @@ def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
 
 
 def _module_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The model's outermost module lists."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{o}.") for o in outer):
@@ -106,7 +104,6 @@ def _module_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
-    """Every weight on disk, with its name."""
     stored = find(model)
     for prefix, module in model.named_modules():
         for home in (module._parameters, module._buffers):

@@ -45,7 +45,6 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, data: Tensor) -> Tensor:

@@ -29,16 +29,13 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self.placeholder.nbytes
 
     def put(self, tensor: Tensor) -> None:
-        """Sets the module's weight."""
         parameter = isinstance(self.placeholder, nn.Parameter)
         self.home[self.leaf] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
     def take(self) -> None:
-        """Restores the placeholder."""
         self.home[self.leaf] = self.placeholder
 
 
@@ -75,7 +72,6 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.raw.nbytes + (0 if self.ready is None else self.ready.nbytes)
 
     @staticmethod
