@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -166,7 +165,9 @@ def test_a_cache_that_cannot_be_written_to(
         decode(language)
         assert not language.wait_until_compiled(PATIENCE)
     [line] = caplog.messages
-    assert "cannot be written to (Not a directory)" in line
+    assert line.endswith(
+        "cannot be written to (Not a directory): change that, or name another folder in SPECDEC_COMPILED"
+    )
 
 
 def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,27 +230,3 @@ def test_the_compiler_outlives_the_program(cache: Path, caplog: pytest.LogCaptur
         "passes.pt2",
         "seconds",
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_after_a_killed_compiler(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing half is loaded, and the next one succeeds."""
-    language = owned()
-    decode(language)
-    until(lambda: bool([*cache.glob("*/tmp*/cache")]))
-    [folder] = cache.glob("*/tmp*")
-    [process] = [
-        int(entry.name)
-        for entry in Path("/proc").glob("[0-9]*")
-        if str(folder).encode() in (entry / "cmdline").read_bytes() and entry.name != str(os.getpid())
-    ]
-    os.kill(process, signal.SIGKILL)
-    assert not language.wait_until_compiled(PATIENCE)
-    assert caplog.messages[-1].endswith("their compiler was killed")
-    compiled_module._tell.cache_clear()
-    again = owned()
-    text = decode(again)
-    assert again.wait_until_compiled(500)
-    assert decode(again) == text
-    assert not [*cache.glob("*/tmp*")]

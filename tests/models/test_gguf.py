@@ -97,19 +97,15 @@ def test_drafts_leave_the_text_alone(types: str, tmp_path: Path) -> None:
     assert with_draft.drafter.models[0].backend == "packed"
 
 
-def test_eager_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """To the last bit, and so is a model where there are no kernels."""
+def test_eager_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, and so is a model where there are no kernels: every pass would have to unpack its blocks."""
     path = saved_gguf(tmp_path / "model.gguf")
     language = load(path, Loading(backend="eager"))
     assert language.backend == "eager"
-    assert torch.equal(logits(language.model), logits(as_transformers_reads(path)))
-
-
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Floats are faster than blocks that every pass unpacks."""
+    expected = logits(as_transformers_reads(path))
+    assert torch.equal(logits(language.model), expected)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    path = saved_gguf(tmp_path / "model.gguf")
-    assert torch.equal(logits(load(path).model), logits(as_transformers_reads(path)))
+    assert torch.equal(logits(load(path).model), expected)
 
 
 @needs_kernels

@@ -73,17 +73,6 @@ def test_assisted_equals_plain(name: str, way: str, tmp_path: Path) -> None:
         assert out.sequences.tolist() == plain.sequences.tolist(), kind
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_offloading_keeps_the_text(name: str, tmp_path: Path) -> None:
-    """Read from disk, the weights are the same; layers are away, what lies outside of them is not."""
-    inputs = prompt_for(name)
-    expected = SpecGenerator(tiny(name)).generate(**inputs, **OPTIONS).sequences.tolist()
-    target = load(saved(name, tmp_path / "model"), WAYS["disk"])
-    assert SpecGenerator(target, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
-    assert not target.model.get_input_embeddings().weight.is_meta
-    assert all(p.is_meta for p in next(m for n, m in target.model.named_modules() if n.endswith(".0")).parameters())
-
-
 def test_offloading_needs_some_memory(tmp_path: Path, temporary: Path) -> None:
     """What lies outside the layers, and one layer at a time, must fit; nothing is left behind."""
     with pytest.raises(OptionError, match="`max_memory` must be at least"):
@@ -94,7 +83,10 @@ def test_offloading_needs_some_memory(tmp_path: Path, temporary: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [48, 40])
 def test_int8_weights(dtype: torch.dtype, width: int) -> None:
-    """The layer is close to what it replaces, also where torch's kernel would read beyond its rows (40 columns)."""
+    """The layer is close to what it replaces, also where torch's kernel would read beyond its rows (40 columns).
+
+    A row of a short pass in bfloat16 is what it is alone, bit for bit: drafts cannot even change the rounding.
+    """
     torch.manual_seed(0)
     linear = torch.nn.Linear(width, 24, dtype=dtype)
     quantized = Int8Linear(linear.weight, linear.bias)
@@ -103,14 +95,10 @@ def test_int8_weights(dtype: torch.dtype, width: int) -> None:
         wanted, got = linear(x).float(), quantized(x).float()
         assert got.shape == wanted.shape
         assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
-
-
-def test_int8_rows_are_bit_identical_in_half_precision() -> None:
-    """A row of a short pass is what it is alone, to the last bit, so that drafts cannot even change the rounding."""
-    torch.manual_seed(0)
-    quantized = Int8Linear(torch.randn(64, 192, dtype=torch.bfloat16), None)
-    x = torch.randn(9, 192, dtype=torch.bfloat16)
-    assert torch.equal(quantized(x), torch.cat([quantized(row[None]) for row in x]))
+    x = torch.randn(9, width, dtype=dtype)
+    assert (dtype, width) != (torch.bfloat16, 48) or torch.equal(
+        quantized(x), torch.cat([quantized(row[None]) for row in x])
+    )
 
 
 def test_what_int8_weight_leaves(tmp_path: Path) -> None:
@@ -315,13 +303,6 @@ def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network is named, not the name. (It was to be checked, or the checkpoint converted.)"""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(LoadError, match="hub cannot be reached"):
-        load("somebody/a-model-that-nobody-has")
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names for which a hub was asked, one that is away."""
@@ -342,10 +323,7 @@ def test_a_hub_out_of_reach_is_asked_once(asked: list[str], target: str, draft: 
     with pytest.raises(LoadError, match=r"`draft` 'some/draft' .*hub cannot be reached"):
         SpecGenerator.from_pretrained(target, draft)
     assert asked == ["some/draft"]
-
-
-def test_a_hub_out_of_reach_of_a_call(asked: list[str]) -> None:
-    """The same of a draft that a call names."""
+    asked.clear()
     generator = SpecGenerator.from_pretrained("zoo:python-code")
     with pytest.raises(LoadError, match=r"`assistant_model` 'some/draft' .*hub cannot be reached"):
         generator.generate("a", max_new_tokens=2, assistant_model="some/draft")
@@ -497,18 +475,21 @@ def test_devices_that_are_not_here(place: Any) -> None:
         load("no-such-model", Loading(device_map=place))
 
 
-@pytest.mark.parametrize("source", ["/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent")])
-def test_a_folder_that_is_not_there(source: Any) -> None:
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        *(
+            (source, "`draft` must be .*nonexistent'?: there is no such folder")
+            for source in ("/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent"))
+        ),
+        (__file__, "it is a file"),
+        (3, "hub name"),
+    ],
+)
+def test_what_is_no_folder(source: Any, told: str) -> None:
     """It was advised to check the name, or to convert to safetensors."""
-    with pytest.raises(OptionError, match=r"`draft` must be .*nonexistent'?: there is no such folder"):
+    with pytest.raises(OptionError, match=told):
         load(source, name="draft")
-
-
-def test_what_is_no_folder() -> None:
-    """A file, and what is no name."""
-    for source, said in ((__file__, "it is a file"), (3, "hub name")):
-        with pytest.raises(OptionError, match=said):
-            load(source)
 
 
 def test_a_misspelt_word() -> None:

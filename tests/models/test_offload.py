@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from transformers import AutoModelForCausalLM
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from tests.matrix import endless
@@ -55,20 +54,6 @@ def test_offloaded_later() -> None:
         language = LanguageModel(model)
         cpu_offload(model, execution_device=CPU)
         assert SpecGenerator(language, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
-
-
-OUTSIDE = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
-
-
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {**OUTSIDE, "model.layers": "disk"}], ids=["all", "layers"])
-def test_loaded_to_disk(device_map: dict[str, str], tmp_path: Path) -> None:
-    """A device map that leaves weights on disk."""
-    whole, inputs = tiny("llama"), prompt_for("llama")
-    expected = reference(whole, inputs, max_new_tokens=8).tolist()
-    whole.save_pretrained(tmp_path / "model")
-    places = {"device_map": device_map, "offload_folder": tmp_path / "off"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **places)
-    check(model, inputs, expected, whole)
 
 
 def test_what_offloading_rules_out() -> None:

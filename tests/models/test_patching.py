@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,21 +134,6 @@ def test_replaced_meanwhile() -> None:
     with overridden({(module, "forward"): lambda x: 1}):
         module.forward = later = lambda x: 9  # type: ignore[method-assign, assignment]
     assert vars(module)["forward"] is later
-
-
-def test_many_threads() -> None:
-    """Passes of many threads that come and go: everyone sees its own, and nothing is left."""
-    module = Doubling()
-
-    def run(number: int) -> None:
-        for _ in range(300):
-            with overridden({(module, "forward"): lambda x: number}):
-                assert module(5) == number
-            assert module(5) == 10
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(run, range(100, 106)))
-    assert "forward" not in vars(module)
 
 
 @pytest.mark.parametrize("name", ["t5", "bloom", "llama"])

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import functools
-import random
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from packaging import version
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.padded import PaddedPasses
-from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, seen_columns
 from specdec.models.cache.cross_attention import CrossAttention
-from specdec.models.cache.layout import AttentionKind, ColumnMap
 from specdec.models.hf.shallow_copy import shallow_copy
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
@@ -210,99 +203,3 @@ def test_threads_share_a_model() -> None:
         thread.join()
     assert len(worst) == 15
     assert max(worst) < 2e-4
-
-
-# --- tables
-
-
-KINDS = [AttentionKind("all"), AttentionKind("window", window=3), AttentionKind("chunk", chunk=4)]
-
-
-class Played:
-    """A row whose every column knows the path of ids that led to its node: a node sees the beginnings of its own."""
-
-    def __init__(self, row_index: int, base: int, source: random.Random) -> None:
-        self.row_index, self.random, self.ids = row_index, source, base
-        self.map, self.pending, self.text = ColumnMap(base=base, top=base), Tree([], []), tuple(range(base))
-        self.columns = {column: self.text[: column + 1] for column in range(base)}
-        self.held: list[tuple[int, ...]] = []  # paths of pending branches
-
-    def grow(self) -> RowNodes:
-        parents, self.paths = list(self.pending.parents), list(self.held)
-        chain = self.random.random() < 0.4
-        for i in range(self.random.randrange(1, 40 if self.random.random() < 0.2 else 6)):
-            parents.append(len(parents) - 1 if chain else self.random.randrange(-1, len(parents)))
-            self.paths.append((self.text if parents[-1] < 0 else self.paths[parents[-1]]) + (self.ids,))
-            self.columns[self.map.top + i] = self.paths[-1]
-            self.ids += 1
-        self.tree = Tree([path[-1] for path in self.paths], parents)
-        count, cached = self.random.randrange(len(parents) - len(self.held) + 1), len(self.held)
-        return RowNodes(self.row_index, self.map, Work(self.row_index, self.tree, count, num_cached=cached))
-
-    def seen(self, kind: AttentionKind) -> list[set[int]]:
-        return [
-            {c for c, own in self.columns.items() if self._sees(kind, path, own)}
-            for path in self.paths[len(self.held) :]
-        ]
-
-    def settle(self) -> None:
-        """Some branches stay, and the text goes on by what they share."""
-        paths = [self.tree.path(self.random.randrange(-1, len(self.paths))) for _ in range(2)]
-        shared = 0
-        while len({tuple(path[: shared + 1]) for path in paths}) == 1 and shared < len(paths[0]):
-            shared += 1
-        chain = paths[0][:shared]
-        nodes = chain + sorted({node for path in paths for node in path} - set(chain))
-        self.text = self.paths[chain[-1]] if chain else self.text
-        self.held, self.pending = [self.paths[node] for node in nodes[shared:]], self.tree.part(nodes, shared)
-        self.map.keep(self.tree, nodes, shared)
-        moves = self.map.compact(self.random.choice([-1, 0, 3, 64]))
-        moved = {target: self.columns[source] for source, target in moves}
-        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.map.top}
-
-    @staticmethod
-    def _sees(kind: AttentionKind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
-        query, key = len(path) - 1, len(own) - 1
-        if kind.window is not None and key <= query - kind.window:
-            return False
-        if kind.chunk is not None and key // kind.chunk != query // kind.chunk:
-            return False
-        return path[: len(own)] == own
-
-
-def decoded(line: list[int]) -> set[int]:
-    """The columns that the end of a table's line names: a range, and words of bits behind it."""
-    first, base, *words = line
-    bits = {base + 32 * w + j for w, word in enumerate(words) for j in range(32) if word >> j & 1}
-    return bits | set(range(first, base))
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), bases=st.lists(st.integers(0, 9), min_size=1, max_size=3))
-def test_tables(seed: int, bases: list[int]) -> None:
-    """Random rows over several rounds: places, columns, positions, what is seen, and which logits are kept."""
-    source = random.Random(seed)
-    rows = [Played(row_index, base, source) for row_index, base in enumerate(bases)]
-    for _ in range(4):
-        here = source.sample(rows, source.randrange(1, len(rows) + 1))
-        nodes = [row.grow() for row in here]
-        inputs = RaggedInputs.of(nodes, KINDS, torch.device("cpu"))
-        paths = [path for row in here for path in row.paths[len(row.held) :]]
-        assert inputs.ids.tolist() == [[path[-1] for path in paths]]
-        assert inputs.positions.tolist() == [[len(path) - 1 for path in paths]]
-        tops = [(row.row_index, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
-        for kind, table in zip(KINDS, inputs.tables, strict=True):
-            assert table.dtype == torch.int32
-            assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops
-            assert [decoded(own[2:]) for own in table[0, 0].tolist()] == [s for row in here for s in row.seen(kind)]
-        ends = np.cumsum([row.work.num_new for row in nodes])
-        kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.work.num_logits, end)]
-        assert inputs.kept.tolist() == (kept or [ends[-1] - 1])
-        for row in here:
-            row.settle()
-
-
-@given(seen=st.lists(st.booleans(), max_size=150))
-def test_seen_columns(seen: list[bool]) -> None:
-    """Any columns, none and all of them too."""
-    assert decoded(seen_columns(np.array(seen, dtype=bool))) == {column for column, own in enumerate(seen) if own}

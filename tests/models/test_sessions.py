@@ -77,13 +77,6 @@ def test_early_exit_is_the_first_layers() -> None:
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [0, 2, 9])
-def test_early_exit_needs_fewer_layers(layers: int) -> None:
-    """As many layers as there are, or none, is not an early exit."""
-    with pytest.raises(OptionError, match="layers"):
-        LanguageModel(tiny("llama")).early_exit(layers)
-
-
 @pytest.mark.parametrize("name", ["t5", "bart", "bloom", "recurrent_gemma"])
 def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
     """A pass that dies in the middle changes neither the model's own answers nor the session's next ones."""
@@ -197,16 +190,6 @@ def test_eager_attention_is_exact() -> None:
     twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0], [0]])
 
 
-def test_store_grows() -> None:
-    """Text far beyond the first buffers, for rows that were added later too."""
-    twin = Twin(LanguageModel(tiny("llama")), 1)
-    twin.prefill(127)
-    twin.step([twin.chain(3)], [3], [[0, 1, 2]])
-    twin.add(0)
-    twin.step([twin.chain(1), twin.chain(300)], [1, 1], [[0], list(range(300))])
-    twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2, 4], [5, 6]])
-
-
 def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dead branches leave void columns behind, which are closed up once there are many; results stay exact."""
     twin = Twin(LanguageModel(tiny("llama")), 1)
@@ -226,20 +209,6 @@ KINDS = ["llama", "gemma2", "bloom", "t5", "bart", "whisper", "qwen3_next", "mam
 def twin_of(name: str, rows: int = 2) -> Twin:
     language = LanguageModel(tiny(name))
     return Twin(language, rows, language.encode(tiny_inputs(name, rows)) if language.is_encoder_decoder else None)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_forks(name: str) -> None:
-    """A fork holds as much of the text as was asked for, and from then on neither of the two knows of the other."""
-    twin = twin_of(name)
-    twin.prefill(14, 4)
-    for length in (None, 14, 5, 0):
-        twin.fork(0, length)
-    twin.fork(1, 3)
-    twin.step([twin.tree() for _ in twin.rows], [7] * 7, [[0, 2, 4], [5], [0], [5, 6], [0, 1], [], [0, 1, 3]])
-    twin.truncate([8, 2, 15, 10, 1, 0, 3])
-    twin.fork(0, 8)
-    twin.step([twin.chain(2) for _ in twin.rows], [1] * 8, [[0, 1]] * 8)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "bart", "qwen3_next"])
@@ -270,21 +239,6 @@ def test_forks_are_no_longer_than_the_text(name: str) -> None:
     twin.prefill(9)
     with pytest.raises(OptionError, match="at most the 9 tokens"):
         twin.session.fork(twin.rows[0], 10)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_leave_ragged_sets(name: str) -> None:
-    """Another row may move into the gap, with its text, its branches of a pass and its encoder's output."""
-    twin = twin_of(name, 5)
-    twin.prefill(9, 4, 12, 1, 7)
-    for gone in ((1,), (2, 0), (1,), (0,)):
-        twin.leave(*gone)
-        twin.add(3)
-        twin.some([len(twin.rows) - 1])
-        twin.step([twin.tree() for _ in twin.rows], [7] * len(twin.rows), [[0, 2]] * len(twin.rows))
-    twin.leave(*range(len(twin.rows)))
-    twin.add(1)
-    twin.some([0])
 
 
 def test_a_row_with_branches_moves_into_the_gap() -> None:
@@ -440,24 +394,23 @@ def test_store_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     twin.some([0, 1])
 
 
-def test_small_buffers_stay() -> None:
-    """Giving them back would only cost time."""
-    twin = twin_of("llama", 2)
-    twin.prefill(9, 4)
-    full = twin.session.bytes
-    twin.leave(0, 1)
-    assert twin.session.bytes == full > 0
-
-
-@pytest.mark.parametrize(("weights", "passes"), [(1, 5), (50_000, 3), (10**9, 1)])
-def test_a_long_row_is_nobody_s_padding(weights: int, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "chosen", "weights", "passes"),
+    [
+        ([6, 7, 190, 6, 7], range(5), 1, 5),
+        ([6, 7, 190, 6, 7], range(5), 50_000, 3),
+        ([6, 7, 190, 6, 7], range(5), 10**9, 1),
+        ([7, 400, 7], [0, 2], 50_000, 2),  # an idle row between others
+    ],
+)
+def test_a_long_row_is_nobody_s_padding(lengths: list[int], chosen: list[int], weights: int, passes: int) -> None:
     """Short rows share no pass with a long one that would cost them more than the weights, and all texts are right."""
     language = LanguageModel(tiny("llama"))
     language.weight_bytes = weights  # type: ignore[misc]
-    twin = Twin(language, 5)
-    twin.prefill(6, 7, 190, 6, 7)
+    twin = Twin(language, len(lengths))
+    twin.prefill(*lengths)
     before = twin.session.passes
-    twin.some(range(5))
+    twin.some(chosen)
     assert twin.session.passes - before == passes
 
 
@@ -472,17 +425,6 @@ def test_a_long_row_lets_the_others_stay_where_they_are(monkeypatch: pytest.Monk
     twin.step([twin.chain(200), *[twin.chain(1)] * 3], [1] * 4, [list(range(200)), [0], [0], [0]])
     twin.some(range(4))
     assert 200 * twin.language.kv_bytes < session.bytes < 400 * twin.language.kv_bytes
-
-
-def test_an_idle_long_row_between_others() -> None:
-    """Costs them nothing: they run apart rather than over its columns."""
-    language = LanguageModel(tiny("llama"))
-    language.weight_bytes = 50_000  # type: ignore[misc]
-    twin = Twin(language, 3)
-    twin.prefill(7, 400, 7)
-    before = twin.session.passes
-    twin.some([0, 2])
-    assert twin.session.passes - before == 2
 
 
 def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,6 +513,9 @@ def test_bad_input() -> None:
         session.run([Work.text(row, [3])], attentions=True)
     with pytest.raises(OptionError, match="encoding"):
         LanguageModel(tiny("t5")).session().add(1)
+    for layers in (0, 2, 9):
+        with pytest.raises(OptionError, match="layers"):
+            language.early_exit(layers)
 
 
 def test_nothing_to_do() -> None:

@@ -195,20 +195,6 @@ def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
         stream(model)
 
 
-def test_a_file_that_vanishes(tmp_path: Path) -> None:
-    """Before streaming it is a clear error; later on the open file is still there to be read."""
-    whole, model = pair("llama", tmp_path)
-    path = tmp_path / "model" / "model.safetensors"
-    aside = path.rename(tmp_path / "aside")
-    with pytest.raises(LoadError, match="No such file"):
-        stream(model)
-    aside.rename(path)
-    stream(model)
-    path.unlink()
-    for _ in range(2):
-        assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
-
-
 def test_an_exception_in_a_layer(tmp_path: Path) -> None:
     """The pass after it works, and weights are away in between."""
     whole, model = pair("llama", tmp_path)
