@@ -78,7 +78,7 @@ def ragged(name: str = "llama", **options: object) -> RaggedForward:
 
 
 def key(own: RaggedForward) -> str:
-    return code_key(own.model, own.widths, own.states)
+    return code_key(own.model)
 
 
 # --- around the compiler

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import IO, Any
 
 import torch
@@ -26,7 +26,7 @@ from specdec import kernels
 from specdec.core.drafts import Chained, ChainRule
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.compiled_key import code_key
-from specdec.models.backends.compiler import KeptCode, Widths, example, tensors_of
+from specdec.models.backends.compiler import KeptCode, example, tensors_of
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import StepInputs
 from specdec.models.backends.ragged_model import PassInputs, RaggedModel
@@ -44,8 +44,8 @@ class CompiledForward:
     fused, which is compiled.
     """
 
-    def __init__(self, model: RaggedModel, widths: Widths, states: int, join: Callable[[], RaggedModel]) -> None:
-        self._model, self._widths, self._states, self._join = model, widths, states, join
+    def __init__(self, model: RaggedModel, join: Callable[[], RaggedModel]) -> None:
+        self._model, self._join = model, join
         self._passes: Any = None
         self._insists = False
         self._waiting: threading.Thread | None = None
@@ -139,7 +139,7 @@ class CompiledForward:
     @cached_property
     def _code(self) -> KeptCode:
         """The kept code, named by the structure of the model as loaded; raises Lack without a home folder."""
-        return KeptCode(code_key(self._model, self._widths, self._states))
+        return KeptCode(code_key(self._model))
 
     @property
     def _name(self) -> str:
@@ -171,7 +171,7 @@ class CompiledForward:
             raise UnsupportedError(failure or "their compiler was killed")
         if not kernels.available():
             raise UnsupportedError("they need kernels, which are missing")  # the log gives the reason
-        self._code.begin(self._joined, self._widths, self._states, lock)
+        self._code.begin(self._joined, lock)
         remedy = "" if self._insists else f" ({_SWITCH}=0 prevents it)"
         _tell(f"compiling the passes of {self._name} in the background, once: about a minute{remedy}")
         return False
@@ -206,11 +206,9 @@ class CompiledForward:
         # Kept alive as long as the code, which does not own them.
         self._constants = {name: held[name] for name in passes.names()}
         passes.load(self._constants)
-        # a new one for each run, as passes write to buffers
-        given = partial(example, self._joined, self._widths, self._states)
         with torch.no_grad():
-            logits, *states = self._joined(*given()[0])
-        found, *hidden = passes.run(given()[0].tensors)
+            logits, *states = self._joined(*example(self._joined)[0])
+        found, *hidden = passes.run(example(self._joined)[0].tensors)  # anew, as passes write to buffers
         if not alike(found, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return passes

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
-from specdec.models.backends.compiler import WRITTEN, Widths, tensors_of
+from specdec.models.backends.compiler import WRITTEN, tensors_of
 from specdec.models.backends.ragged_model import RaggedModel
 
 _PLAIN = (bool, int, float, str, torch.dtype)
@@ -24,7 +24,7 @@ _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
 _RELEASED = ("builtins", "torch", "transformers")  # packages whose versions are part of the key
 
 
-def code_key(model: RaggedModel, widths: Widths, states: int) -> str:
+def code_key(model: RaggedModel) -> str:
     config = model.model.config.to_json_string(use_diff=False)
     parts = [
         torch.__version__,
@@ -40,7 +40,7 @@ def code_key(model: RaggedModel, widths: Widths, states: int) -> str:
         *(f"{name} {tensor.tolist()}" for name, tensor in tensors_of(model).items() if tensor.numel() <= WRITTEN),
         *(f"{name} {_plain(module)} {_functions(module)}" for name, module in model.named_modules()),
         *(line for line in config.splitlines() if "_name_or_path" not in line),
-        f"{list(widths)} {states}",
+        f"{model.widths} {model.states}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -47,9 +47,6 @@ _DAY = 24 * 3600  # seconds until a failed compiler is tried again without being
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
 _RETURNED = 100  # returned nodes of its first hidden state, one more for each other one
 
-Widths = Sequence[tuple[int, int, int]]
-"""Heads of each layer, and the head widths of its keys and values."""
-
 
 class KeptCode:
     """The compiled code of one structure, which `key` names, and what is known of it; raises Lack without a folder."""
@@ -107,7 +104,7 @@ class KeptCode:
         with suppress(OSError):
             self._failed.write_text(reason, "utf-8")
 
-    def begin(self, model: RaggedModel, widths: Widths, states: int, lock: IO[str]) -> None:
+    def begin(self, model: RaggedModel, lock: IO[str]) -> None:
         """Starts the process that compiles `model`, and hands it the `lock` that is held; raises Lack and OSError."""
         _limit()
         program = kernels.compiler()
@@ -117,7 +114,7 @@ class KeptCode:
             shutil.rmtree(stale, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            torch.save((_without_weights(model), widths, states), folder / "model.pt")
+            torch.save(_without_weights(model), folder / "model.pt")
             # The same imports as here, but none from the current folder.
             known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
             # Caches of its own, as other processes may leave half-written files.
@@ -163,7 +160,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def example(model: RaggedModel, widths: Widths, states: int) -> tuple[PassInputs, PassInputs]:
+def example(model: RaggedModel) -> tuple[PassInputs, PassInputs]:
     """Inputs of a pass to trace, and in the same places which sizes change."""
     from torch.export import Dim  # loads the compiler
 
@@ -175,9 +172,9 @@ def example(model: RaggedModel, widths: Widths, states: int) -> tuple[PassInputs
     frames = torch.zeros_like(table)
     frames[..., 3] = _FRAMES
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
-    buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
-    projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    returned = [torch.arange(_RETURNED + state) % _NODES for state in range(states)]
+    buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in model.widths]
+    projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in model.widths] if model.has_encoder else []
+    returned = [torch.arange(_RETURNED + state) % _NODES for state in range(model.states)]
     given = PassInputs(
         model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, returned
     )
@@ -185,7 +182,7 @@ def example(model: RaggedModel, widths: Widths, states: int) -> tuple[PassInputs
     of["ids"] = of["positions"] = {1: free}
     of["kept"] = {0: free}
     of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
-    of["returned"] = [{0: free}] * states
+    of["returned"] = [{0: free}] * model.states
     of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
     return given, PassInputs(**of)
 
@@ -274,10 +271,10 @@ def _compile(folder: Path) -> None:
     from torch.fx.experimental import _config as shape_config
 
     kernels.available()
-    model, widths, states = torch.load(folder / "model.pt", weights_only=False)
+    model = torch.load(folder / "model.pt", weights_only=False)
     _move(model, "cpu")
     note_outputs(model)
-    given, sizes = example(model, widths, states)
+    given, sizes = example(model)
     with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(model.eval(), tuple(given), dynamic_shapes={"given": tuple(sizes)}, strict=False)
     made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)

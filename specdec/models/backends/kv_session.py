@@ -116,7 +116,9 @@ class KvSession(KvCache, Session):
 
     def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
         """Buffers of the text, and of the encoders' projections."""
-        return self.buffers.pairs(ragged.widths, self._like), () if self.cross is None else self.cross.buffers.pairs()
+        return self.buffers.pairs(
+            ragged.model.widths, self._like
+        ), () if self.cross is None else self.cross.buffers.pairs()
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]

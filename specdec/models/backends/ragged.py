@@ -32,8 +32,7 @@ _TRIED = 12  # tokens of the trial
 class RaggedForward:
     """A model's ragged passes, on compiled code as soon as that exists.
 
-    `widths` holds the heads of each layer and the head widths of its keys and values; `states` is the number of hidden
-    states. Raises UnsupportedError for models that cannot run so.
+    Raises UnsupportedError for models that cannot run so.
     """
 
     def __init__(self, language: ModelSpec) -> None:
@@ -42,8 +41,6 @@ class RaggedForward:
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
-        self.widths: list[tuple[int, int, int]] = []
-        self.states = 0
         self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
         try:
@@ -73,7 +70,7 @@ class RaggedForward:
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
 
     def compilation(self) -> CompiledForward:
-        return CompiledForward(self.model, self.widths, self.states, self.joined)
+        return CompiledForward(self.model, self.joined)
 
     def joined(self) -> RaggedModel:
         """The model with packed layers fused that read the same input, over the same memory."""
@@ -99,7 +96,7 @@ class RaggedForward:
         """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
         assert self.compiled is not None
         embeddings = self._embeddings
-        returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.states
+        returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.model.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
         return self.compiled.draft_chain(PassInputs.of(inputs, buffers, frames, returned), steps, rules, embeddings)
 
@@ -111,7 +108,7 @@ class RaggedForward:
     def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """The nodes to return of each hidden state: all `count` of `layers`, none of others."""
         none, every = self._none, torch.arange(count if layers else 0, device=self._none.device)
-        return [every if layers is True or (layers and layer in layers) else none for layer in range(self.states)]
+        return [every if layers is True or (layers and layer in layers) else none for layer in range(self.model.states)]
 
     @torch.no_grad()
     def _agrees(self) -> bool:
@@ -128,8 +125,8 @@ class RaggedForward:
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
         returns = gives_hidden_states(language.decoder)
         output = own(**given, use_cache=True, output_hidden_states=returns)
-        self.states = len(returned(output, "hidden_states"))
-        self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
+        self.model.states = len(returned(output, "hidden_states"))
+        self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
         ]

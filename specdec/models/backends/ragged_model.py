@@ -119,10 +119,15 @@ class _Text(Cache):  # type: ignore[misc]
 
 
 class RaggedModel(nn.Module):
-    """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations."""
+    """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
+
+    `widths` holds the heads of each layer and the head widths of its keys and values, `states` is the number of hidden
+    states; both are known after a first pass.
+    """
 
     def __init__(self, language: ModelSpec) -> None:
         super().__init__()
+        self.widths, self.states = list[tuple[int, int, int]](), 0
         self.model = shallow_copy(language.model, attention=ATTENTION)
         if language.is_strict:
             make_order_free(self.model)
