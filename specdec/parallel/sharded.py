@@ -164,9 +164,6 @@ class LedSession(Shared, Session):
     def length(self, row: int) -> int:
         return self._own.length(row)
 
-    def pending(self, row: int) -> int:
-        return self._own.pending(row)
-
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:

@@ -24,6 +24,7 @@ from specdec.generator.build_request import Call
 from specdec.generator.job import Job
 from specdec.proposers import EarlyExitDraft, FunctionDraft, HybridDraft, ModelDraft, SuffixDraft
 from tests.matrix import STRATEGIES
+from tests.models.exact import num_pending
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
 from tests.tiny import ENCODER_DECODERS, tiny
@@ -245,7 +246,7 @@ def logits(session: Any, slots: list[Any], rows: list[RunningSequence], held: li
     works = []
     for row, length, slot in zip(rows, held, slots, strict=True):
         work = row.works([length] * len(row.batch_seqs))[0]
-        cached = session.pending(slot)
+        cached = num_pending(session, slot)
         count = len(row.tree) - cached or 1
         works.append(replace(work, row=slot, num_cached=cached, num_logits=count))
     with torch.no_grad():

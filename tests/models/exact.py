@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.models import Encoding, LanguageModel, Session
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.probe import reference
+from tests.tiny import tiny, tiny_inputs
 
 TOLERANCE = 2e-4  # a wrong mask or position shows as 0.03 (Cohere, which scales its logits down) to 10
 SIBLINGS = [-1, 0, 0, 1, 2, -1, 5]
@@ -160,6 +163,30 @@ class Twin:
         assert self.lengths == list(map(len, self.texts))
 
 
+def encoding_for(language: LanguageModel, rows: int, seed: int = 0) -> Encoding | None:
+    """The output of a tiny model's encoder for rows of some input; None without one."""
+    name = language.config.model_type
+    return language.encode(tiny_inputs(name, rows, seed)) if language.is_encoder_decoder else None
+
+
+def twin_of(model: str | LanguageModel, rows: int = 1, seed: int = 0) -> Twin:
+    """Of a model, or the tiny one of this name."""
+    language = model if isinstance(model, LanguageModel) else LanguageModel(tiny(model))
+    return Twin(language, rows, encoding_for(language, rows, seed), seed)
+
+
+def in_threads(run: Callable[[int], object], count: int = 3) -> None:
+    """Runs with each number in a thread of its own, and raises what one of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
+
+
+def num_pending(session: Session, row: int) -> int:
+    """Nodes of the row's branches."""
+    held: Any = session.row(row).columns if isinstance(session, KvSession) else vars(session)["rows"][row]
+    return int(held.pending)
+
+
 def forward(
     session: Session,
     rows: Sequence[int],
@@ -170,7 +197,7 @@ def forward(
 ) -> list[Logits]:
     """One pass over a tree per row, which begins with the row's branches; logits of its last `keep[i]` nodes."""
     given = zip(rows, trees, keep, embeds or [None] * len(rows), strict=True)
-    works = [Work(row, tree, k, num_cached=session.pending(row), embeds=one) for row, tree, k, one in given]
+    works = [Work(row, tree, k, num_cached=num_pending(session, row), embeds=one) for row, tree, k, one in given]
     return session.run(works, **how)
 
 

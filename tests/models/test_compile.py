@@ -31,7 +31,7 @@ from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.compiled_key import code_key
 from specdec.models.backends.compiler import KeptCode, _explained, _without_weights
 from specdec.models.backends.ragged import RaggedForward
-from tests.models.exact import Twin
+from tests.models.exact import Twin, twin_of
 from tests.proposers.fakes import FakeSequence, choosing
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -330,18 +330,12 @@ def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield language
 
 
-def _twin(language: LanguageModel, rows: int, seed: int = 0) -> Twin:
-    name = language.config.model_type
-    encoding = language.encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
-    return Twin(language, rows, encoding, seed)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 class TestCode:
     def test_passes(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """Chains, trees and rows of any number, past the first capacity, and none of it in the backend below."""
-        twin = _twin(language, 3)
+        twin = twin_of(language, 3)
         with monkeypatch.context() as patch:
             patch.setattr(language.ragged.model, "output", None)
             twin.wander()
@@ -352,7 +346,7 @@ class TestCode:
 
     def test_hidden_states(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """They come from the same code: of all layers or some, those of the model's own, beside the same logits."""
-        twin, below = _twin(language, 2), _twin(LanguageModel(language.model, backend="eager"), 2)
+        twin, below = twin_of(language, 2), twin_of(LanguageModel(language.model, backend="eager"), 2)
         for one in (twin, below):
             one.prefill(20, 4)
         trees, keep = [twin.chain(3), twin.tree()], [2, 7]
@@ -374,7 +368,7 @@ class TestCode:
     @pytest.mark.parametrize("prompt", [9, 40])
     def test_chains(self, language: LanguageModel, prompt: int) -> None:
         """A chain in one call makes the guesses of passes one by one, ends where those would, and leaves as much."""
-        twin = _twin(language, 2)
+        twin = twin_of(language, 2)
         twin.prefill(prompt, 4)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
         whole = self.one_by_one(twin, row, text, 6)
@@ -402,7 +396,7 @@ class TestCode:
 
     def test_chains_of_several_rows(self, language: LanguageModel) -> None:
         """Each row's guesses are those of its own chain alone, however long the others are and however they end."""
-        twin = _twin(language, 5)
+        twin = twin_of(language, 5)
         twin.prefill(9, 40, 4, 7, 12)
         session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
         drawn = Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3)
@@ -432,7 +426,7 @@ class TestCode:
     @pytest.mark.parametrize("rule", choosing(64).values(), ids=choosing(64))
     def test_chosen_in_chains(self, language: LanguageModel, rule: GreedyRule) -> None:
         """As the rule picks them, whatever it suppresses, cuts off or draws."""
-        twin = _twin(language, 1)
+        twin = twin_of(language, 1)
         twin.prefill(9)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
         fake = FakeSequence([*range(9), *text], prompt_length=4)
@@ -485,14 +479,14 @@ class TestCode:
         self, language: LanguageModel, name: str, numbers: tuple[float, ...], words: str
     ) -> None:
         """What a rule of somebody's own may tell by mistake is an error."""
-        twin = _twin(language, 1)
+        twin = twin_of(language, 1)
         twin.prefill(9)
         with pytest.raises(ValueError, match=words):
             chained(twin.session, twin.rows[0], [7], ChainRule(2, 64, Choice([Filter(name, numbers)])))
 
     def test_a_chain_of_numbers_that_are_none(self, language: LanguageModel) -> None:
         """A model that overflows has no guess, and says so."""
-        twin = _twin(language, 1)
+        twin = twin_of(language, 1)
         twin.prefill(9)
         weight = language.model.get_output_embeddings().weight
         with torch.no_grad():
@@ -511,7 +505,7 @@ class TestCode:
         again = LanguageModel(tiny(language.config.model_type, seed=1), backend="compiled")
         assert again.ragged.compiled.ready
         for one in (again, language):
-            _twin(one, 2).prefill(9, 4)
+            twin_of(one, 2).prefill(9, 4)
 
     def test_generation_is_the_same(self, language: LanguageModel) -> None:
         """Assisted greedy text does not depend on the backend."""

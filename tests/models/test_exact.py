@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from specdec.models import Encoding, LanguageModel
-from tests.models.exact import Twin
-from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
+from specdec.models import LanguageModel
+from tests.models.exact import Twin, twin_of
+from tests.tiny import NAMES, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # missing kernels of recurrent models
 
@@ -24,12 +24,8 @@ def _language(name: str) -> LanguageModel:
     return LanguageModel(tiny(name))
 
 
-def _encoding(name: str, rows: int) -> Encoding | None:
-    return _language(name).encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
-
-
 def _twin(name: str, rows: int = 1) -> Twin:
-    return Twin(_language(name), rows, _encoding(name, rows))
+    return twin_of(_language(name), rows)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,8 +13,8 @@ from torch import nn
 from specdec.kernels import PackedLinear, pack, to_int4, to_int8
 from specdec.models import LanguageModel
 from specdec.models.backends.fused_linear import Joint, Part
-from tests.models.exact import Twin
-from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
+from tests.models.exact import twin_of
+from tests.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("built")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -92,15 +92,14 @@ def test_who_asks_first() -> None:
 def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     """Passes are the same, bit for bit, and the model's own layers hold no second copy."""
     language = LanguageModel(tiny(name, **options), backend="packed")
-    encoding = language.encode(tiny_inputs(name, 2)) if name in ENCODER_DECODERS else None
-    before = Twin(language, 2, encoding)
+    before = twin_of(language, 2)
     before.prefill(9, 4)
     trees, keep = [before.tree(), before.chain(3)], [7, 2]
     expected = before.forward(trees, keep)
     language.ragged.model = language.ragged.joined()
     assert parts(language.ragged.model) == joined
     assert not parts(language.model)
-    after = Twin(language, 2, encoding)
+    after = twin_of(language, 2)
     after.prefill(9, 4)
     assert after.texts == before.texts
     for one, other in zip(after.forward(trees, keep), expected, strict=True):

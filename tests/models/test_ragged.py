@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ from packaging import version
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.work import Work
-from specdec.models import Encoding, LanguageModel
+from specdec.models import LanguageModel
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.hf.shallow_copy import shallow_copy
-from tests.models.exact import Twin
-from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
+from tests.models.exact import Twin, in_threads, twin_of
+from tests.tiny import NAMES, tiny
 
 pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore:.*generation flags")]
 
@@ -45,10 +44,6 @@ def _language(name: str) -> LanguageModel:
     return LanguageModel(tiny(name, **options), backend="packed")
 
 
-def _encoding(name: str, rows: int) -> Encoding | None:
-    return _language(name).encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
-
-
 def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a padded pass")
@@ -61,7 +56,7 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains, trees, held branches, rows that join, leave and are forked, and a text far beyond windows and buffers."""
     assert _language(name).ragged is not None
     _refuse_padding(monkeypatch)
-    twin = Twin(_language(name), 3, _encoding(name, 3))
+    twin = twin_of(_language(name), 3)
     twin.prefill(20, 4, 13)
     before = twin.session.passes
     twin.step([twin.chain(3), twin.tree(), twin.chain(1)], [2, 7, 0], [[0, 1], [0, 2, 4], [0]])
@@ -106,8 +101,8 @@ def test_without_it() -> None:
 )
 def test_hidden_states(name: str) -> None:
     """They are the model's own, of every row and layer."""
-    encoding = _encoding(name, 2)
-    twin = Twin(_language(name), 2, encoding)
+    twin = twin_of(_language(name), 2)
+    encoding = twin.encoding
     trees = [twin.chain(9), twin.chain(4)]
     for row, scores in enumerate(twin.forward(trees, [1, 1], hidden=True)):
         ids, inputs = torch.tensor([trees[row].tokens]), dict[str, Any]()
@@ -186,20 +181,12 @@ def test_hooks_are_not_shared() -> None:
 
 def test_threads_share_a_model() -> None:
     """Passes of several threads over one model do not see each other's positions, tables and encoders."""
-    language, worst = _language("m2m_100"), list[float]()
+    language = _language("m2m_100")
 
     def run(seed: int) -> None:
-        inputs = {key: value[: 1 + seed % 2] for key, value in tiny_inputs("m2m_100", 2, seed).items()}
-        twin = Twin(language, len(inputs["input_ids"]), language.encode(inputs), seed)
+        twin = twin_of(language, 1 + seed % 2, seed)
         for size in (9 + seed, 1, 3, 1, 2):
-            trees = [twin.chain(size) for _ in twin.rows]
-            worst.append(twin.run(trees, [1] * len(trees)))
-            twin.commit(trees, [list(range(size))] * len(trees))
+            count = len(twin.rows)
+            twin.step([twin.chain(size) for _ in twin.rows], [1] * count, [list(range(size))] * count)
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(worst) == 15
-    assert max(worst) < 2e-4
+    in_threads(run)

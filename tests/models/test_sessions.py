@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -20,7 +19,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.cache import buffers, recurrent_state
-from tests.models.exact import TOLERANCE, Twin
+from tests.models.exact import TOLERANCE, Twin, encoding_for, in_threads, num_pending, twin_of
 from tests.tiny import tiny, tiny_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,8 +49,7 @@ def test_early_exit(name: str) -> None:
     model = tiny(name)
     before, config = weights(model), copy.deepcopy(model.config.to_dict())
     language = LanguageModel(model)
-    inputs = tiny_inputs(name) if language.is_encoder_decoder else {}
-    full = language.encode(inputs) if inputs else None
+    full = encoding_for(language, 1)
     shallow = language.early_exit(1)
     assert shallow.num_layers == 1
     twin = Twin(shallow, 1, full)
@@ -80,12 +78,9 @@ def test_early_exit_is_the_first_layers() -> None:
 @pytest.mark.parametrize("name", ["t5", "bart", "bloom", "recurrent_gemma"])
 def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
     """A pass that dies in the middle changes neither the model's own answers nor the session's next ones."""
-    model = tiny(name)
-    language = LanguageModel(model)
-    encoding = language.encode(tiny_inputs(name, 2)) if language.is_encoder_decoder else None
-    twin = Twin(language, 2, encoding)
+    twin = twin_of(name, 2)
     twin.prefill(14, 6)
-    last = list(model.get_decoder().modules())[-1]
+    last = list(twin.language.decoder.modules())[-1]
     with broken(last), pytest.raises(RuntimeError, match="memory"):
         twin.forward([twin.tree(), twin.tree()], [7, 7])
     twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2], [5]])
@@ -96,24 +91,14 @@ def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
 def test_threads_do_not_see_each_other(name: str) -> None:
     """Sessions of one model in several threads, while the model is also called directly."""
     language = LanguageModel(tiny(name))
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            twin = Twin(language, 2, seed=seed)
-            twin.prefill(9, 4)
-            for _ in range(4):
-                twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 2], [0]])
-        except BaseException as error:
-            errors.append(error)
+        twin = Twin(language, 2, seed=seed)
+        twin.prefill(9, 4)
+        for _ in range(4):
+            twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 2], [0]])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(work)
 
 
 def test_plain_decoding_takes_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +141,14 @@ def test_embeddings_replace_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "bart", "mamba2"])
 def test_hidden_states(name: str) -> None:
     """Per layer, every node's hidden state, as the model alone computes it."""
-    language = LanguageModel(tiny(name))
-    encoding = language.encode(tiny_inputs(name, 2)) if language.is_encoder_decoder else None
-    twin = Twin(language, 2, encoding)
+    twin = twin_of(name, 2)
     twin.prefill(9, 4)
     trees = [twin.tree(), twin.chain(2)]
     for row, scores in enumerate(twin.forward(trees, [7, 2], hidden=True)):
         assert scores.hidden_states is not None
         assert {tuple(layer.shape) for layer in scores.hidden_states} == {(len(trees[row]), 32)}
-        head = language.model.get_output_embeddings()
-        bias = getattr(language.model, "final_logits_bias", 0)
+        head = twin.language.model.get_output_embeddings()
+        bias = getattr(twin.language.model, "final_logits_bias", 0)
         assert torch.allclose(head(scores.hidden_states[-1]) + bias, scores.logits, atol=1e-4)
 
 
@@ -206,11 +189,6 @@ def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -
 KINDS = ["llama", "gemma2", "bloom", "t5", "bart", "whisper", "qwen3_next", "mamba2"]
 
 
-def twin_of(name: str, rows: int = 2) -> Twin:
-    language = LanguageModel(tiny(name))
-    return Twin(language, rows, language.encode(tiny_inputs(name, rows)) if language.is_encoder_decoder else None)
-
-
 @pytest.mark.parametrize("name", ["llama", "bloom", "bart", "qwen3_next"])
 def test_forks_of_a_row_with_branches(name: str) -> None:
     """The branches come along with the whole row, and with none of its parts. (A fork of the text was refused.)"""
@@ -225,7 +203,7 @@ def test_forks_of_a_row_with_branches(name: str) -> None:
         pending = tree.part(path, text)
         for length in (None, 9 + text, 9, 4):
             one.fork(0, length)
-        assert [one.session.pending(row) for row in one.rows] == [len(pending)] * 2 + [0] * 3
+        assert [num_pending(one.session, row) for row in one.rows] == [len(pending)] * 2 + [0] * 3
         grown = [Tree(pending.tokens + one.ids(2), [*pending.parents, -1, 0]) for _ in range(2)]
         trees = [*grown, *(one.tree() for _ in range(3))]
         one.step(trees, [2, 2, 7, 7, 7], [[0, len(pending) + 1], [len(pending)], [5], [0, 2], []])
@@ -252,7 +230,7 @@ def test_a_row_with_branches_moves_into_the_gap() -> None:
         text += [tree.tokens[node] for node in path]
     twin.leave(0)
     left = trees[2].part([0, 1, 2], 1)
-    assert [twin.session.pending(row) for row in twin.rows] == [0, 2]
+    assert [num_pending(twin.session, row) for row in twin.rows] == [0, 2]
     twin.step([twin.tree(), Tree(left.tokens + twin.ids(2), [*left.parents, 0, -1])], [7, 2], [[5], [0, 2]])
     twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0], [0]])
 
@@ -269,7 +247,7 @@ def test_branches_outlast_the_passes_of_others(name: str) -> None:
     for _ in range(3):
         twin.some([2, 0])
     held = tree.part([0, 1, 2], 1)
-    assert twin.session.pending(twin.rows[1]) == len(held) == 2
+    assert num_pending(twin.session, twin.rows[1]) == len(held) == 2
     grown = Tree(held.tokens + twin.ids(2), [*held.parents, 1, -1])
     twin.step([twin.chain(2), grown, twin.tree()], [2, 2, 7], [[0], [1, 2], [5]])
 

@@ -184,9 +184,6 @@ class FakeSession:
     def length(self, row: int) -> int:
         return len(self.held[row])
 
-    def pending(self, row: int) -> int:
-        return 0
-
     def run(self, works: Sequence[Work], *, hidden: bool = False) -> list[Logits]:
         assert len(works) == len({work.row for work in works})
         assert any(len(work.tree) for work in works)

@@ -82,17 +82,11 @@ class RaggedInputs:
         encoders: Sequence[list[int]] | None = None,
     ) -> RaggedInputs:
         """One more token for each row, whose text fills the columns before `columns[i]`."""
-        tables = [
-            [
-                [row_index, at, min(int(_first(at, kind)), at + 1), at + 1]
-                for row_index, at in zip(row_indices, columns, strict=True)
-            ]
-            for kind in kinds
-        ]
+        steps = StepInputs.of(row_indices, columns, 1, kinds)
         return cls(
             torch.tensor([tokens], device=device),
-            torch.tensor([columns], device=device),
-            [torch.tensor([[table]], dtype=torch.int32, device=device) for table in tables],
+            steps.positions[0].to(device),
+            [tables[0].to(device) for tables in steps.tables],
             torch.arange(len(tokens), device=device),
             [] if encoders is None else [_cross([1] * len(tokens), encoders).to(device)],
         )

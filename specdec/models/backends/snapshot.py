@@ -137,9 +137,6 @@ class ReplaySession(Session):
     def length(self, row: int) -> int:
         return len(self._row(row).tokens)
 
-    def pending(self, row: int) -> int:
-        return self._row(row).pending
-
     @torch.no_grad()
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False

@@ -105,9 +105,6 @@ class KvCache(Cache):
     def length(self, row: int) -> int:
         return self.row(row).columns.length
 
-    def pending(self, row: int) -> int:
-        return self.row(row).columns.pending
-
     def commit(
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:

@@ -35,7 +35,7 @@ def snapshot(cache: Any) -> Any:
     layers = _layers(cache)
     if layers is None:
         return _frozen(cache)
-    return [layer.get_seq_length() if type(layer) is DynamicLayer else _freeze(layer) for layer in layers]
+    return [layer.get_seq_length() if type(layer) is DynamicLayer else _copied(vars(layer), layer) for layer in layers]
 
 
 def restore(cache: Any, state: Any) -> Any:
@@ -47,7 +47,7 @@ def restore(cache: Any, state: Any) -> Any:
         if isinstance(held, int):
             _cut_layer(layer, held)
         else:
-            vars(layer).update({name: _thaw(name, value, layer) for name, value in held.items()})
+            vars(layer).update(_copied(held, layer))
     return cache
 
 
@@ -72,15 +72,10 @@ def _cut_layer(layer: Any, length: int) -> None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
 
-def _freeze(layer: Any) -> dict[str, Any]:
-    return {name: _thaw(name, value, layer) for name, value in vars(layer).items()}
-
-
-def _thaw(name: str, value: Any, layer: Any) -> Any:
+def _copied(attributes: dict[str, Any], layer: Any) -> dict[str, Any]:
     # Dynamic layers replace keys and values, so a reference keeps the old ones; other tensors are overwritten.
-    if name in {"keys", "values"} and isinstance(layer, DynamicLayer):
-        return value
-    return _frozen(value)
+    kept = {"keys", "values"} if isinstance(layer, DynamicLayer) else set()
+    return {name: value if name in kept else _frozen(value) for name, value in attributes.items()}
 
 
 def _frozen(value: Any) -> Any:

@@ -66,10 +66,6 @@ class Cache(ABC):
         """Tokens of the row's text."""
 
     @abstractmethod
-    def pending(self, row: int) -> int:
-        """Nodes of the row's pending branches."""
-
-    @abstractmethod
     def commit(
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:

@@ -25,9 +25,8 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import loads
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
-from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, read_ahead
+from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
-from specdec.models.loading.sharding import parts
 from specdec.models.loading.weight_files import check
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf

@@ -310,9 +310,6 @@ class Stages(Session):
     def length(self, row: int) -> int:
         return self.stages[-1].length(row)
 
-    def pending(self, row: int) -> int:
-        return self.stages[-1].pending(row)
-
     def run(self, works: Sequence[Work], **how: Any) -> list[Logits]:
         return self.stages[self.first].run(works, **how)
 
