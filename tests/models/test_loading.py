@@ -508,6 +508,7 @@ def test_names_of_the_zoo() -> None:
     """They were names of the command line alone."""
     target, draft = load("zoo:python-code"), load("zoo:python-code", name="draft")
     assert draft.num_layers < target.num_layers
+    assert load(target) is target
     assert SpecGenerator.from_pretrained("zoo:python-code").generate("def f(", max_new_tokens=4).texts
     with pytest.raises(OptionError, match=r"`target` must be a hub id, .*zoo:python-code.*'zoo:cobol'"):
         load("zoo:cobol", name="target")

@@ -136,29 +136,6 @@ def test_replaced_meanwhile() -> None:
     assert vars(module)["forward"] is later
 
 
-@pytest.mark.parametrize("name", ["t5", "bloom", "llama"])
-def test_ordinary_forwards_beside_passes(name: str) -> None:
-    """A model's own forward in one thread while another generates with it: the same logits every time."""
-    model = tiny(name, **MODELS[name])
-    ids = torch.arange(3, 20)[None]
-    given = {"input_ids": ids, "decoder_input_ids": ids} if name == "t5" else {"input_ids": ids}
-    generator, prompt, done = SpecGenerator(model, "suffix"), prompt_for(name, rows=2), threading.Event()
-
-    def generate() -> None:
-        for _ in range(8):
-            generator.generate(**prompt, **OPTIONS)
-        done.set()
-
-    with torch.no_grad():
-        expected = model(**given).logits
-        thread = threading.Thread(target=generate)
-        thread.start()
-        while not done.is_set() and thread.is_alive():
-            assert torch.equal(model(**given).logits, expected)
-        thread.join()
-    assert done.is_set()
-
-
 def test_only_the_model_that_runs() -> None:
     """A pass touches its own model, and nothing where positions are an argument and no scaling depends on lengths."""
     positions = torch.arange(4)[None]

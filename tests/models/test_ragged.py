@@ -57,25 +57,15 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _language(name).ragged is not None
     _refuse_padding(monkeypatch)
     twin = twin_of(_language(name), 3)
-    twin.prefill(20, 4, 13)
+    twin.wander()
     before = twin.session.passes
-    twin.step([twin.chain(3), twin.tree(), twin.chain(1)], [2, 7, 0], [[0, 1], [0, 2, 4], [0]])
-    twin.step([twin.chain(0), twin.tree(), twin.tree()], [0, 5, 0], [[], [5, 6], []])
-    assert twin.session.passes == before + 2
-    twin.branch(3)
-    twin.session.commit(twin.rows, [[], [], []])
-    twin.fork(1)
-    twin.fork(0, 5)
-    twin.step([twin.chain(2) for _ in twin.rows], [2] * 5, [[0]] * 5)
-    twin.leave(0, 3)
     twin.add(0)
-    twin.step(
-        [twin.chain(2), twin.tree(), twin.chain(3), twin.chain(150)], [2, 7, 3, 2], [[0], [0, 1], [], list(range(150))]
-    )
+    trees = [twin.chain(2), twin.tree(), twin.chain(0), twin.chain(150)]
+    twin.step(trees, [2, 7, 0, 2], [[0], [0, 1], [], list(range(150))])
+    assert twin.session.passes == before + 1
     twin.truncate([1, 0, 3, 140])
     twin.some([3, 0])
     twin.select([3, 1, 3])
-    twin.step([twin.tree() for _ in range(3)], [7] * 3, [[0, 1, 3], [0], []])
     twin.branch(2)
 
 
@@ -97,11 +87,15 @@ def test_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "whisper", "bart"))]
+    ("name", "backend"),
+    [
+        *(("llama", "packed"), ("llama", "eager"), ("bart", "eager"), ("mamba2", "eager")),
+        *(pytest.param(n, "packed", marks=pytest.mark.slow) for n in ("gemma2", "whisper", "bart")),
+    ],
 )
-def test_hidden_states(name: str) -> None:
+def test_hidden_states(name: str, backend: str) -> None:
     """They are the model's own, of every row and layer."""
-    twin = twin_of(_language(name), 2)
+    twin = twin_of(_language(name) if backend == "packed" else LanguageModel(tiny(name)), 2)
     encoding = twin.encoding
     trees = [twin.chain(9), twin.chain(4)]
     for row, scores in enumerate(twin.forward(trees, [1, 1], hidden=True)):

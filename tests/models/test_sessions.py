@@ -138,20 +138,6 @@ def test_embeddings_replace_tokens(name: str) -> None:
     twin.step([twin.chain(3), twin.chain(2)], [3, 2], [[0], [0, 1]])
 
 
-@pytest.mark.parametrize("name", ["llama", "bart", "mamba2"])
-def test_hidden_states(name: str) -> None:
-    """Per layer, every node's hidden state, as the model alone computes it."""
-    twin = twin_of(name, 2)
-    twin.prefill(9, 4)
-    trees = [twin.tree(), twin.chain(2)]
-    for row, scores in enumerate(twin.forward(trees, [7, 2], hidden=True)):
-        assert scores.hidden_states is not None
-        assert {tuple(layer.shape) for layer in scores.hidden_states} == {(len(trees[row]), 32)}
-        head = twin.language.model.get_output_embeddings()
-        bias = getattr(twin.language.model, "final_logits_bias", 0)
-        assert torch.allclose(head(scores.hidden_states[-1]) + bias, scores.logits, atol=1e-4)
-
-
 def test_attentions() -> None:
     """Per layer, each node's weights over the row's own text and the nodes so far; they sum to one."""
     language = LanguageModel(tiny("llama", attn_implementation="eager"))
@@ -325,17 +311,6 @@ def test_kept_prefixes(name: str) -> None:
         assert other.lengths == [32, 17, 0]
         other.some([0, 1, 2])
         other.some([2, 0])
-
-
-def test_long_prefixes_make_room() -> None:
-    """A prefix that is longer than the buffers, read into a session that has none."""
-    twin = twin_of("llama", 1)
-    twin.prefill(300)
-    assert isinstance(twin.session, KvSession)
-    prefix, other = twin.session.keep_prefix(twin.rows[0], 300), Twin(twin.language, 0)
-    assert isinstance(other.session, KvSession)
-    other.rows, other.texts, other.encodings = [other.session.read_from(prefix, 299)], [twin.texts[0][:299]], [None]
-    other.step([other.chain(2)], [2], [[0]])
 
 
 def test_padding_stays_within_bounds() -> None:

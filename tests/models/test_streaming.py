@@ -1,4 +1,6 @@
-"""Streamed models: layers come from their files one after the other, and everything else is as in memory."""
+"""Offloaded models: their weights come in for each pass, or layer by layer where they are streamed; texts stay
+the same.
+"""
 
 from __future__ import annotations
 
@@ -97,15 +99,34 @@ def test_models_offloaded_by_hand(name: str, buffers: int, tmp_path: Path) -> No
     assert torch.equal(logits(model, name), logits(whole, name))
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["streamed first", "wrapped first"])
-@pytest.mark.parametrize("name", ["llama", "bloom", "mamba2", "t5", "bart"])
-def test_text_is_that_of_the_model_in_memory(name: str, wrapped: bool, tmp_path: Path) -> None:
-    """Plain and assisted, two rows; also where it was wrapped before. (Positions looked up stood in the way.)"""
-    whole, model = pair(name, tmp_path)
-    language = LanguageModel(model) if wrapped else model
-    stream(model)
+BY_HAND = ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
+PLACES = [
+    *((name, place) for name in ("llama", "bloom", "mamba2", "t5", "bart") for place in ("streamed", "wrapped")),
+    *(  # in turns, and all of them among the slow tests
+        pytest.param(name, place, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, name in enumerate(BY_HAND)
+        for j, place in enumerate(("disk", "memory"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_text_is_that_of_the_model_in_memory(name: str, place: str, tmp_path: Path) -> None:
+    """Plain and assisted, two rows, streamed or as accelerate has it; also where it was wrapped before it was streamed.
+
+    (Positions looked up stood in the way, and the device of weights elsewhere was taken for that of ids: `meta`.)
+    """
+    if place in ("streamed", "wrapped"):
+        model: Any = pair(name, tmp_path)[1]
+        language = LanguageModel(model) if place == "wrapped" else model
+        stream(model)
+    elif place == "memory":
+        language = cpu_offload(tiny(name), execution_device=CPU)
+    else:
+        language = disk_offload(tiny(name), tmp_path, execution_device=CPU)
+    assert place == "wrapped" or LanguageModel(language).device == CPU
     inputs = prompt_for(name, rows=2)
-    expected = reference(whole, inputs, max_new_tokens=8).tolist()
+    expected = reference(tiny(name), inputs, max_new_tokens=8).tolist()
     for draft in (None, "suffix", oracle("half", expected, 64), tiny(name, seed=1)):
         out = SpecGenerator(language, draft).generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == expected, draft
@@ -282,3 +303,23 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     model.get_decoder().embed_positions.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     with pytest.raises(UnsupportedError, match=r"'model\.decoder\.embed_positions' was wrapped"):
         stream(model)
+
+
+def test_offloaded_later() -> None:
+    """A model may be offloaded after its positions are looked up by a wrapper."""
+    for name in ("bart", "t5", "bloom"):
+        model, inputs = tiny(name), prompt_for(name)
+        expected = reference(model, inputs, max_new_tokens=8).tolist()
+        language = LanguageModel(model)
+        cpu_offload(model, execution_device=CPU)
+        assert SpecGenerator(language, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
+
+
+def test_what_offloading_rules_out() -> None:
+    """An early exit says so; encoders whose weights are away are not compared."""
+    model = tiny("bart")
+    cpu_offload(model, execution_device=CPU)
+    language = LanguageModel(model)
+    assert not language.shares_encoder_with(LanguageModel(tiny("bart")))
+    with pytest.raises(UnsupportedError, match="offloading"):
+        language.early_exit(1)

@@ -54,9 +54,7 @@ class CompiledForward:
         self._spent = [0.0]  # seconds of this model's passes, a list that outlives it
 
     def start(self) -> CompiledForward:
-        """Loads kept code, or begins to compile; raises UnsupportedError on other devices than the CPU and on
-        Windows.
-        """
+        """Loads kept code, or begins to compile; raises UnsupportedError where passes are compiled for none."""
         if where := self._elsewhere:
             raise UnsupportedError(
                 f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
@@ -153,16 +151,12 @@ class CompiledForward:
 
     @cached_property
     def _joined(self) -> RaggedModel:
-        """The model that is compiled, made before the first pass: weights that move later count as changed. Raises
-        Lack.
-        """
+        """The model that is compiled, made before the first pass: weights that move later count as changed."""
         _ = self._code  # its key must not depend on tensors that joining adds
         return self._join()
 
     def _advances(self, lock: IO[str], tried: bool) -> bool:
-        """Loads the code, or hands the `lock` to a process that makes it; raises UnsupportedError if that was `tried`
-        in vain.
-        """
+        """Loads the code, or hands the `lock` to a process that makes it, unless that was `tried` in vain."""
         if self._loads():
             _log.info("the passes of %s run compiled from now on", self._name)
             return True
@@ -195,9 +189,7 @@ class CompiledForward:
         return self.ready
 
     def _loaded(self) -> Any:
-        """The compiled code over this model's weights; raises UnsupportedError if it is broken or gives other
-        logits.
-        """
+        """The compiled code over this model's weights; UnsupportedError if it is broken or gives other logits."""
         if reason := kernels.why_not():
             raise UnsupportedError(f"there are no kernels: {reason}")
         self._code.check()

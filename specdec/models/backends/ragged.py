@@ -30,10 +30,7 @@ _TRIED = 12  # tokens of the trial
 
 
 class RaggedForward:
-    """A model's ragged passes, on compiled code as soon as that exists.
-
-    Raises UnsupportedError for models that cannot run so.
-    """
+    """A model's ragged passes, compiled as soon as code exists; UnsupportedError for models that cannot run so."""
 
     def __init__(self, language: ModelSpec) -> None:
         if reason := _obstacle(language):

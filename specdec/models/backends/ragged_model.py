@@ -148,9 +148,7 @@ class RaggedModel(nn.Module):
         return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, returned, strict=True))
 
     def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
-        """Logits, and hidden states `[1, nodes, width]` of these layers, as transformers counts them, None of
-        others.
-        """
+        """Logits, and hidden states `[1, nodes, width]` of these layers; None of others."""
         tables, text = given.tables, _Text(given.buffers, given.tables[0])
         inputs: dict[str, Any] = {
             "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
@@ -186,9 +184,7 @@ class RaggedModel(nn.Module):
         return torch.sin(1.0 + ids[..., None] * torch.arange(width, device=ids.device)).to(self.dtype)
 
     def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
-        """Context in which models that take no positions find these. A new `Lookup` each time, as copies have other
-        modules.
-        """
+        """Context in which models that take no positions find these; `Lookup` is new, as copies have other modules."""
         if self._positions is not None:
             return nullcontext()
         query = key = positions

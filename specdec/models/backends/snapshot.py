@@ -51,9 +51,7 @@ class _Row:
     initial_length: int = 0
 
     def begin(self, tree: Tree, first: int, text_length: int, reset_length: int | None) -> None:
-        """Sets `initial_length` of a row without text, or whose cache is reset: `text_length`, or up to node
-        `first`.
-        """
+        """Sets `initial_length` of a row without text, or whose cache is reset; as `ColumnMap.begin`."""
         if not tree.tokens:
             return
         depths = tree.depths()

@@ -188,9 +188,7 @@ class Layout:
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
-    """The attention view of `trees`: each node sees the columns below `base`, and its ancestors among the `few`
-    others.
-    """
+    """Each node sees the columns below `base`, and its ancestors among the `few` others."""
     placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
     few = max(len(own.scattered) for own in maps) + nodes
     columns = np.full((len(maps), few), end, dtype=np.int64)  # `end`: a column for padding, cut off below

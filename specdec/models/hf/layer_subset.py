@@ -30,10 +30,7 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
 
 
 def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
-    """A new model with copies of the `chosen` decoder layers, and of all other weights.
-
-    Raises UnsupportedError if the model's layers cannot be selected like this.
-    """
+    """A new model with copies of the `chosen` decoder layers and all other weights; UnsupportedError if it has none."""
     path = ".".join(_path_to_layers(model, total))
     try:
         small = type(model)(_cut_config(model.config, total, chosen))

@@ -20,10 +20,7 @@ STYLES = ("embedding", "bias", "alibi")
 
 
 class Lookup:
-    """The methods by which a decoder derives positions; `style` is one of `STYLES`.
-
-    Raises UnsupportedError if an "embedding" is not found.
-    """
+    """The methods by which a decoder derives positions in a style of `STYLES`; UnsupportedError if there are none."""
 
     def __init__(self, decoder: nn.Module, style: str) -> None:
         self._methods = _methods(decoder, style)

@@ -2,8 +2,8 @@
 
 Private names at the heart of one module are used there alone: caches in `recurrent_state` and `buffers`, derived
 positions in `positions`, rotary modules in `rotary`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
-`quantizers`, the compiler in `compiled`, Whisper's modules in `whisper` and `word_times`. `tests/models/test_compat.py`
-tests each name.
+`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper` and `word_times`. `tests/models/test_compat.py`
+tries them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def skipped_keys(model: Any) -> Any:
 
 
 def quantizes(model: Any) -> Callable[[str], bool]:
-    """Whether quantization converts a module, by name: all but heads, ties and float32, as transformers'
-    quantizers do.
-    """
+    """Whether quantization converts a module, by name, as transformers' own: not heads, ties and float32."""
     kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
     return partial(should_convert_module, patterns=kept)
 
@@ -111,10 +109,7 @@ def gguf_bars() -> Iterator[None]:
 
 
 def cached(name: str, file: str, revision: str | None) -> str:
-    """The path of a hub repository's file in the cache of `from_pretrained`, downloaded if need be.
-
-    Raises OSError if it does not exist.
-    """
+    """The path of a hub repository's file, downloaded if need be; raises OSError if it does not exist."""
     path: str | None = utils.cached_file(name, file, revision=revision)
     if path is None:  # a missing config.json raises nothing
         raise FileNotFoundError(f"{name} has no file {file}")

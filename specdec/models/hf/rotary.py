@@ -21,10 +21,7 @@ from specdec.models.hf.patching import overridden
 
 
 class Scaling:
-    """The rotary modules of a decoder whose angles depend on the length beyond `boundary` tokens.
-
-    Raises UnsupportedError if none is found.
-    """
+    """The rotary modules whose angles depend on the length beyond `boundary` tokens; UnsupportedError without one."""
 
     def __init__(self, decoder: nn.Module, boundary: int) -> None:
         self._modules: list[Any] = [module for module in decoder.modules() if _depends_on_length(module)]

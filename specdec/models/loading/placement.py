@@ -143,10 +143,7 @@ def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> It
 
 
 def parts(config: Any, plan: str | Mapping[str, str], name: str) -> DistributedConfig:
-    """The `distributed_config` of `from_pretrained` for this config and the job's number of processes.
-
-    Raises UnsupportedError for models that cannot be shared so.
-    """
+    """The `distributed_config` of `from_pretrained`; UnsupportedError for models that cannot be shared."""
     text, count = config.get_text_config(decoder=True), int(os.environ["WORLD_SIZE"])
     if config.is_encoder_decoder:
         raise UnsupportedError(f"{name!r} has an encoder, and `tp_plan` shares decoders alone: leave it out")

@@ -41,10 +41,7 @@ class Quantizer:
 
 
 def make_quantizer(name: str | None) -> Quantizer:
-    """The quantizer of this name in `QUANTIZATIONS`; one that changes nothing for None.
-
-    Raises UnsupportedError if its package is missing.
-    """
+    """The quantizer of this name, or one that changes nothing; UnsupportedError if its package is missing."""
     if name is None:
         return Quantizer()
     entry = QUANTIZATIONS[name]
