@@ -83,7 +83,7 @@ class CompiledForward:
             return None
         _ = self._joined
         self._after = _seconds() - code.seconds()
-        weakref.finalize(self, _remember, code, self._spent)
+        weakref.finalize(self, code.add_seconds, self._spent)
         return self
 
     def compile(self) -> None:
@@ -236,11 +236,6 @@ def _wait(reference: weakref.ref[CompiledForward], name: str, begun: threading.E
 def _tell(line: str) -> None:
     """Logs a line once: target and draft often have the same class."""
     _log.warning(line)
-
-
-def _remember(code: KeptCode, spent: Sequence[float]) -> None:
-    if spent[0]:
-        code.add_seconds(spent[0])
 
 
 def _seconds() -> float:

@@ -85,11 +85,13 @@ class KeptCode:
         except (OSError, ValueError):
             return 0.0
 
-    def add_seconds(self, seconds: float) -> None:
+    def add_seconds(self, spent: Sequence[float]) -> None:
+        """Adds the one number of `spent` to `seconds`, where the folder can be written to."""
         with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._seconds.open("a") as file:
-                file.write(f"{seconds:.3f}\n")
+            if spent[0]:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self._seconds.open("a") as file:
+                    file.write(f"{spent[0]:.3f}\n")
 
     def failure(self) -> str | None:
         """Why the compiler failed within the last day, if it did."""

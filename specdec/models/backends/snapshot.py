@@ -221,13 +221,16 @@ class ReplaySession(Session):
         output = self._feed(row, extra, len(tree) if extras else max(kept, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
-        new: dict[str, Any] = {name: _from(layers, work.num_cached) for name, layers in output.items() if layers}
+        new: dict[str, Any] = {
+            name: tuple(None if layer is None else layer[..., work.num_cached :, :] for layer in layers)
+            for name, layers in output.items()
+            if layers
+        }
         return Logits(work, logits[len(logits) - kept :], **new)
 
     def _run_paths(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
         tree, first, inner = work.tree, work.first, set(work.tree.parents)
-        logits: dict[int, Tensor] = {}
-        hidden: dict[int, list[Tensor | None]] = {}
+        places: dict[int, tuple[dict[str, Any], int]] = {}  # of each node: its pass, and where in that
         for leaf in (node for node in range(len(tree)) if node not in inner):
             path = tree.path(leaf)
             row.rewind(len(row.tokens))
@@ -235,11 +238,13 @@ class ReplaySession(Session):
             tokens = row.tokens[row.num_cached :] + [tree.tokens[node] for node in path]
             output = self._feed(row, tokens, len(path), extras)
             row.ran = path
-            for depth, node in enumerate(path):
-                logits[node] = output["logits"][depth]
-                hidden[node] = [None if layer is None else layer[depth] for layer in output["hidden_states"]]
-        wanted = [logits[node] for node in range(first, len(tree))]
-        layers = tuple(map(_stacked, zip(*(hidden[n] for n in range(work.num_cached, len(tree))), strict=True)))
+            places |= {node: (output, depth) for depth, node in enumerate(path)}
+        wanted = [own["logits"][at] for own, at in (places[node] for node in range(first, len(tree)))]
+        new = [places[node] for node in range(work.num_cached, len(tree))]
+        layers = tuple(
+            None if layer is None else torch.stack([own["hidden_states"][i][at] for own, at in new])
+            for i, layer in enumerate(output["hidden_states"])
+        )
         return Logits(work, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
 
     def _no_logits(self) -> Tensor:
@@ -332,12 +337,3 @@ class ReplaySession(Session):
             hidden[0, : len(given)] = given.to(hidden)
             return inputs | {"inputs_embeds": hidden}
         return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}
-
-
-def _from(layers: Sequence[Tensor | None], first: int) -> tuple[Tensor | None, ...]:
-    return tuple(None if layer is None else layer[..., first:, :] for layer in layers)
-
-
-def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    known = [node for node in nodes if node is not None]
-    return torch.stack(known) if known else None

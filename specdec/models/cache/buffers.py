@@ -155,10 +155,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def point(self, row: int, start: int, nodes: int) -> None:
         """`prepare` for one row whose new nodes follow its text."""
         self.first, self.start, self.end, self.columns = row, start, start + nodes, None
-        if self.end >= self.capacity:
-            self._widen(self.end + 1)
-        if self.end > self._written[row]:
-            self._written[row] = self.end
+        self.extend(row, self.end)
 
     def extend(self, row: int, end: int) -> None:
         """Makes room for the columns of a row up to `end`, which a pass will write."""
@@ -239,14 +236,12 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def write_prefix(self, row: int, prefix: Prefix, length: int) -> None:
         """Writes the first `length` columns of a copy into a row."""
-        if length >= self.capacity:
-            self._widen(length + 1)
+        self.extend(row, length)
         for layer, (keys, values) in zip(self.layers, prefix, strict=False):
             if layer.buffers is None:
                 layer.lazy_initialization(keys[None], values[None])
             for buffer, kept in zip(layer.buffers, (keys, values), strict=True):
                 buffer[row, :, :length] = kept[:, :length]
-        self._written[row] = max(self._written[row], length)
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in layer.buffers or ()]
