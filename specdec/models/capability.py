@@ -18,17 +18,15 @@ class Capability:
 
     `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no cache at all.
     `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
-    ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `tree`: siblings
-    share a pass ("mask") or paths run one after another ("paths"). `chunks`: whether a cache that holds tokens takes
-    several more in one pass. `boundary`: the length of text where rotary scaling changes; each node then has its own
-    span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once, and reads the text
-    again. `reason`: why, for errors and reports.
+    ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
+    a cache that holds tokens takes several more in one pass. `boundary`: the length of text where rotary scaling
+    changes; each node then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops
+    its cache, once, and reads the text again. `reason`: why, for errors and reports.
     """
 
     cache_kind: CacheKind
     positions: Positions = "native"
     masks: Literal["single", "dict"] = "single"
-    tree: Literal["mask", "paths"] = "paths"
     kinds: tuple[AttentionKind, ...] = (AttentionKind("full_attention"),)
     chunks: bool = True
     boundary: int | None = None
@@ -104,10 +102,9 @@ def known(config: Any) -> Capability | None:
     kinds = attention_kinds(config)
     if model_type not in KV or kinds is None:
         return None
-    return kv_capability(config, KV[model_type], kinds)
+    return kv_capability(KV[model_type], kinds)
 
 
-def kv_capability(config: Any, positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
+def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
     """Our own keys and values; masks by layer kind if layers differ in what they see."""
-    masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
-    return Capability("kv", positions, masks, "mask", kinds)
+    return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)

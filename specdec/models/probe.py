@@ -86,7 +86,7 @@ def _candidates(language: ModelSpec) -> Iterator[Capability]:
     kinds = attention_kinds(language.config)
     if reason is None and kinds is not None:
         for style in _styles(language):
-            capability = kv_capability(language.config, style, kinds)
+            capability = kv_capability(style, kinds)
             yield capability
             if len(kinds) == 1 and kinds[0].name != "all":
                 yield replace(capability, masks="dict")

@@ -330,7 +330,7 @@ class Stages(Session):
 
 def _language_model(stage: Stage, backend: str) -> LanguageModel:
     """A stage as a language model that owns its weights, so that they may be packed."""
-    capability = Capability("kv", "ids", "dict", "mask", stage.kinds, inputs="embeds")
+    capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
     backend = "packed" if backend == "compiled" and not stage.compiles else backend
     language = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
     if language.ragged is not None and not stage.compiles:
