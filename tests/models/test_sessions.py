@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
@@ -25,29 +22,11 @@ from tests.tiny import tiny, tiny_inputs
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@contextmanager
-def broken(module: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, `module` raises."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = module.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt", "t5", "bart", "whisper", "qwen3_next", "mamba2"])
 def test_early_exit(name: str) -> None:
     """Stops after the first layer, shares every weight, and leaves the model as it was."""
     model = tiny(name)
-    before, config = weights(model), copy.deepcopy(model.config.to_dict())
+    before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
     language = LanguageModel(model)
     full = encoding_for(language, 1)
     shallow = language.early_exit(1)
@@ -80,9 +59,14 @@ def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
     """A pass that dies in the middle changes neither the model's own answers nor the session's next ones."""
     twin = twin_of(name, 2)
     twin.prefill(14, 6)
-    last = list(twin.language.decoder.modules())[-1]
-    with broken(last), pytest.raises(RuntimeError, match="memory"):
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = list(twin.language.decoder.modules())[-1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="memory"):
         twin.forward([twin.tree(), twin.tree()], [7, 7])
+    handle.remove()
     twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2], [5]])
     twin.step([twin.chain(2), twin.chain(2)], [2, 2], [[0], [0, 1]])
 

@@ -48,17 +48,6 @@ def lora(model: Any) -> Any:
 
 
 @contextmanager
-def disabled_by_transformers(model: Any) -> Iterator[None]:
-    """As `PreTrainedModel.disable_adapters` does, which sets this switch of every adapted layer."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    for layer in layers:
-        layer.enable_adapters(enabled=False)
-    yield
-    for layer in layers:
-        layer.enable_adapters(enabled=True)
-
-
-@contextmanager
 def another_adapter(model: Any, *, merged: bool = False) -> Iterator[None]:
     model.set_adapter("b")
     if merged:
@@ -120,7 +109,6 @@ def tripled(module: Any, args: Any, out: Any) -> Any:
 
 OF_ADAPTERS: dict[str, Any] = {
     "disabled": lambda model: model.disable_adapter(),
-    "disabled by transformers": disabled_by_transformers,
     "another adapter": another_adapter,
     "merged": lambda model: another_adapter(model, merged=True),
 }
