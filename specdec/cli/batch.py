@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.load import first_of_job
@@ -40,65 +41,40 @@ _AT_REST = {
 }
 
 
+@flags.takes(
+    "draft_model method num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "dtype quantization backend exactness device_map trust_remote_code config set_ quiet",
+)
 def batch(
     ctx: typer.Context,
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The same rows with their answers: .jsonl or .parquet.")],
-    task: Annotated[
-        TaskName | None,
-        typer.Option(
-            metavar="TASK",
-            help="generate (default), chat, summarize or transcribe; none for OpenAI batch files.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Target: hub id, folder, or zoo:NAME; may come from --config.")
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    field: Annotated[
-        str | None,
-        typer.Option(help="Input field of a row; by default prompt, messages, text or audio, depending on the task."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of each chat.")] = None,
-    template: Annotated[str | None, typer.Option(help="Prompt of a summary, with {text} in it.")] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Summarize longer texts in chunks of this many tokens.")
-    ] = None,
-    max_new_tokens: flags.MaxNewTokens = None,
-    sample: flags.Sample = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling (0), from which every row gets its own.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.")] = 32,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."),
-    ] = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled).")
-    ] = None,
-    worker_cpus: Annotated[float | None, typer.Option(help="CPUs of each worker.")] = None,
-    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker; may be less than 1.")] = None,
-    row_stats: Annotated[
-        bool, typer.Option("--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, even if OUT exists.")] = False,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    config: flags.ConfigFile = None,
-    set_: flags.Settings = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    source: Path = Argument(..., metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line."),
+    out: Path = Argument(..., metavar="OUT", help="The same rows with their answers: .jsonl or .parquet."),
+    task: TaskName | None = Option(
+        None, metavar="TASK", help="generate (default), chat, summarize or transcribe; none for OpenAI batch files."
+    ),
+    model: str | None = Option(None, help="Target: hub id, folder, or zoo:NAME; may come from --config."),
+    field: str | None = Option(
+        None, help="Input field of a row; by default prompt, messages, text or audio, depending on the task."
+    ),
+    system: str | None = Option(None, metavar="TEXT", help="System message of each chat."),
+    template: str | None = Option(None, help="Prompt of a summary, with {text} in it."),
+    chunk_tokens: int | None = Option(None, min=1, help="Summarize longer texts in chunks of this many tokens."),
+    seed: int | None = Option(None, help="Seed of sampling (0), from which every row gets its own."),
+    at_once: int = Option(32, min=1, help="Rows that are decoded together."),
+    ray: str | None = Option(
+        None, metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."
+    ),
+    workers: str | None = Option(
+        None, metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled)."
+    ),
+    worker_cpus: float | None = Option(None, help="CPUs of each worker."),
+    worker_gpus: float | None = Option(None, help="GPUs of each worker; may be less than 1."),
+    row_stats: bool = Option(
+        False, "--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs."
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Start over, even if OUT exists."),
+    *,
+    quiet: bool,
 ) -> int:
     """Answer every row of a file. After Ctrl-C or a kill, the same command resumes.
 

@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import COPYING, WORDS, loading_flags
@@ -34,72 +35,51 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
+WAYS = ", ".join(SCHEDULES)
 
-Out = Annotated[Path | None, typer.Option(help="Folder for samples and report; bench-NAME by default.")]
-Draft = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{DRAFTS}; repeatable."),
-]
-PromptSource = Annotated[
-    list[str] | None,
-    typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
-]
-Number = Annotated[int | None, typer.Option(min=1, help="Number of prompts from every source.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens per prompt.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Measurements of every request.")]
+# Flags of both commands.
+OUT = Option(None, help="Folder for samples and report; bench-NAME by default.")
+PROMPTS = Option(None, help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable.")
+COUNT = Option(None, min=1, help="Number of prompts from every source.")
+TOKENS = Option(None, min=1, help="New tokens per prompt.")
+REPEATS = Option(None, min=1, help="Measurements of every request.")
 
 
+@flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
 def bench(
     ctx: typer.Context,
-    target: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of the matrix, as in configs/bench; flags win.")
-    ] = None,
-    modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import",
-            metavar="MODULE",
-            help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
-        ),
-    ] = None,
-    draft: Draft = None,
-    schedule: Annotated[
-        list[str] | None, typer.Option(help=f"How much to draft: {', '.join(SCHEDULES)}; repeatable.")
-    ] = None,
-    num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Draft a constant number of tokens per round; repeatable.")
-    ] = None,
-    strategy: Annotated[
-        list[str] | None, typer.Option(help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable.")
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy; repeatable.")
-    ] = None,
-    prompts: PromptSource = None,
-    count: Number = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts per call; repeatable.")] = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    max_new_tokens: Tokens = None,
-    repeats: Repeats = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
-    near_tie: Annotated[
-        float | None,
-        typer.Option(min=0, help="Accept texts that differ where the two best logits are at most this far apart."),
-    ] = None,
-    out: Out = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the samples in the folder.")] = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: list[str] | None = Argument(
+        None, metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."
+    ),
+    config: Path | None = Option(None, help="YAML file of the matrix, as in configs/bench; flags win."),
+    modules: list[str] | None = Option(
+        None,
+        "--import",
+        metavar="MODULE",
+        help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
+    ),
+    draft: list[str] | None = Option(None, help=f"{DRAFTS}; repeatable."),
+    schedule: list[str] | None = Option(None, help=f"How much to draft: {WAYS}; repeatable."),
+    num_draft_tokens: list[int] | None = Option(
+        None, min=1, help="Draft a constant number of tokens per round; repeatable."
+    ),
+    strategy: list[str] | None = Option(
+        None, help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable."
+    ),
+    temperature: list[float] | None = Option(None, min=0, help="Sampling temperature; 0 is greedy; repeatable."),
+    prompts: list[str] | None = PROMPTS,
+    count: int | None = COUNT,
+    batch: list[int] | None = Option(None, min=1, help="Prompts per call; repeatable."),
+    max_new_tokens: int | None = TOKENS,
+    repeats: int | None = REPEATS,
+    seed: int | None = Option(None, help="Seed of sampling."),
+    near_tie: float | None = Option(
+        None, min=0, help="Accept texts that differ where the two best logits are at most this far apart."
+    ),
+    out: Path | None = OUT,
+    restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
+    *,
+    quiet: bool,
 ) -> int:
     """Compare drafts with plain decoding. Speeds and texts are compared, and a report is written.
 
@@ -193,29 +173,21 @@ def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
         raise
 
 
+@flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
 def tune(
     ctx: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:python-code.")],
-    draft: Annotated[str, typer.Argument(metavar="DRAFT", help=f"{DRAFTS}.")],
-    prompts: PromptSource = None,
-    count: Number = None,
-    num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Constant draft length to try; repeatable.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Prompts per call.")] = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    max_new_tokens: Tokens = None,
-    repeats: Repeats = None,
-    out: Out = None,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str = Argument(..., metavar="TARGET", help="Hub id, folder, or zoo:python-code."),
+    draft: str = Argument(..., metavar="DRAFT", help=f"{DRAFTS}."),
+    prompts: list[str] | None = PROMPTS,
+    count: int | None = COUNT,
+    num_draft_tokens: list[int] | None = Option(None, min=1, help="Constant draft length to try; repeatable."),
+    temperature: float | None = Option(None, min=0, help="Sampling temperature; 0 is greedy."),
+    batch: int | None = Option(None, min=1, help="Prompts per call."),
+    max_new_tokens: int | None = TOKENS,
+    repeats: int | None = REPEATS,
+    out: Path | None = OUT,
+    *,
+    quiet: bool,
 ) -> int:
     """Find the best draft schedule of a pair for your prompts. It is `method: none` where drafting does not pay.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.style import Style
+from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
@@ -24,13 +24,14 @@ HEADING = Style(bold=True)
 LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
+@flags.takes("sample temperature quiet")
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the prompt's choice and of sampling.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
-    sample: flags.Sample = False,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    seed: int = Option(0, help="Seed of the prompt's choice and of sampling."),
+    max_new_tokens: int = Option(DEFAULT_NEW_TOKENS, min=1, help="Length of the continuation."),
+    *,
+    sample: bool | None,
+    temperature: float | None,
+    quiet: bool,
 ) -> int:
     """Watch a small model write code without and with its draft. Then see where the time went."""
     from specdec.options import bundled_models
@@ -139,7 +140,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
-def zoo(debug: flags.Debug = False) -> None:
+def zoo() -> None:
     """List the bundled models with their cards. Pairs that you made with the recipes follow."""
     from specdec.options import bundled_models as models
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import choose_draft, loading_flags
@@ -38,82 +39,66 @@ LIMITS = {
 }
 
 
+@flags.takes(
+    "draft_model method num_draft_tokens schedule",
+    "dtype quantization gguf_file backend device_map offload offload_folder tp_plan trust_remote_code quiet",
+)
 def serve(
     ctx: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."),
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled pairs.")] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML file such as configs/serve.yaml; flags win.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The model's name for clients; by default the end of its id.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 chooses a free one.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, KEY or NAME: KEY on each line; reread when it changes.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a public address without API keys.")] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="HOST", help="Another host name that browsers may use; repeatable.")
-    ] = None,
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Proxy or network whose X-Forwarded-For header is trusted; repeatable."),
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Limit on the tokens of prompt and answer.")] = None,
-    kv_budget: Annotated[
-        float | None, typer.Option(help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5).")
-    ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Limit on running requests (32).")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Limit on waiting requests (128).")] = None,
-    per_key: Annotated[int | None, typer.Option(help="Limit on one client's requests in progress.")] = None,
-    request_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Abort a request after this many seconds (600).")
-    ] = None,
-    drain: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30).")
-    ] = None,
-    stream_chunk: Annotated[
-        int | None, typer.Option(metavar="N", help="Send events of N tokens each, which hide accepted drafts.")
-    ] = None,
-    log: Annotated[str | None, typer.Option(help="Format of the request log: text, json or none (text).")] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."),
-    ] = None,
-    replica_cpus: Annotated[float | None, typer.Option(help="CPUs of each replica.")] = None,
-    replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each replica; may be less than 1.")] = None,
-    replica_up_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Load for this many seconds adds a replica (30).")
-    ] = None,
-    replica_down_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="This many seconds without load remove a replica (600).")
-    ] = None,
-    replica_surge: Annotated[
-        bool,
-        typer.Option("--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."),
-    ] = False,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    backend: flags.Backend = None,
-    device_map: flags.DeviceMap = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    tp_plan: flags.TpPlan = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str | None = Argument(
+        None, metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."
+    ),
+    demo: bool = Option(False, "--demo", help="Serve the bundled pairs."),
+    config: Path | None = Option(None, help="YAML file such as configs/serve.yaml; flags win."),
+    name: str | None = Option(None, help="The model's name for clients; by default the end of its id."),
+    host: str | None = Option(None, help="Address to listen on (127.0.0.1)."),
+    port: int | None = Option(None, help="Port to listen on (8000); 0 chooses a free one."),
+    api_key_file: Path | None = Option(
+        None, help="File of API keys, KEY or NAME: KEY on each line; reread when it changes."
+    ),
+    insecure: bool = Option(False, "--insecure", help="Allow a public address without API keys."),
+    allow_host: list[str] | None = Option(
+        None, metavar="HOST", help="Another host name that browsers may use; repeatable."
+    ),
+    trusted_proxy: list[str] | None = Option(
+        None, metavar="ADDRESS", help="Proxy or network whose X-Forwarded-For header is trusted; repeatable."
+    ),
+    context: int | None = Option(None, help="Limit on the tokens of prompt and answer."),
+    kv_budget: float | None = Option(
+        None, help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5)."
+    ),
+    max_running: int | None = Option(None, help="Limit on running requests (32)."),
+    max_waiting: int | None = Option(None, help="Limit on waiting requests (128)."),
+    per_key: int | None = Option(None, help="Limit on one client's requests in progress."),
+    request_timeout: float | None = Option(
+        None, metavar="SECONDS", help="Abort a request after this many seconds (600)."
+    ),
+    drain: float | None = Option(
+        None, metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30)."
+    ),
+    stream_chunk: int | None = Option(
+        None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
+    ),
+    log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
+    ray: str | None = Option(
+        None, metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."
+    ),
+    replicas: str | None = Option(
+        None, metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."
+    ),
+    replica_cpus: float | None = Option(None, help="CPUs of each replica."),
+    replica_gpus: float | None = Option(None, help="GPUs of each replica; may be less than 1."),
+    replica_up_seconds: float | None = Option(
+        None, metavar="SECONDS", help="Load for this many seconds adds a replica (30)."
+    ),
+    replica_down_seconds: float | None = Option(
+        None, metavar="SECONDS", help="This many seconds without load remove a replica (600)."
+    ),
+    replica_surge: bool = Option(
+        False, "--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."
+    ),
+    *,
+    quiet: bool,
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, WORDS, loading_flags, locate, read_settings
@@ -28,58 +29,41 @@ ZOO = "zoo:speech"
 Format = Literal["text", "json", "srt", "vtt"]
 
 
+@flags.takes("num_draft_tokens schedule dtype backend exactness device_map stats quiet")
 def transcribe(
     ctx: typer.Context,
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."),
-    ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Transcribe the bundled recordings.")] = False,
-    model: Annotated[
-        str | None, typer.Option(help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words.")
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."),
-    ] = None,
-    language: Annotated[
-        str | None, typer.Option(help="Language of the recordings, a name or code; detected by default.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="transcribe, or translate (into English).")] = None,
-    format: Annotated[Format, typer.Option(help="Output format; json is one object per file and line.")] = "text",
-    words: Annotated[bool, typer.Option("--words", help="Timestamps of words instead of segments.")] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."),
-    ] = None,
-    chunk_length: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows or chunks that are decoded together.")] = 1,
-    fallback: Annotated[
-        bool,
-        typer.Option("--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."),
-    ] = False,
-    context: Annotated[bool, typer.Option("--context", help="Condition each window on the text before it.")] = False,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Token limit per window.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling, for --fallback.")] = None,
-    dtype: flags.Dtype = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
-    ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Folder for NAME.txt, .json, .srt or .vtt.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip recordings with a file in --output-dir.")] = False,
-    stats: flags.Stats = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    files: list[str] | None = Argument(
+        None, metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."
+    ),
+    demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
+    model: str | None = Option(
+        None, help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."
+    ),
+    draft_model: str | None = Option(
+        None, help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."
+    ),
+    language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
+    task: str | None = Option(None, help="transcribe, or translate (into English)."),
+    format: Format = Option("text", help="Output format; json is one object per file and line."),
+    words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
+    reference: Path | None = Option(
+        None, help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."
+    ),
+    chunk_length: float | None = Option(
+        None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
+    ),
+    batch_size: int = Option(1, min=1, help="Windows or chunks that are decoded together."),
+    fallback: bool = Option(
+        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."
+    ),
+    context: bool = Option(False, "--context", help="Condition each window on the text before it."),
+    max_new_tokens: int | None = Option(None, help="Token limit per window."),
+    seed: int | None = Option(None, help="Seed of sampling, for --fallback."),
+    set_: list[str] | None = Option(None, "--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable."),
+    output_dir: Path | None = Option(None, help="Folder for NAME.txt, .json, .srt or .vtt."),
+    resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
+    *,
+    quiet: bool,
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
 
