@@ -258,7 +258,7 @@ def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, one in made.items():
         assert (one.name, one.converts) == (name, name.endswith("-weight"))
         assert one.converts or not QUANTIZATIONS[name].offloads
-        assert name in flags.Quantization.__metadata__[0].help
+        assert name in flags.SHARED["quantization"].default.help
         assert f'"{name}"' in (ROOT / "docs/guides/quantization.md").read_text(encoding="utf-8")
     assert not make_quantizer(None).converts
 

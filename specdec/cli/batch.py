@@ -12,12 +12,12 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import first_of_job
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, loading_flags, locate, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, loading_flags, read_request
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
 from specdec.cli.transcribe import read_options
 from specdec.errors import OptionError
+from specdec.options.bundled_models import locate
 
 if TYPE_CHECKING:
     from specdec.batch import BatchSpec, Source

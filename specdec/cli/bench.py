@@ -19,6 +19,7 @@ from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
+from specdec.options.resolve import read_yaml
 
 # Flag of `bench` -> key of a suite.
 FLAGS = {
@@ -140,8 +141,6 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over those of the file of --config."""
-    from specdec.options.resolve import read_yaml
-
     file = read_yaml(params["config"]) if params["config"] is not None else {}
     keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}
     if params["config"] is not None:

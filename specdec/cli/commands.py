@@ -19,9 +19,8 @@ from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
-from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import read_prediction, read_prompt, read_request
+from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize

@@ -10,8 +10,9 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import loading_flags, locate
+from specdec.cli.request import loading_flags
 from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
+from specdec.options.bundled_models import locate
 
 _ALL = 1_000_000  # prompts
 

@@ -20,8 +20,7 @@ from rich.style import Style
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import load
-from specdec.cli.request import read_request
+from specdec.cli.request import load, read_request
 from specdec.cli.show import PROMPT, write
 from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError

@@ -12,6 +12,7 @@ from typer import Option
 
 from specdec.cli.request import COPYING, DEFAULT_NEW_TOKENS, METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES
+from specdec.options import bundled_models
 from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
 
 Command = Callable[..., int | None]
@@ -25,8 +26,6 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 def own_pairs(incomplete: str) -> list[str]:
     """Completes the name of a pair, of the package or of this user; the shell completes files."""
-    from specdec.options import bundled_models
-
     return one_of(f"zoo:{name}" for name in bundled_models.folders())(incomplete)
 
 
@@ -39,7 +38,7 @@ def takes(*words: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
-        shared = [_SHARED[name] for name in names]
+        shared = [SHARED[name] for name in names]
 
         @wraps(command)
         def called(**given: Any) -> int | None:
@@ -125,4 +124,4 @@ def _shared(
     """The shared flags, as a command declares its own."""
 
 
-_SHARED = inspect.signature(_shared, eval_str=True).parameters
+SHARED = inspect.signature(_shared, eval_str=True).parameters

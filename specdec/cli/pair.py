@@ -14,6 +14,7 @@ from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
 from specdec.cli.terminal import MISMATCH, OK, fail, loading, say
+from specdec.options import bundled_models
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -34,8 +35,6 @@ def demo(
     quiet: bool,
 ) -> int:
     """Watch a small model write code without and with its draft. Then see where the time went."""
-    from specdec.options import bundled_models
-
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
     if options["do_sample"]:
         options |= {"seed": seed, "temperature": temperature}
@@ -142,10 +141,8 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
 
 def zoo() -> None:
     """List the bundled models with their cards. Pairs that you made with the recipes follow."""
-    from specdec.options import bundled_models as models
-
-    for name in models.folders():
-        pair = models.pair(name)
+    for name in bundled_models.folders():
+        pair = bundled_models.pair(name)
         print(f"zoo:{name}")
         for role, folder in (("target", pair.target), ("draft", pair.draft)):
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

@@ -7,12 +7,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from specdec.cli.terminal import loading
 from specdec.errors import OptionError
-from specdec.options.fields import DRAFT_WORDS
+from specdec.options.bundled_models import locate
+from specdec.options.fields import DRAFT_WORDS, DRAWING, IDLE, REFUSED
+from specdec.options.generate import Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
+from specdec.options.resolve import read_yaml, resolve
+
+if TYPE_CHECKING:
+    from specdec.generator.generator import SpecGenerator
 
 DEFAULT_NEW_TOKENS = 128
 # Drafts without a model, as the command line spells them.
@@ -39,7 +48,6 @@ SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 # Options that name a draft, and so replace --method.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
-STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
@@ -101,22 +109,9 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; none without one."""
     if path is None:
         return {}
-    from specdec.options.fields import IDLE, REFUSED
-    from specdec.options.generate import Options
-    from specdec.options.resolve import read_yaml
-
     file = read_yaml(path)
-    known = {
-        *NAMED,
-        *LOADING,
-        "draft_options",
-        *Options.model_fields,
-        *REFUSED,
-        *IDLE,
-        *CALL_ONLY,
-        *STRATEGY_OPTIONS,
-        "num_assistant_tokens_schedule",
-    }
+    known = {*NAMED, *LOADING, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
+    known |= {"draft_options", "num_assistant_tokens_schedule"}
     if unknown := [name for name in file if name not in known]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
     for name in NAMED:
@@ -156,8 +151,6 @@ def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
-    from specdec.options.resolve import resolve
-
     flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
     drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
     if drawing and params.get("sample") is False:
@@ -194,8 +187,6 @@ def _flag(parameter: str) -> str:
 
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `file`: a given option also replaces its rivals of the file; null unsets."""
-    from specdec.options.fields import DRAWING
-
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
     gone = {name for pair in rivals if pair & given.keys() for name in pair}
     if given.get("do_sample") is False:
@@ -206,8 +197,6 @@ def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     """The `KEY=VALUE` pairs of --set, with values in YAML."""
-    import yaml
-
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -274,11 +263,23 @@ def _draft_without_model(method: str) -> str | None:
     raise OptionError.of("--method", METHODS, method)
 
 
-def locate(name: str, role: str, argument: str) -> str:
-    """The folder of a model of the package (`zoo:NAME`), else the name as given."""
-    from specdec.options import bundled_models
+def first_of_job(request: Request) -> None:
+    """Returns in the first of the processes that share the target; the others run in here until it ends."""
+    if request.loading.get("tp_plan") is not None:
+        from specdec.parallel.load import leading
 
-    return bundled_models.locate(name, role, argument)
+        leading(Loading(tp_plan=request.loading["tp_plan"]))
+
+
+def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
+    """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
+    target = locate(request.target, "target", "TARGET")
+    models = [target, *([request.draft_model] if request.draft_model else [])]
+    downloads = not all(Path(model).exists() for model in models)
+    with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
+        from specdec.generator.generator import SpecGenerator
+
+        return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -17,6 +17,7 @@ from specdec.cli.request import choose_draft, loading_flags
 from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
+from specdec.options.resolve import read_yaml
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 PAIRS = ("python-code", "python-summary", "speech")  # of --demo
@@ -144,8 +145,6 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the settings: flags over those of the file of --config."""
-    from specdec.options.resolve import read_yaml
-
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
     if len(named) + bool(keys.get("models")) != 1:

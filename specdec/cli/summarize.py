@@ -12,11 +12,11 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import first_of_job, load
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError
+from specdec.options import bundled_models
 from specdec.options.versions import versions
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def summarize(
     quiet: bool,
 ) -> int:
     """Summarize texts of any length. The summaries are the same with and without a draft."""
-    from specdec.options import bundled_models
-
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, loading_flags, locate, read_settings
+from specdec.cli.request import FLAGS, WORDS, loading_flags, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Heartbeat, loading, say
+from specdec.cli.terminal import FAILED, OK, counting, loading, say
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import bundled_models
+from specdec.options.bundled_models import locate
 from specdec.options.fields import DRAFT_WORDS
 
 if TYPE_CHECKING:
@@ -103,9 +103,13 @@ def transcribe_all(
     batch_size, format, quiet = params["batch_size"], params["format"], params["quiet"]
     for first in range(0, len(files), batch_size):
         names = files[first : first + batch_size]
-        with progress(f"{first + len(names)}/{len(files)}", quiet=quiet) as notify:
+        with counting(quiet=quiet, grows=True) as notify:
+
+            def progress(done: float, known: float, part: str = f"{first + len(names)}/{len(files)}") -> None:
+                notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
+
             inputs = [sys.stdin.buffer if name == STDIN else name for name in names]
-            found = transcriber(inputs, batch_size=batch_size, progress=notify, on_error=unreadable, **options)
+            found = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
         for i, (name, out) in enumerate(zip(names, found, strict=True), first):
             texts.append(None if out is None else out["text"])
             if out is not None:
@@ -118,6 +122,11 @@ def transcribe_all(
             show_stats(heard[0].stats)
         if not quiet and heard:
             say(pace(heard))
+
+
+def in_seconds(notify: Callable[[float, float, str], None], part: str) -> Callable[[float, float], None]:
+    """Reports the progress of a part of the work in seconds of sound."""
+    return lambda done, known: notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
 
 
 def how_to_go_on(folder: Path | None) -> str:
@@ -167,8 +176,6 @@ def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple
     if not demo:
         files = [file for name in files for file in sounds(name)]
         return files, None if reference is None else read_references(reference, files)
-    from specdec.options import bundled_models
-
     own = [(str(path), text) for path, text in bundled_models.recordings()]
     return [path for path, _ in own], [text for _, text in own]
 
@@ -238,26 +245,6 @@ def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
         transcriber = Transcriber.from_pretrained(target, draft, **how)
         transcriber.generator.compile()
         return transcriber
-
-
-@contextmanager
-def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], None]]:
-    """A bar on stderr, in seconds of sound."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} s of sound"),
-        TimeRemainingColumn(),
-    )
-    err = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet, grows=True)
-
-        def notify(done: float, known: float) -> None:
-            bar.update(task, completed=done, total=known)
-            beat(done, known, f"{label}, {done:.0f} s of sound")
-
-        yield notify
 
 
 def show(
