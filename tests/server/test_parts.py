@@ -212,29 +212,6 @@ def test_beams_in_a_form() -> None:
     assert text[3] == "-"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_regex": "("},
-        {"guided_grammar": "nonsense"},
-        {"guided_json": "{"},
-        {"structured_outputs": {"structural_tag": "x"}},
-        {"structured_outputs": ["yes", "no"]},
-        {"structured_outputs": {"json_": {"type": "integer"}}},
-        {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
-        {"guided_json": {"type": "no-such-type"}},
-        {"guided_json": {"$ref": "http://10.0.0.1/schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-    ],
-)
-def test_forms_that_are_none(fields: dict[str, Any]) -> None:
-    """A 400 that names the field, in no time, and nothing is fetched."""
-    with asking(app()) as c:
-        found = c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
-    assert found.status_code == 400, found.text
-    assert next(iter(fields)) in found.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(("source", "said"), [("(", "unclosed group"), ("a(?=b)", "look-around")])
 def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
     """Clients read of `start: /(/`, which they had not sent."""
@@ -361,32 +338,6 @@ def test_words_and_translations() -> None:
     assert all(one["start"] <= one["end"] for one in words["words"])
     assert "segments" not in words
     assert heard({"language": "de"}, content).json()["text"] != heard({}, content, "translations").json()["text"]
-
-
-WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
-    "no sound": ({}, b"not sound at all", 400),
-    "empty": ({}, b"", 400),
-    "nothing in it": ({}, recording(0.0), 400),
-    "long": ({}, recording(21.0), 400),
-    "form": ({"response_format": "xml"}, recording(0.2), 400),
-    "language": ({"language": "xx"}, recording(0.2), 400),
-    "granularity": ({"timestamp_granularities[]": "word"}, recording(0.2), 400),
-    "unknown": ({"url": "http://10.0.0.1/a.wav"}, recording(0.2), 400),
-    "stream": ({"stream": "true", "response_format": "srt"}, recording(0.2), 400),
-    "stream of nothing": ({"stream": "true"}, b"", 400),
-    "temperature": ({"temperature": "-1"}, recording(0.2), 400),
-    "model": ({"model": "gpt"}, recording(0.2), 404),
-    "special": ({"prompt": "<|en|>"}, recording(0.2), 400),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_recordings_that_do_not_go(name: str) -> None:
-    """Each is told what is wrong."""
-    fields, content, status = WRONG[name]
-    found = heard(fields, content)
-    assert found.status_code == status, found.text
-    assert found.json()["error"]["message"]
 
 
 _BOUNDARY = "x" * 20
