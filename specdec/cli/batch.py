@@ -166,7 +166,6 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
 
 
 def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
-    """The workers of a Ray cluster."""
     from specdec.batch import Pool, connect, over_ray
 
     how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
@@ -177,7 +176,6 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 
 @contextmanager
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    """A progress bar with rows and tokens per second."""
     with counting(quiet=quiet) as notify:
 
         def tell(done: Done) -> None:
@@ -188,12 +186,10 @@ def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
 
 
 def rates(done: Done) -> str:
-    """Rows and tokens per second."""
     return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
 
 
 def summary(done: Done) -> str:
-    """A line about a finished run."""
     made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
     earlier = f", {done.before} before" if done.before else ""
     return f"{made}{earlier}, {done.failed} failed"

@@ -213,7 +213,6 @@ def tune(
 
 
 def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) -> Table:
-    """The table of schedules."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("schedule", "ms per token", "speedup", "95% interval", "acceptance length", "accepted"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -231,7 +230,6 @@ def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) ->
 
 
 def verdict(chosen: Mapping[str, Any]) -> str:
-    """The result in words."""
     if chosen["speedup"] is None:
         return "no schedule is clearly faster than plain decoding here: leave the draft off"
     return str(chosen["speedup"]["words"])

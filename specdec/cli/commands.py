@@ -48,7 +48,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The entry point of the `specdec` command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -87,7 +86,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line about an error, and its exit code."""
     message = getattr(error, "format_message", None)
     if message is not None:  # an error of the parser
         return f"error: {message()}", USAGE

@@ -68,7 +68,6 @@ class Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Processor, threads, memory and its bandwidth, accelerator."""
     import torch
 
     from specdec.bench.machine import FEWER_THREADS, memory_bandwidth, provenance, waiting_threads
@@ -100,7 +99,6 @@ def _accelerator(name: str | None) -> Finding:
 
 
 def installation() -> Iterator[Finding]:
-    """Versions, kernels and extras."""
     from specdec import kernels
 
     needed = [Requirement(text) for text in _requirements()]
@@ -236,7 +234,6 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
 
 
 def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
-    """Whether plain and assisted texts are equal."""
     different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
     if all(one.difference is None for one in runs):
         return Finding("estimate", "texts", "the same with the draft and without")
@@ -318,7 +315,6 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
 
 
 def _show(finding: Finding, *, headed: bool) -> None:
-    """Prints one line and its remedy, under a heading where a section begins."""
     out = Console()
     mark, style = _MARKS[finding.state]
     if headed:

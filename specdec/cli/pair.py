@@ -109,7 +109,6 @@ def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
 
 
 def verdict(duel: Duel) -> str:
-    """Statistics in one line."""
     stats = duel.assisted.stats
     length = stats.mean_acceptance_length if stats is not None else 1.0
     return " · ".join(
@@ -124,7 +123,6 @@ def verdict(duel: Duel) -> str:
 
 
 def comparison(speedup: float) -> str:
-    """The speedup in words."""
     if speedup < 0.98:
         return f"assistance is slower here ({speedup:.2f}×)"
     return f"{speedup:.2f}× faster" if speedup > 1.02 else f"about as fast ({speedup:.2f}×)"

@@ -64,7 +64,6 @@ class Request:
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model of a method that has one."""
         if not _runs_model(self.method):
             return None
         return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
@@ -136,7 +135,6 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
 
 
 def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags about loading that were given."""
     return {name: value for name in LOADING if (value := params.get(name)) not in (None, [], (), False)}
 
 
@@ -238,12 +236,10 @@ def choose_draft(
 
 
 def _may_run_model(method: str) -> bool:
-    """Whether this method accepts a draft model."""
     return method == "auto" or _runs_model(method)
 
 
 def _runs_model(method: str) -> bool:
-    """Whether this method needs a draft model."""
     return method == "draft" or _copied(method) is not None
 
 

@@ -167,7 +167,6 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model that the flags describe."""
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
     options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}

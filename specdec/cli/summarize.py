@@ -131,7 +131,6 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 
 
 def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
-    """Prints the summaries, under their files' names with `headings`."""
     for name, summary in zip(names, found.documents, strict=True):
         for text in summary.texts:
             print_text(text, name if headings else None)
@@ -146,7 +145,6 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """Prints the JSON object or ROUGE, and statistics."""
     if not found:
         return
     from specdec.pipelines import rouge

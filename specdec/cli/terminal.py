@@ -205,7 +205,6 @@ class Interrupt:
         return self.asked
 
     def ask(self, *_: object) -> None:
-        """The signal handler."""
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
@@ -213,7 +212,6 @@ class Interrupt:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Interrupt]:
-    """Handles Ctrl-C within the context."""
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt.ask)
     try:

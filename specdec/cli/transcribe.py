@@ -130,7 +130,6 @@ def in_seconds(notify: Callable[[float, float, str], None], part: str) -> Callab
 
 
 def how_to_go_on(folder: Path | None) -> str:
-    """How to resume after Ctrl-C."""
     if folder is None:
         return "leave these files out to resume (or pass --output-dir and --resume)"
     return "run the same command with --resume to resume"
@@ -148,20 +147,17 @@ def unfinished(
 
 
 def output_file(name: str, format: Format, folder: Path) -> Path:
-    """The file of a recording's text."""
     ending = "txt" if format == "text" else format
     return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
-    """Prints one line about a recording that is left out."""
     say(f"error: {' '.join(str(error).split())}", "red")
 
 
 def whole_error_rate(
     transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
 ) -> str:
-    """The word error rate of all recordings that could be read, in words."""
     pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
@@ -230,7 +226,6 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
-    """The transcriber; a spinner shows while its models are loaded."""
     target, draft = locate(params["model"], "target", "--model"), params["draft_model"]
     if draft is None and params["model"].startswith("zoo:"):
         draft = params["model"]
@@ -266,7 +261,6 @@ def show(
 
 
 def rendered(name: str, out: Transcription, wer: float | None, format: Format) -> str:
-    """A transcription in one of the formats."""
     from specdec.pipelines.speech.subtitles import srt, vtt
 
     if format == "text":
@@ -287,7 +281,6 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
 
 
 def pace(found: Sequence[Transcription]) -> str:
-    """The speed, in words."""
     duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
     length = found[0].stats.mean_acceptance_length
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"

@@ -43,16 +43,13 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the request is a conversation."""
         return isinstance(self.request, ChatRequest)
 
     @property
     def stats(self) -> list[Stats]:
-        """The statistics of finished prompts."""
         return [counts.stats for counts in self._counts if counts.stats is not None]
 
     def count(self, prompt: int, update: Started | TextDelta | Finished) -> None:
-        """Adds an update to the counts of its prompt."""
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts.prompt_tokens = update.prompt_tokens
@@ -62,11 +59,9 @@ class Answer:
             counts.stats = update.stats
 
     def add(self, prompt: int, delta: TextDelta) -> None:
-        """Keeps text for `whole`."""
         self._deltas[prompt * self.request.n + delta.row].append(delta)
 
     def whole(self) -> dict[str, Any]:
-        """The body, of all deltas added."""
         choices = [self._choice(index, deltas) for index, deltas in enumerate(self._deltas)]
         body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
@@ -102,7 +97,6 @@ class Answer:
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts over all prompts."""
         prompt, new = (sum(getattr(one, name) for one in self._counts) for name in ("prompt_tokens", "new_tokens"))
         stats, predicted = self.stats, self.request.prediction is not None
         accepted = sum(s.num_accepted_draft_tokens for s in stats) if predicted else 0
@@ -186,7 +180,6 @@ def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def encoded(content: Any) -> bytes:
-    """JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -49,13 +49,11 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """The response to an invalid body."""
     assert isinstance(error, RequestValidationError)
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
     return await _answer(request, invalid(faults, error.body))
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    """The response to any error, in OpenAI's format."""
     known = reported(error)
     return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))

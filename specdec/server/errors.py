@@ -35,7 +35,6 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the response."""
         facts = {"type": _kind(self.status_code), "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **facts}}
 

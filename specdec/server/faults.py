@@ -110,7 +110,6 @@ def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, abbreviated."""
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)

@@ -43,7 +43,6 @@ class TextRequest:
         self._began = time.monotonic()
 
     async def whole(self) -> dict[str, Any]:
-        """The body of the answer."""
         async with aclosing(self._decode_all()) as events:
             async for _ in events:
                 pass
@@ -109,11 +108,9 @@ class _Observed:
         self._last: float | None = None
 
     def turn(self) -> None:
-        """The prompt's turn has come."""
         self._metrics.queued.labels(self._model).observe(time.monotonic() - self._began)
 
     def update(self, update: Started | TextDelta | Finished) -> None:
-        """Counts an update as it arrives."""
         now = time.monotonic()
         if isinstance(update, Started):
             self._metrics.prompt_tokens.labels(self._model).inc(update.prompt_tokens)

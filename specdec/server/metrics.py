@@ -71,7 +71,6 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Any:
@@ -91,7 +90,6 @@ class _Loads(Collector):
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges' present values."""
         gauges = {
             "running": ("num_requests_running", "Requests that run."),
             "waiting": ("num_requests_waiting", "Requests that wait for their turn."),

@@ -45,7 +45,6 @@ class State:
             task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
-        """Cancels all tasks."""
         self.stopping = True
         for task in self._tasks:
             task.cancel()
@@ -90,7 +89,6 @@ class State:
 
 
 def state_of(request: Request) -> State:
-    """The state of the request's server."""
     found: State = request.app.state.server
     return found
 
