@@ -12,10 +12,10 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, loading_flags, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
-from specdec.cli.transcribe import read_options
+from specdec.cli.transcribe import read_speech
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 
@@ -109,29 +109,16 @@ def read_task(params: Mapping[str, Any]) -> Request:
     """The models and the options of all rows; raises OptionError for flags of another task."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
-        if params[flag] is not None and params[flag] is not False and task not in tasks:
-            name = flag.replace("_", "-")
-            raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
-    if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
-        raise OptionError(
-            f"--{idle[0].replace('_', '-')} configures the workers of a cluster: pass --ray, or leave it out"
-        )
+        if task not in tasks:
+            refuse_idle(params, [flag], f"is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
+    if params["ray"] is None:
+        refuse_idle(params, OF_WORKERS, "configures the workers of a cluster: pass --ray, or leave it out")
     if task == "transcribe":
-        return read_speech(params)
+        if params["model"] is None:
+            raise OptionError("no model was named: pass --model, a Whisper model")
+        return read_speech({**params, **_AT_REST})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
     return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
-
-
-def read_speech(params: Mapping[str, Any]) -> Request:
-    """The same for recordings, whose options have other names."""
-    model, draft = params["model"], params["draft_model"]
-    if model is None:
-        raise OptionError("no model was named: pass --model, a Whisper model")
-    zoo = model.startswith("zoo:")
-    draft = model if draft is None and zoo else draft
-    options = read_options({**params, **_AT_REST})
-    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
-    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **loading_flags(params)})
 
 
 def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
@@ -156,7 +143,7 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
         request.draft,
         options=options,
         loading=request.loading,
-        more={flag: params[flag] for flag in ("system", "template", "chunk_tokens") if params[flag] is not None},
+        more=passed(params, ("system", "template", "chunk_tokens")),
         seed=seed,
         name=plain_name(params["model"] or request.target),
         field=params["field"],

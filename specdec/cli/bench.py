@@ -14,7 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import COPYING, WORDS, loading_flags
+from specdec.cli.request import COPYING, WORDS, passed
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
@@ -142,13 +142,13 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over those of the file of --config."""
     file = read_yaml(params["config"]) if params["config"] is not None else {}
-    keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}
+    keys = {FLAGS[flag]: value for flag, value in passed(params, FLAGS).items()}
     if params["config"] is not None:
         file.setdefault("name", params["config"].stem)
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
     if schedules := [*(params.get("schedule") or []), *([constant] if params.get("num_draft_tokens") else [])]:
         keys["schedules"] = schedules
-    if mode := loading_flags(params):
+    if mode := passed(params):
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))

@@ -10,7 +10,7 @@ import typer
 from typer import Argument
 
 from specdec.cli import flags
-from specdec.cli.request import loading_flags
+from specdec.cli.request import passed
 from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def compile_(
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     began = monotonic()
     with loading(f"loading {target}", quiet=quiet):
-        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **loading_flags(ctx.params))
+        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **passed(ctx.params))
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import loading_flags
+from specdec.cli.request import passed
 from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
 from specdec.options.bundled_models import locate
 
@@ -64,7 +64,7 @@ def distill(
             cache_gib=cache_gib,
             notify=notify,
             is_stopped=lambda: interrupt.asked,
-            **loading_flags(ctx.params),
+            **passed(ctx.params),
         )
     for line in report(card):
         print(line)

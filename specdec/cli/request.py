@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,11 +122,11 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
     own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
-    given = loading_flags(params)
+    given = passed(params)
     if "max_memory" in given:
         given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
-    draft = {name: params.get(flag) for flag, name in DRAFT_FLAGS.items() if params.get(flag) is not None}
+    draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
     if draft:
         loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
@@ -134,8 +134,16 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
     return loading, {name: value for name, value in file.items() if name not in own}
 
 
-def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name in LOADING if (value := params.get(name)) not in (None, [], (), False)}
+def passed(params: Mapping[str, Any], names: Iterable[str] = LOADING) -> dict[str, Any]:
+    """Those of the flags, by default those of loading, that were given."""
+    values = {name: params.get(name) for name in names}
+    return {name: value for name, value in values.items() if value is not False and value not in (None, [], ())}
+
+
+def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:
+    """Raises OptionError where one of the flags was given, which have no effect: `why`."""
+    if idle := [*passed(params, names)]:
+        raise OptionError(f"{_flag(idle[0])} {why}")
 
 
 def _device_and_size(text: str) -> tuple[str | int, str]:
@@ -150,15 +158,12 @@ def read_options(
 ) -> dict[str, Any]:
     """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
     flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
-    drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
+    drawing = [*passed(params, SAMPLING_FLAGS)]
     if drawing and params.get("sample") is False:
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
-    extra = read_settings(params.get("set_") or [])
-    if both := sorted(flags.keys() & extra.keys()):
-        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
-    options = _over(file, {**flags, **extra})
+    options = _over(file, {**flags, **read_settings(params.get("set_") or [], flags)})
     if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = new_tokens
     try:
@@ -193,8 +198,8 @@ def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """The `KEY=VALUE` pairs of --set, with values in YAML."""
+def read_settings(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The `KEY=VALUE` pairs of --set, with values in YAML; raises OptionError for an option that `flags` set, too."""
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -204,6 +209,8 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
             found[name.strip().replace("-", "_")] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise OptionError.of("--set", "KEY=VALUE with a value in YAML", setting) from None
+    if both := sorted(flags.keys() & found.keys()):
+        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     return found
 
 

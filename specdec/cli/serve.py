@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import choose_draft, loading_flags
+from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
 from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
@@ -21,23 +21,10 @@ from specdec.options.resolve import read_yaml
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 PAIRS = ("python-code", "python-summary", "speech")  # of --demo
-# Flag -> key of the settings, and of their limits.
-SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "log")
-OF_REPLICAS = (
-    "replicas",
-    "replica_cpus",
-    "replica_gpus",
-    "replica_up_seconds",
-    "replica_down_seconds",
-    "replica_surge",
-)
-LIMITS = {
-    "max_running": "running",
-    "max_waiting": "waiting",
-    "per_key": "per_key",
-    "request_timeout": "request_seconds",
-    "drain": "drain_seconds",
-}
+# Parameters that are keys of the settings, of their limits, and of replicas.
+SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "trusted_proxies", "stream_chunk", "log")
+LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
+OF_REPLICAS = ("replicas", *(f"replica_{name}" for name in ("cpus", "gpus", "up_seconds", "down_seconds", "surge")))
 
 
 @flags.takes(
@@ -58,24 +45,27 @@ def serve(
         None, help="File of API keys, KEY or NAME: KEY on each line; reread when it changes."
     ),
     insecure: bool = Option(False, "--insecure", help="Allow a public address without API keys."),
-    allow_host: list[str] | None = Option(
-        None, metavar="HOST", help="Another host name that browsers may use; repeatable."
+    hosts: list[str] | None = Option(
+        None, "--allow-host", metavar="HOST", help="Another host name that browsers may use; repeatable."
     ),
-    trusted_proxy: list[str] | None = Option(
-        None, metavar="ADDRESS", help="Proxy or network whose X-Forwarded-For header is trusted; repeatable."
+    trusted_proxies: list[str] | None = Option(
+        None,
+        "--trusted-proxy",
+        metavar="ADDRESS",
+        help="Proxy or network whose X-Forwarded-For header is trusted; repeatable.",
     ),
     context: int | None = Option(None, help="Limit on the tokens of prompt and answer."),
     kv_budget: float | None = Option(
         None, help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5)."
     ),
-    max_running: int | None = Option(None, help="Limit on running requests (32)."),
-    max_waiting: int | None = Option(None, help="Limit on waiting requests (128)."),
+    running: int | None = Option(None, "--max-running", help="Limit on running requests (32)."),
+    waiting: int | None = Option(None, "--max-waiting", help="Limit on waiting requests (128)."),
     per_key: int | None = Option(None, help="Limit on one client's requests in progress."),
-    request_timeout: float | None = Option(
-        None, metavar="SECONDS", help="Abort a request after this many seconds (600)."
+    request_seconds: float | None = Option(
+        None, "--request-timeout", metavar="SECONDS", help="Abort a request after this many seconds (600)."
     ),
-    drain: float | None = Option(
-        None, metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30)."
+    drain_seconds: float | None = Option(
+        None, "--drain", metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30)."
     ),
     stream_chunk: int | None = Option(
         None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
@@ -107,10 +97,7 @@ def serve(
     keys = settings_keys(ctx.params)
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)
-    if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
-        raise OptionError(
-            f"--{idle[0].replace('_', '-')} configures replicas on a cluster: pass --ray, or leave it out"
-        )
+    refuse_idle(ctx.params, OF_REPLICAS, "configures replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.server import check_address, create_app, load, read_settings
         from specdec.server import serve as run
@@ -149,34 +136,30 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
     if len(named) + bool(keys.get("models")) != 1:
         raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
-    keys |= {name: params[name] for name in SERVER if params[name] is not None and params[name] is not False}
-    for flag, key in (("allow_host", "hosts"), ("trusted_proxy", "trusted_proxies")):
-        if params[flag]:
-            keys[key] = params[flag]
-    limits = {key: params[flag] for flag, key in LIMITS.items() if params[flag] is not None}
-    if limits:
+    keys |= passed(params, SERVER)
+    if limits := passed(params, LIMITS):
         keys["limits"] = {**(keys.get("limits") or {}), **limits}
     if params["demo"]:
         keys["models"] = [{"name": name, "target": f"zoo:{name}", "draft": f"zoo:{name}"} for name in PAIRS]
     elif params["target"]:
         keys["models"] = [model_keys(params)]
-    own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
-    if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
-        raise OptionError(f"--{idle[0].replace('_', '-')} configures TARGET: pass TARGET, or write it into the file")
+    if not params["target"]:
+        own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
+        refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
-    options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
+    options = {FLAGS[name]: value for name, value in passed(params, ("num_draft_tokens", "schedule")).items()}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": draft,
-        "loading": loading_flags(params),
-        "options": {name: value for name, value in options.items() if value is not None},
+        "loading": passed(params),
+        "options": options,
         "context": params["context"],
     }
     return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}

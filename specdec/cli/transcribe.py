@@ -13,7 +13,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, loading_flags, read_settings
+from specdec.cli.request import FLAGS, WORDS, Request, passed, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, counting, loading, say
 from specdec.errors import OptionError, SpecdecError
@@ -72,17 +72,17 @@ def transcribe(
     files, references = read_files(files or [], demo=demo, reference=reference)
     ctx.params["model"] = read_model(model, demo=demo)
     check_output(files, format, output_dir)
-    options = read_options(ctx.params)
+    request = read_speech(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     if resume:
         files, references = unfinished(files, references, format, output_dir)
         if not files:
             return OK
-    transcriber = load(ctx.params, quiet=quiet)
+    transcriber = load(request, ctx.params["model"], quiet=quiet)
     texts: list[str | None] = []
     try:
-        transcribe_all(transcriber, files, references, texts, options, ctx.params)
+        transcribe_all(transcriber, files, references, texts, request.options, ctx.params)
     except KeyboardInterrupt:
         say(f"{len(texts)} of {len(files)} recordings are done; {how_to_go_on(output_dir)}")
         raise
@@ -210,34 +210,36 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call, from flags and --set."""
     from specdec.pipelines.speech.settings import FALLBACK
 
-    flags = {FLAGS[name]: params[name] for name in ("num_draft_tokens", "schedule", "max_new_tokens", "seed")}
-    flags |= {"language": params["language"], "task": params["task"], "chunk_length_s": params["chunk_length"]}
+    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
+    given = {FLAGS.get(name, name): value for name, value in passed(params, same).items()}
+    if "chunk_length" in given:
+        given["chunk_length_s"] = given.pop("chunk_length")
     if params["words"]:
-        flags["return_timestamps"] = "word"
+        given["return_timestamps"] = "word"
     elif params["format"] != "text":
-        flags["return_timestamps"] = True
+        given["return_timestamps"] = True
     if params["context"]:
-        flags["condition_on_prev_tokens"] = True
-    given = {name: value for name, value in flags.items() if value is not None}
-    extra = read_settings(params["set_"] or [])
-    if both := sorted(given.keys() & extra.keys()):
-        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
+        given["condition_on_prev_tokens"] = True
+    extra = read_settings(params["set_"] or [], given)
     return {"seed": 0, **(FALLBACK if params["fallback"] else {}), **given, **extra}
 
 
-def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
-    target, draft = locate(params["model"], "target", "--model"), params["draft_model"]
-    if draft is None and params["model"].startswith("zoo:"):
-        draft = params["model"]
-    draft = draft if draft is None else locate(draft, "draft", "--draft-model")
+def read_speech(params: Mapping[str, Any]) -> Request:
+    """The models and the options; a target of the package brings its draft, and is loaded in float32."""
+    model, draft, how = params["model"], params["draft_model"], passed(params)
+    if model.startswith("zoo:"):
+        draft, how = draft or model, {"dtype": "float32", **how}
+    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
+    return Request(target, draft, "auto", read_options(params), how)
+
+
+def load(request: Request, name: str, *, quiet: bool) -> Transcriber:
+    target, draft = request.target, request.draft
     names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    how = loading_flags(params)
-    if params["model"].startswith("zoo:"):
-        how.setdefault("dtype", "float32")
-    with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
+    with loading(f"loading {name}", quiet=quiet, downloads=not all(Path(one).exists() for one in names)):
         from specdec.pipelines import Transcriber
 
-        transcriber = Transcriber.from_pretrained(target, draft, **how)
+        transcriber = Transcriber.from_pretrained(target, draft, **request.loading)
         transcriber.generator.compile()
         return transcriber
 
