@@ -22,6 +22,7 @@ import pytest
 from specdec import SpecGenerator
 from specdec.options import bundled_models
 from tests.server.process import KEY, Process, serving
+from tests.server.served import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "def add(first, second):\n"
@@ -175,36 +176,25 @@ def test_load(server: Process, offline: SpecGenerator) -> None:
             i, kind = choose.randrange(12), choose.choice(["text", "text", "stream", "stream", "left", "wrong"])
             if kind == "wrong":
                 status, asked = choose.choice(WRONG)
-                found = await client.post("/v1/completions", **asked)
-                assert found.status_code == status, found.text
-            elif kind == "text":
-                found = await client.post("/v1/completions", json=bodies[i])
-                assert found.status_code in (200, 429), found.text
-                if found.status_code == 200:
-                    assert found.json()["choices"][0]["text"] == texts[i]
-                else:
+            else:
+                status, asked = 200, {"json": {**bodies[i], "stream": kind != "text"}}
+            async with client.stream("POST", "/v1/completions", **asked) as found:
+                if found.status_code == 429:
                     kind = "busy"
                     await asyncio.sleep(0.1)
-            else:
-                kind = await streamed(client, bodies[i], texts[i], left=kind == "left")
+                else:
+                    assert found.status_code == status
+                    if kind == "left":
+                        await anext(found.aiter_lines())
+                    else:
+                        await found.aread()
+            if kind == "text":
+                assert found.json()["choices"][0]["text"] == texts[i]
+            elif kind == "stream":
+                *told, done = events(found.text)
+                assert done == "[DONE]"
+                assert "".join(event["choices"][0]["text"] for event in told) == texts[i]
             counts[kind] += 1
-
-    async def streamed(client: httpx.AsyncClient, body: dict[str, Any], text: str, *, left: bool) -> str:
-        got, ended = "", False
-        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as found:
-            assert found.status_code in (200, 429)
-            if found.status_code == 429:
-                await asyncio.sleep(0.1)
-                return "busy"
-            async for line in found.aiter_lines():
-                ended |= line == "data: [DONE]"
-                if line.startswith("data: {"):
-                    got += json.loads(line[6:])["choices"][0]["text"]
-                    if left:
-                        return "left"
-        assert ended
-        assert got == text
-        return "stream"
 
     async def watch() -> None:
         while time.monotonic() < end:
