@@ -11,8 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.server.errors import reported
-from specdec.server.faults import invalid
+from specdec.server.errors import invalid, reported
 from specdec.server.guards import Entrance, GuardedRoute
 from specdec.server.models import Hosts
 from specdec.server.routes import audio, page, status, text

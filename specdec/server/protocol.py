@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
-from specdec.server.faults import FieldError
+from specdec.server.errors import FieldError
 
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")

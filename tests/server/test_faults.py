@@ -14,8 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from specdec.server import protocol
-from specdec.server.errors import ApiError
-from specdec.server.faults import invalid
+from specdec.server.errors import ApiError, invalid
 from specdec.server.protocol import (
     HINTS,
     REFUSED,
