@@ -53,11 +53,10 @@ def test_flags_of_one_model() -> None:
 
 def test_drafts_are_chosen_as_elsewhere() -> None:
     """A pair of the package is its own draft, anything else copies unless told otherwise."""
-    drafts = {"zoo:python-code": str(bundled_models.pair().draft), "org/m": "suffix"}
-    for target, draft in drafts.items():
-        assert read_settings(keys(target=target)).models[0].draft == draft
-    assert read_settings(keys(target="m", method="none")).models[0].draft is None
-    assert read_settings(keys(target="m", method="hybrid", draft_model="d")).models[0].draft == ("suffix", "d")
+    asked: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
+    asked += [{"target": "m", "method": "none"}, {"target": "m", "method": "hybrid", "draft_model": "d"}]
+    drafts = [read_settings(keys(**flags)).models[0].draft for flags in asked]
+    assert drafts == [str(bundled_models.pair().draft), "suffix", None, ("suffix", "d")]
 
 
 def test_a_file_under_flags(tmp_path: Path) -> None:

@@ -62,20 +62,6 @@ async def test_turns_go_round() -> None:
     assert max(i for i, name in enumerate(order) if name == "few") < 10
 
 
-async def test_turns_are_bounded() -> None:
-    """Beyond the queue a 429 says when to try again."""
-    turns, found = Admission(1, 1), []
-    async with turns.turn("a"):
-        for name in ("b", "c"):
-            waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
-            await asyncio.sleep(0)
-            if waiting.done():
-                error = waiting.exception()
-                assert isinstance(error, ApiError)
-                found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
-    assert found == [("c", 429, True)]
-
-
 async def test_who_waits_most_makes_room() -> None:
     """One client's many that wait, or have left, locked all others out."""
     turns = Admission(1, 4)
@@ -120,23 +106,6 @@ def test_turns_given_up() -> None:
         return turns.running, turns.waiting, left.cancelled()
 
     assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
-
-
-async def test_work_tells_everything_and_then_its_error() -> None:
-    """In the order in which it came."""
-
-    def work(cancel: Cancel) -> Generator[int]:
-        yield from range(3)
-        raise OptionError("no")
-
-    found = []
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            async for item in ThreadStream(pool, work):
-                found.append(item)
-        except OptionError:
-            found.append(-1)
-    assert found == [0, 1, 2, -1]
 
 
 async def test_work_that_is_given_up() -> None:
