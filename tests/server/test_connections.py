@@ -19,7 +19,9 @@ import pytest
 import uvicorn
 
 from specdec.server import http as server_module
+from specdec.server.cancellation import ahead
 from specdec.server.connections import Claim, Connections
+from specdec.server.errors import ApiError
 from specdec.server.http import server_of
 from tests.server.served import app, events, listening, settings, speech_model, state_of, text_model, until
 
@@ -405,6 +407,38 @@ async def test_unread_events_have_a_bound() -> None:
         told = await told_late(one)
     assert "reads too slowly" in told[-1]["error"]["message"]
     assert all(e["choices"][0]["finish_reason"] is None for e in told[:-1])
+
+
+async def test_what_runs_ahead() -> None:
+    """All of it comes, in order, and an error after it; sources end before it is read, and when it is given up."""
+    ended: list[int] = []
+
+    async def source(number: int, most: int) -> AsyncGenerator[bytes, None]:
+        try:
+            for _ in range(most):
+                yield b"x"
+                await asyncio.sleep(0)
+            if number == 2:
+                raise ValueError("no")
+        finally:
+            ended.append(number)
+
+    async def read(number: int, most: int) -> list[bytes]:
+        found: list[bytes] = []
+        async for item in ahead([source(number, most)], 9, len):
+            await until(lambda: number in ended)
+            found.append(item)
+        return found
+
+    assert await read(0, 9) == [b"x"] * 9
+    with pytest.raises(ApiError, match="too slowly"):
+        await read(1, 99)
+    with pytest.raises(ValueError, match="no"):
+        await read(2, 3)
+    given_up = ahead([source(3, 10**6), source(4, 10**6)], 10**9, len)
+    await anext(given_up)
+    await given_up.aclose()
+    assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("sent", [100, 200_000])
