@@ -21,20 +21,11 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
 
-# Flag of `bench` -> key of a suite.
-FLAGS = {
-    "modules": "imports",
-    "target": "targets",
-    "draft": "drafts",
-    "strategy": "strategies",
-    "temperature": "temperatures",
-    "prompts": "prompts",
-    "batch": "batches",
-    "max_new_tokens": "max_new_tokens",
-    "repeats": "repeats",
-    "seed": "seed",
-    "near_tie": "near_tie",
-}
+# Parameters that are keys of a suite.
+KEYS = (
+    *("imports", "targets", "drafts", "strategies", "temperatures", "prompts", "batches"),
+    *("max_new_tokens", "repeats", "seed", "near_tie"),
+)
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
 WAYS = ", ".join(SCHEDULES)
 
@@ -49,28 +40,30 @@ REPEATS = Option(None, min=1, help="Measurements of every request.")
 @flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
 def bench(
     ctx: typer.Context,
-    target: list[str] | None = Argument(
+    targets: list[str] | None = Argument(
         None, metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."
     ),
     config: Path | None = Option(None, help="YAML file of the matrix, as in configs/bench; flags win."),
-    modules: list[str] | None = Option(
+    imports: list[str] | None = Option(
         None,
         "--import",
         metavar="MODULE",
         help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
     ),
-    draft: list[str] | None = Option(None, help=f"{DRAFTS}; repeatable."),
+    drafts: list[str] | None = Option(None, "--draft", help=f"{DRAFTS}; repeatable."),
     schedule: list[str] | None = Option(None, help=f"How much to draft: {WAYS}; repeatable."),
     num_draft_tokens: list[int] | None = Option(
         None, min=1, help="Draft a constant number of tokens per round; repeatable."
     ),
-    strategy: list[str] | None = Option(
-        None, help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable."
+    strategies: list[str] | None = Option(
+        None, "--strategy", help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable."
     ),
-    temperature: list[float] | None = Option(None, min=0, help="Sampling temperature; 0 is greedy; repeatable."),
+    temperatures: list[float] | None = Option(
+        None, "--temperature", min=0, help="Sampling temperature; 0 is greedy; repeatable."
+    ),
     prompts: list[str] | None = PROMPTS,
     count: int | None = COUNT,
-    batch: list[int] | None = Option(None, min=1, help="Prompts per call; repeatable."),
+    batches: list[int] | None = Option(None, "--batch", min=1, help="Prompts per call; repeatable."),
     max_new_tokens: int | None = TOKENS,
     repeats: int | None = REPEATS,
     seed: int | None = Option(None, help="Seed of sampling."),
@@ -142,7 +135,7 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over those of the file of --config."""
     file = read_yaml(params["config"]) if params["config"] is not None else {}
-    keys = {FLAGS[flag]: value for flag, value in passed(params, FLAGS).items()}
+    keys = passed(params, KEYS)
     if params["config"] is not None:
         file.setdefault("name", params["config"].stem)
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
@@ -180,8 +173,8 @@ def tune(
     prompts: list[str] | None = PROMPTS,
     count: int | None = COUNT,
     num_draft_tokens: list[int] | None = Option(None, min=1, help="Constant draft length to try; repeatable."),
-    temperature: float | None = Option(None, min=0, help="Sampling temperature; 0 is greedy."),
-    batch: int | None = Option(None, min=1, help="Prompts per call."),
+    temperatures: float | None = Option(None, "--temperature", min=0, help="Sampling temperature; 0 is greedy."),
+    batches: int | None = Option(None, "--batch", min=1, help="Prompts per call."),
     max_new_tokens: int | None = TOKENS,
     repeats: int | None = REPEATS,
     out: Path | None = OUT,
@@ -192,7 +185,8 @@ def tune(
 
     Prints a table on stderr, and on stdout a file for `specdec generate --config`.
     """
-    given = suite_keys({**ctx.params, "config": None, "num_draft_tokens": None})
+    own = {"targets": target, "drafts": draft, "config": None, "num_draft_tokens": None}
+    given = suite_keys({**ctx.params, **own})
     with loading("reading the prompts", quiet=quiet):
         import yaml
 
