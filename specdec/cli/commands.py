@@ -109,7 +109,7 @@ def _show_warning(*, quiet: bool) -> Any:
 
 
 @app.callback(invoke_without_command=True)
-@flags.takes("debug")
+@flags.takes()
 def root(ctx: typer.Context, version: bool = Option(False, "--version", help="Print the version and exit.")) -> None:
     """Speculative decoding: the same text in fewer passes over the model's weights."""
     if version:
@@ -149,6 +149,7 @@ def generate(
     seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
     num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
     stop: list[str] | None = Option(None, help="Text that ends the answer; repeatable."),
+    *,
     max_memory: list[str] | None = Option(
         None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."
     ),
@@ -161,7 +162,6 @@ def generate(
         False, "--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧."
     ),
     stream: bool = Option(True, help="Print text as it is generated."),
-    *,
     json_: bool,
     stats: bool,
     quiet: bool,
@@ -202,6 +202,6 @@ def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
         say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
 
 
-for command in (*(generate, demo, doctor, bench, tune, serve, batch, summarize, transcribe, compile_, distill, zoo),):
+for command in (generate, demo, doctor, bench, tune, serve, batch, summarize, transcribe, compile_, distill, zoo):
     name = command.__name__.rstrip("_")
-    app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(flags.takes("debug")(command))  # \b: not wrapped
+    app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

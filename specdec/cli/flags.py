@@ -30,9 +30,11 @@ def own_pairs(incomplete: str) -> list[str]:
 
 
 def takes(*words: str) -> Callable[[Command], Command]:
-    """Gives a command the flags of `_shared` that the words of these texts name, behind its own.
+    """Gives a command the flags of `_shared` that the words of these texts name, and `--debug`; all are in
+    `ctx.params`.
 
-    The command declares with their types alone those that it reads by name; all are in `ctx.params`.
+    In the help they stand between the command's positional and its keyword parameters, `--debug` behind all. The
+    command declares with their types alone those that it reads by name.
     """
     names = " ".join(words).split()
 
@@ -44,8 +46,9 @@ def takes(*words: str) -> Callable[[Command], Command]:
         def called(**given: Any) -> int | None:
             return command(**{name: given[name] for name in own})
 
-        first = [parameter for name, parameter in own.items() if name not in names]
-        called.__signature__ = inspect.Signature([*first, *shared])  # type: ignore[attr-defined]
+        first = [one for one in own.values() if one.kind is not one.KEYWORD_ONLY]
+        last = [one for name, one in own.items() if one.kind is one.KEYWORD_ONLY and name not in names]
+        called.__signature__ = inspect.Signature([*first, *shared, *last, SHARED["debug"]])  # type: ignore[attr-defined]
         return called
 
     return decorate

@@ -137,6 +137,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
+@flags.takes()
 def zoo() -> None:
     """List the bundled models with their cards. Pairs that you made with the recipes follow."""
     for name in bundled_models.folders():

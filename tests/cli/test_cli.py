@@ -142,7 +142,7 @@ def test_examples_run_offline(command: str, tmp_path: Path) -> None:
     words = shlex.split(EXAMPLES[command])
     (tmp_path / "prompts.txt").write_text("def mean(values):\n")
     given = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "specdec.cli", *words[1:]]
+    command = [sys.executable, "-m", "specdec", *words[1:]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=given)
     assert done.returncode == 0, done.stderr
 
@@ -500,7 +500,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
 
     def specdec(*arguments: str) -> tuple[int, str]:
         given = {"CXX": "nosuchcompiler", "SPECDEC_KERNELS": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "specdec.cli", *arguments]
+        command = [sys.executable, "-m", "specdec", *arguments]
         done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
         return done.returncode, done.stderr
 
@@ -605,7 +605,7 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(target: str) -> None:
     """`specdec generate | head` ends without a traceback."""
-    command = [sys.executable, "-m", "specdec.cli", "generate", target, "-p", "ab", "--max-new-tokens", "400"]
+    command = [sys.executable, "-m", "specdec", "generate", target, "-p", "ab", "--max-new-tokens", "400"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.decoding.strategies import STRATEGIES, Greedy
 from specdec.options.generate import Options
@@ -37,14 +36,3 @@ def test_a_preset_runs(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["generate", model, "-p", "ab", "--config", str(path), "--max-new-tokens", "4", "--seed", "1"]
     assert run([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["coupled", "match", "rejection", "block"])
-def test_a_way_of_sampling_runs_with_a_draft_model(name: str, tmp_path: Path) -> None:
-    """With trees of guesses too, and the strategy is the one that the preset names."""
-    given = read_yaml(PRESETS[0].parent / f"{name}.yaml")
-    generator = SpecGenerator(saved_model(tmp_path / "target"), saved_model(tmp_path / "draft", seed=1), **given)
-    for branches in (1, 3):
-        out = generator.generate("ab", max_new_tokens=6, eos_token_id=[], seed=1, num_assistant_branches=branches)
-        assert out.stats.settings["strategy"] == name
-        assert out.stats.num_draft_tokens > 0

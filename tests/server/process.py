@@ -54,7 +54,7 @@ class Process:
 def started(*arguments: str, folder: Path) -> Iterator[Process]:
     """`specdec serve` with these arguments, which logs into a folder."""
     log = folder / "log"
-    command = [sys.executable, "-m", "specdec.cli", "serve", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "specdec", "serve", *arguments, "--quiet"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         popen = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=folder)

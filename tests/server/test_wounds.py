@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,45 +92,48 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert found(new) == [200]
 
 
-def test_lines_of_keys(tmp_path: Path) -> None:
-    """Two keys of one name are both valid (the first was dropped), and a key keeps its colons (it lost its head)."""
-    path = tmp_path / "keys"
+@pytest.fixture
+def held(tmp_path: Path) -> Callable[[str], Keys]:
+    """The keys of a file with this text."""
+
+    def read(text: str) -> Keys:
+        (tmp_path / "keys").write_text(text, encoding="utf-8")
+        return Keys(tmp_path / "keys")
+
+    return read
+
+
+def test_lines_of_keys(held: Callable[[str], Keys]) -> None:
+    """Two keys of one name are both valid (the first was dropped), and a key keeps its colons (it lost its head).
+
+    A byte order mark, which editors write, is no part of the first one.
+    """
     old, new, colons = "the-old-key-of-alice", "the-new-key-of-alice", "ab:cdefghijklmnopqrstuvwx"
-    path.write_text(f"alice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
-    held = Keys(path)
-    assert [held.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
-    assert held.name(colons.partition(":")[2]) is None
+    keys = held(f"\ufeffalice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
+    assert [keys.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
+    assert keys.name(colons.partition(":")[2]) is None
 
 
+ALICE = "alice: a-good-key-of-letters\n" * 2
 WRONG_KEYS = {
-    "short": "is shorter",
-    "a-key-of-letters-with-é": "no header carries",
-    "a-key-of\tenough-letters": "no header carries",
-    "bob: a-good-key-of-letters": "is that of 'alice', too",
-    "a-good-key-of-letters": "is that of 'alice', too",
-    "key-1: another-key-of-letters": "choose another",
+    f"{ALICE}short": "line 3 is shorter",
+    f"{ALICE}a-key-of-letters-with-é": "line 3 has characters that no header carries",
+    f"{ALICE}a-key-of\tenough-letters": "line 3 has characters that no header carries",
+    f"{ALICE}bob: a-good-key-of-letters": "line 3 is that of 'alice', too",
+    f"{ALICE}a-good-key-of-letters": "line 3 is that of 'alice', too",
+    f"{ALICE}key-1: another-key-of-letters": "line 3 .*choose another",
+    "": "has no key in it",
+    "# nothing\n": "has no key in it",
 }
 
 
-@pytest.mark.parametrize("line", WRONG_KEYS)
-def test_wrong_lines_of_keys(line: str, tmp_path: Path) -> None:
-    """A key that was never valid, one with two names, and two clients that were one: each is said of its line."""
-    path = tmp_path / "keys"
-    path.write_text(f"alice: a-good-key-of-letters\nalice: a-good-key-of-letters\n{line}\n", encoding="utf-8")
-    with pytest.raises(OptionError, match=f"line 3 .*{WRONG_KEYS[line]}"):
-        Keys(path)
-
-
-def test_key_files_without_a_key(tmp_path: Path) -> None:
-    """They are refused when the server starts; a byte order mark, which editors write, is no part of the first one."""
-    path = tmp_path / "keys"
-    for content in (None, "", "# nothing\n"):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(OptionError, match="api_key_file"):
-            Keys(path)
-    path.write_text(KEY, encoding="utf-8-sig")
-    assert Keys(path).name(KEY) == "key-1"
+@pytest.mark.parametrize("text", WRONG_KEYS)
+def test_wrong_files_of_keys(text: str, held: Callable[[str], Keys]) -> None:
+    """A key that was never valid, one with two names, two clients that were one: each is said, and none is served."""
+    with pytest.raises(OptionError, match=f"`api_key_file`.*{WRONG_KEYS[text]}"):
+        held(text)
+    with pytest.raises(OptionError, match="`api_key_file`"):
+        Keys(Path("/no/such/file"))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
