@@ -42,7 +42,7 @@ def served(descriptors: int | None) -> Iterator[tuple[str, Path]]:
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-    command = [sys.executable, "-m", "specdec.cli", "serve", "zoo:python-code", "--port", "0", "--quiet"]
+    command = [sys.executable, "-m", "specdec", "serve", "zoo:python-code", "--port", "0", "--quiet"]
     with TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=limit)
         log, end = Path(folder) / "log", time.monotonic() + _PATIENCE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
-from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
-from specdec.core.tree import Step
-from specdec.decoding import strategies as select
+from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, learns, make_schedule
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup, make_strategy
@@ -28,11 +25,10 @@ from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options
 from specdec.options.load import QUANTIZATIONS, Quantization
 from specdec.options.resolve import resolve
-from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, text
+from specdec.pipelines import PIPELINES, text
 from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
 from specdec.proposers.copying import TextDraft
-from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import STRATEGIES as COMMON
 from tests.matrix import some
 from tests.proposers.heads.test_mtp import with_layers
@@ -69,47 +65,6 @@ def test_every_strategy_has_its_options() -> None:
     assert {strategy.name for strategy in STRATEGIES} == {*CASES}
     for name, needs_q in SAMPLING.items():
         assert make_strategy(setup(resolve(CASES[name]))).rule.needs_q == needs_q == resolve(CASES[name]).needs_q
-
-
-class Second(select.Greedy):
-    """Takes the second likeliest token."""
-
-    name = "second"
-
-    @classmethod
-    def serves(cls, options: Options) -> bool:
-        return options.suppress_tokens == [63]
-
-    def emit(self, row: Any, new: list[int], scores: Any, node: int) -> Step:
-        processed = self.processed(row, new, scores, node)
-        return self.step(int(processed.topk(2).indices[1]), scores, node, processed)
-
-
-def test_a_new_strategy_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class in the registry decodes what it serves."""
-    monkeypatch.setattr(select, "STRATEGIES", (Second, *STRATEGIES))
-    out = SpecGenerator(tiny("llama"), "suffix").generate([[5, 6]], max_new_tokens=3, suppress_tokens=[63])
-    assert out.stats.settings["strategy"] == "second"
-
-
-@dataclass(frozen=True)
-class Twos(Constant):
-    """Two tokens, whatever was asked."""
-
-    @classmethod
-    def of(cls, setup: ScheduleSetup) -> Twos:
-        return cls(2)
-
-
-def test_a_new_schedule_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is an option, and in the error that lists them."""
-    monkeypatch.setitem(SCHEDULES, "twos", Twos)
-    assert make_schedule(resolve({"schedule": "twos"})) == Twos(2)
-    with pytest.raises(OptionError, match="twos"):
-        resolve({"schedule": "threes"})
-    out = SpecGenerator(tiny("llama"), tiny("llama"), schedule="twos").generate([[5, 6]], max_new_tokens=10)
-    assert out.stats.settings["schedule"] == "twos"
-    assert out.stats.mean_acceptance_length == 3
 
 
 @pytest.mark.parametrize(
@@ -258,24 +213,9 @@ def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, one in made.items():
         assert (one.name, one.converts) == (name, name.endswith("-weight"))
         assert one.converts or not QUANTIZATIONS[name].offloads
-        assert name in flags.Quantization.__metadata__[0].help
+        assert name in flags.SHARED["quantization"].default.help
         assert f'"{name}"' in (ROOT / "docs/guides/quantization.md").read_text(encoding="utf-8")
     assert not make_quantizer(None).converts
-
-
-def test_a_new_pipeline_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its task makes it, from a model or a generator."""
-
-    class Twice(Text):
-        def __call__(self, inputs: Any, **options: Any) -> Any:
-            return super().__call__([inputs] * 2, **options)
-
-    monkeypatch.setitem(PIPELINES, "twice", Twice)
-    made: Pipeline = pipeline("twice", tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
-    assert len(made("ab", max_new_tokens=2)) == 2
-    assert type(pipeline("twice", made.generator)) is Twice
-    with pytest.raises(OptionError, match=r"summarization.*'thrice'"):
-        pipeline("thrice", made.generator)
 
 
 def test_every_pipeline_is_there() -> None:

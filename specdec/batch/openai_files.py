@@ -12,8 +12,7 @@ from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
-from specdec.server.errors import ApiError, as_api_error
-from specdec.server.faults import invalid
+from specdec.server.errors import ApiError, as_api_error, invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
 from specdec.server.text import PromptRequest, TextDelta, TextModel
 

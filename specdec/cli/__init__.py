@@ -10,9 +10,8 @@
 | `doctor.py` | `doctor`: examines machine, installation and a pair |
 | `distill.py` | `distill`: trains a draft |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
-| `request.py` | flags and a YAML file, checked: models to load, options of the call |
+| `request.py` | flags and a YAML file, checked: models to load, options of the call; loading under a spinner |
 | `flags.py` | flags that several commands share |
-| `load.py` | loads models, with a spinner |
 | `show.py` | prints texts, statistics and the JSON report |
 | `serve.py` | `serve`: models behind an HTTP server |
 | `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |

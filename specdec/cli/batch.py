@@ -6,17 +6,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import first_of_job
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, loading_flags, locate, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
-from specdec.cli.transcribe import read_options
+from specdec.cli.transcribe import read_speech
 from specdec.errors import OptionError
+from specdec.options.bundled_models import locate
 
 if TYPE_CHECKING:
     from specdec.batch import BatchSpec, Source
@@ -40,65 +41,40 @@ _AT_REST = {
 }
 
 
+@flags.takes(
+    "draft_model method num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "dtype quantization backend exactness device_map trust_remote_code config set_ quiet",
+)
 def batch(
     ctx: typer.Context,
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The same rows with their answers: .jsonl or .parquet.")],
-    task: Annotated[
-        TaskName | None,
-        typer.Option(
-            metavar="TASK",
-            help="generate (default), chat, summarize or transcribe; none for OpenAI batch files.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Target: hub id, folder, or zoo:NAME; may come from --config.")
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    field: Annotated[
-        str | None,
-        typer.Option(help="Input field of a row; by default prompt, messages, text or audio, depending on the task."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of each chat.")] = None,
-    template: Annotated[str | None, typer.Option(help="Prompt of a summary, with {text} in it.")] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Summarize longer texts in chunks of this many tokens.")
-    ] = None,
-    max_new_tokens: flags.MaxNewTokens = None,
-    sample: flags.Sample = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling (0), from which every row gets its own.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.")] = 32,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."),
-    ] = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled).")
-    ] = None,
-    worker_cpus: Annotated[float | None, typer.Option(help="CPUs of each worker.")] = None,
-    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker; may be less than 1.")] = None,
-    row_stats: Annotated[
-        bool, typer.Option("--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, even if OUT exists.")] = False,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    config: flags.ConfigFile = None,
-    set_: flags.Settings = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    source: Path = Argument(..., metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line."),
+    out: Path = Argument(..., metavar="OUT", help="The same rows with their answers: .jsonl or .parquet."),
+    task: TaskName | None = Option(
+        None, metavar="TASK", help="generate (default), chat, summarize or transcribe; none for OpenAI batch files."
+    ),
+    model: str | None = Option(None, help="Target: hub id, folder, or zoo:NAME; may come from --config."),
+    field: str | None = Option(
+        None, help="Input field of a row; by default prompt, messages, text or audio, depending on the task."
+    ),
+    system: str | None = Option(None, metavar="TEXT", help="System message of each chat."),
+    template: str | None = Option(None, help="Prompt of a summary, with {text} in it."),
+    chunk_tokens: int | None = Option(None, min=1, help="Summarize longer texts in chunks of this many tokens."),
+    seed: int | None = Option(None, help="Seed of sampling (0), from which every row gets its own."),
+    at_once: int = Option(32, min=1, help="Rows that are decoded together."),
+    ray: str | None = Option(
+        None, metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."
+    ),
+    workers: str | None = Option(
+        None, metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled)."
+    ),
+    worker_cpus: float | None = Option(None, help="CPUs of each worker."),
+    worker_gpus: float | None = Option(None, help="GPUs of each worker; may be less than 1."),
+    row_stats: bool = Option(
+        False, "--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs."
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Start over, even if OUT exists."),
+    *,
+    quiet: bool,
 ) -> int:
     """Answer every row of a file. After Ctrl-C or a kill, the same command resumes.
 
@@ -133,29 +109,16 @@ def read_task(params: Mapping[str, Any]) -> Request:
     """The models and the options of all rows; raises OptionError for flags of another task."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
-        if params[flag] is not None and params[flag] is not False and task not in tasks:
-            name = flag.replace("_", "-")
-            raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
-    if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
-        raise OptionError(
-            f"--{idle[0].replace('_', '-')} configures the workers of a cluster: pass --ray, or leave it out"
-        )
+        if task not in tasks:
+            refuse_idle(params, [flag], f"is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
+    if params["ray"] is None:
+        refuse_idle(params, OF_WORKERS, "configures the workers of a cluster: pass --ray, or leave it out")
     if task == "transcribe":
-        return read_speech(params)
+        if params["model"] is None:
+            raise OptionError("no model was named: pass --model, a Whisper model")
+        return read_speech({**params, **_AT_REST})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
     return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
-
-
-def read_speech(params: Mapping[str, Any]) -> Request:
-    """The same for recordings, whose options have other names."""
-    model, draft = params["model"], params["draft_model"]
-    if model is None:
-        raise OptionError("no model was named: pass --model, a Whisper model")
-    zoo = model.startswith("zoo:")
-    draft = model if draft is None and zoo else draft
-    options = read_options({**params, **_AT_REST})
-    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
-    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **loading_flags(params)})
 
 
 def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
@@ -180,7 +143,7 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
         request.draft,
         options=options,
         loading=request.loading,
-        more={flag: params[flag] for flag in ("system", "template", "chunk_tokens") if params[flag] is not None},
+        more=passed(params, ("system", "template", "chunk_tokens")),
         seed=seed,
         name=plain_name(params["model"] or request.target),
         field=params["field"],
@@ -190,7 +153,6 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
 
 
 def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
-    """The workers of a Ray cluster."""
     from specdec.batch import Pool, connect, over_ray
 
     how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
@@ -201,7 +163,6 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 
 @contextmanager
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    """A progress bar with rows and tokens per second."""
     with counting(quiet=quiet) as notify:
 
         def tell(done: Done) -> None:
@@ -212,12 +173,10 @@ def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
 
 
 def rates(done: Done) -> str:
-    """Rows and tokens per second."""
     return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
 
 
 def summary(done: Done) -> str:
-    """A line about a finished run."""
     made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
     earlier = f", {done.before} before" if done.before else ""
     return f"{made}{earlier}, {done.failed} failed"

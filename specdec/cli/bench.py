@@ -6,100 +6,74 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import COPYING, WORDS, loading_flags
+from specdec.cli.request import COPYING, WORDS, passed
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
+from specdec.options.resolve import read_yaml
 
-# Flag of `bench` -> key of a suite.
-FLAGS = {
-    "modules": "imports",
-    "target": "targets",
-    "draft": "drafts",
-    "strategy": "strategies",
-    "temperature": "temperatures",
-    "prompts": "prompts",
-    "batch": "batches",
-    "max_new_tokens": "max_new_tokens",
-    "repeats": "repeats",
-    "seed": "seed",
-    "near_tie": "near_tie",
-}
+# Parameters that are keys of a suite.
+KEYS = (
+    *("imports", "targets", "drafts", "strategies", "temperatures", "prompts", "batches"),
+    *("max_new_tokens", "repeats", "seed", "near_tie"),
+)
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
+WAYS = ", ".join(SCHEDULES)
 
-Out = Annotated[Path | None, typer.Option(help="Folder for samples and report; bench-NAME by default.")]
-Draft = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{DRAFTS}; repeatable."),
-]
-PromptSource = Annotated[
-    list[str] | None,
-    typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
-]
-Number = Annotated[int | None, typer.Option(min=1, help="Number of prompts from every source.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens per prompt.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Measurements of every request.")]
+# Flags of both commands.
+OUT = Option(None, help="Folder for samples and report; bench-NAME by default.")
+PROMPTS = Option(None, help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable.")
+COUNT = Option(None, min=1, help="Number of prompts from every source.")
+TOKENS = Option(None, min=1, help="New tokens per prompt.")
+REPEATS = Option(None, min=1, help="Measurements of every request.")
 
 
+@flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
 def bench(
     ctx: typer.Context,
-    target: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of the matrix, as in configs/bench; flags win.")
-    ] = None,
-    modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import",
-            metavar="MODULE",
-            help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
-        ),
-    ] = None,
-    draft: Draft = None,
-    schedule: Annotated[
-        list[str] | None, typer.Option(help=f"How much to draft: {', '.join(SCHEDULES)}; repeatable.")
-    ] = None,
-    num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Draft a constant number of tokens per round; repeatable.")
-    ] = None,
-    strategy: Annotated[
-        list[str] | None, typer.Option(help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable.")
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy; repeatable.")
-    ] = None,
-    prompts: PromptSource = None,
-    count: Number = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts per call; repeatable.")] = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    max_new_tokens: Tokens = None,
-    repeats: Repeats = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
-    near_tie: Annotated[
-        float | None,
-        typer.Option(min=0, help="Accept texts that differ where the two best logits are at most this far apart."),
-    ] = None,
-    out: Out = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the samples in the folder.")] = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    targets: list[str] | None = Argument(
+        None, metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."
+    ),
+    config: Path | None = Option(None, help="YAML file of the matrix, as in configs/bench; flags win."),
+    imports: list[str] | None = Option(
+        None,
+        "--import",
+        metavar="MODULE",
+        help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
+    ),
+    drafts: list[str] | None = Option(None, "--draft", help=f"{DRAFTS}; repeatable."),
+    schedule: list[str] | None = Option(None, help=f"How much to draft: {WAYS}; repeatable."),
+    num_draft_tokens: list[int] | None = Option(
+        None, min=1, help="Draft a constant number of tokens per round; repeatable."
+    ),
+    strategies: list[str] | None = Option(
+        None, "--strategy", help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable."
+    ),
+    temperatures: list[float] | None = Option(
+        None, "--temperature", min=0, help="Sampling temperature; 0 is greedy; repeatable."
+    ),
+    prompts: list[str] | None = PROMPTS,
+    count: int | None = COUNT,
+    batches: list[int] | None = Option(None, "--batch", min=1, help="Prompts per call; repeatable."),
+    max_new_tokens: int | None = TOKENS,
+    repeats: int | None = REPEATS,
+    seed: int | None = Option(None, help="Seed of sampling."),
+    near_tie: float | None = Option(
+        None, min=0, help="Accept texts that differ where the two best logits are at most this far apart."
+    ),
+    out: Path | None = OUT,
+    restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
+    *,
+    quiet: bool,
 ) -> int:
     """Compare drafts with plain decoding. Speeds and texts are compared, and a report is written.
 
@@ -160,16 +134,14 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over those of the file of --config."""
-    from specdec.options.resolve import read_yaml
-
     file = read_yaml(params["config"]) if params["config"] is not None else {}
-    keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}
+    keys = passed(params, KEYS)
     if params["config"] is not None:
         file.setdefault("name", params["config"].stem)
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
     if schedules := [*(params.get("schedule") or []), *([constant] if params.get("num_draft_tokens") else [])]:
         keys["schedules"] = schedules
-    if mode := loading_flags(params):
+    if mode := passed(params):
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))
@@ -193,35 +165,28 @@ def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
         raise
 
 
+@flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
 def tune(
     ctx: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:python-code.")],
-    draft: Annotated[str, typer.Argument(metavar="DRAFT", help=f"{DRAFTS}.")],
-    prompts: PromptSource = None,
-    count: Number = None,
-    num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Constant draft length to try; repeatable.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Prompts per call.")] = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    max_new_tokens: Tokens = None,
-    repeats: Repeats = None,
-    out: Out = None,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str = Argument(..., metavar="TARGET", help="Hub id, folder, or zoo:python-code."),
+    draft: str = Argument(..., metavar="DRAFT", help=f"{DRAFTS}."),
+    prompts: list[str] | None = PROMPTS,
+    count: int | None = COUNT,
+    num_draft_tokens: list[int] | None = Option(None, min=1, help="Constant draft length to try; repeatable."),
+    temperatures: float | None = Option(None, "--temperature", min=0, help="Sampling temperature; 0 is greedy."),
+    batches: int | None = Option(None, "--batch", min=1, help="Prompts per call."),
+    max_new_tokens: int | None = TOKENS,
+    repeats: int | None = REPEATS,
+    out: Path | None = OUT,
+    *,
+    quiet: bool,
 ) -> int:
     """Find the best draft schedule of a pair for your prompts. It is `method: none` where drafting does not pay.
 
     Prints a table on stderr, and on stdout a file for `specdec generate --config`.
     """
-    given = suite_keys({**ctx.params, "config": None, "num_draft_tokens": None})
+    own = {"targets": target, "drafts": draft, "config": None, "num_draft_tokens": None}
+    given = suite_keys({**ctx.params, **own})
     with loading("reading the prompts", quiet=quiet):
         import yaml
 
@@ -242,7 +207,6 @@ def tune(
 
 
 def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) -> Table:
-    """The table of schedules."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("schedule", "ms per token", "speedup", "95% interval", "acceptance length", "accepted"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -260,7 +224,6 @@ def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) ->
 
 
 def verdict(chosen: Mapping[str, Any]) -> str:
-    """The result in words."""
     if chosen["speedup"] is None:
         return "no schedule is clearly faster than plain decoding here: leave the draft off"
     return str(chosen["speedup"]["words"])

@@ -7,10 +7,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.batch import batch
@@ -18,9 +19,8 @@ from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
-from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import read_prediction, read_prompt, read_request
+from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
@@ -47,13 +47,7 @@ app = typer.Typer(
 )
 
 
-def example(command: str) -> str:
-    """The last line of a command's help, which is not wrapped."""
-    return f"\b\nExample: {EXAMPLES[command]}"
-
-
 def main() -> None:
-    """The entry point of the `specdec` command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -92,7 +86,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line about an error, and its exit code."""
     message = getattr(error, "format_message", None)
     if message is not None:  # an error of the parser
         return f"error: {message()}", USAGE
@@ -116,11 +109,8 @@ def _show_warning(*, quiet: bool) -> Any:
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: flags.Debug = False,
-) -> None:
+@flags.takes()
+def root(ctx: typer.Context, version: bool = Option(False, "--version", help="Print the version and exit.")) -> None:
     """Speculative decoding: the same text in fewer passes over the model's weights."""
     if version:
         from specdec import __version__
@@ -133,79 +123,48 @@ def root(
     raise typer.Exit
 
 
-@app.command(epilog=example("generate"))
+@flags.takes(
+    "draft_model method num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "dtype quantization gguf_file backend exactness device_map offload offload_folder tp_plan trust_remote_code",
+    "config set_ json_ stats quiet",
+)
 def generate(
     ctx: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
-            autocompletion=flags.own_pairs,
-        ),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Treat the prompt as a message and apply the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; implies --chat.")] = None,
-    prediction: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."),
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=flags.own_pairs),
-    ] = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    num_draft_branches: Annotated[
-        int | None, typer.Option(help="Have the draft model guess trees, with this many branches.")
-    ] = None,
-    schedule: flags.ScheduleName = None,
-    max_new_tokens: flags.MaxNewTokens = None,
-    sample: flags.Sample = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    sampling: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling; random by default, reported by --json.")] = None,
-    num_return_sequences: Annotated[int | None, typer.Option(help="Number of samples or beams to return.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    max_memory: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."),
-    ] = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    tp_plan: flags.TpPlan = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
-    draft_dtype: Annotated[str | None, typer.Option(help="--dtype of the draft; by default the target's.")] = None,
-    draft_quantization: Annotated[str | None, typer.Option(help="--revision of the draft.")] = None,
-    draft_gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="--revision of the draft.")] = None,
-    draft_revision: Annotated[str | None, typer.Option(help="--revision of the draft.")] = None,
-    config: flags.ConfigFile = None,
-    set_: flags.Settings = None,
-    json_: flags.Json = False,
-    stats: flags.Stats = False,
-    show_draft: Annotated[
-        bool, typer.Option("--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧.")
-    ] = False,
-    stream: Annotated[bool, typer.Option(help="Print text as it is generated.")] = True,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str | None = Argument(
+        None,
+        metavar="TARGET",
+        help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
+        autocompletion=flags.own_pairs,
+    ),
+    prompt: str | None = Option(None, "--prompt", "-p", help="Text to continue; - reads stdin."),
+    chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),
+    system: str | None = Option(None, metavar="TEXT", help="System message; implies --chat."),
+    prediction: str | None = Option(
+        None, metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."
+    ),
+    num_draft_branches: int | None = Option(None, help="Have the draft model guess trees, with this many branches."),
+    sampling: str | None = Option(
+        None, help=f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
+    ),
+    seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
+    num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
+    stop: list[str] | None = Option(None, help="Text that ends the answer; repeatable."),
+    *,
+    max_memory: list[str] | None = Option(
+        None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."
+    ),
+    revision: str | None = Option(None, help="Branch, tag or commit of the target on the hub."),
+    draft_dtype: str | None = Option(None, help="--dtype of the draft; by default the target's."),
+    draft_quantization: str | None = Option(None, help="--revision of the draft."),
+    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--revision of the draft."),
+    draft_revision: str | None = Option(None, help="--revision of the draft."),
+    show_draft: bool = Option(
+        False, "--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧."
+    ),
+    stream: bool = Option(True, help="Print text as it is generated."),
+    json_: bool,
+    stats: bool,
+    quiet: bool,
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
@@ -243,14 +202,6 @@ def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
         say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
 
 
-app.command(epilog=example("demo"))(demo)
-app.command(epilog=example("doctor"))(doctor)
-app.command(epilog=example("bench"))(bench)
-app.command(epilog=example("tune"))(tune)
-app.command(epilog=example("serve"))(serve)
-app.command(epilog=example("batch"))(batch)
-app.command(epilog=example("summarize"))(summarize)
-app.command(epilog=example("transcribe"))(transcribe)
-app.command("compile", epilog=example("compile"))(compile_)
-app.command(epilog=example("distill"))(distill)
-app.command(epilog=example("zoo"))(zoo)
+for command in (generate, demo, doctor, bench, tune, serve, batch, summarize, transcribe, compile_, distill, zoo):
+    name = command.__name__.rstrip("_")
+    app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from threading import Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument
 
 from specdec.cli import flags
-from specdec.cli.request import loading_flags
+from specdec.cli.request import passed
 from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
@@ -18,18 +19,15 @@ if TYPE_CHECKING:
 _SECONDS = 60.0  # per model, about
 
 
+@flags.takes("draft_model dtype quantization gguf_file trust_remote_code quiet")
 def compile_(
     ctx: typer.Context,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
-    ],
-    draft_model: flags.DraftModel = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str = Argument(
+        ..., metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them)."
+    ),
+    *,
+    draft_model: str | None,
+    quiet: bool,
 ) -> int:
     """Compile the passes of TARGET and its draft model. It takes 20 to 60 seconds each, once per architecture,
     size and dtype.
@@ -41,7 +39,7 @@ def compile_(
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     began = monotonic()
     with loading(f"loading {target}", quiet=quiet):
-        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **loading_flags(ctx.params))
+        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **passed(ctx.params))
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:

@@ -4,55 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import loading_flags, locate
+from specdec.cli.request import passed
 from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
+from specdec.options.bundled_models import locate
 
 _ALL = 1_000_000  # prompts
 
 
+@flags.takes("dtype device_map trust_remote_code quiet")
 def distill(
     ctx: typer.Context,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the draft; a training in it is resumed.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Text file to train on; repeatable.")] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."),
-    ] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(help="Recordings for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."),
-    ] = None,
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
-        ),
-    ] = "eagle3",
-    layers: Annotated[
-        int | None, typer.Option(help="Number of layers of the draft (1 for eagle3, 2 for layers).")
-    ] = None,
-    draft_vocabulary: Annotated[
-        int | None, typer.Option(help="Number of tokens that the draft can guess (8192).")
-    ] = None,
-    hours: Annotated[float | None, typer.Option(help="Hours of training; 1 without --steps.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of training.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, windows and samples.")] = 0,
-    cache_gib: Annotated[
-        float, typer.Option(help="Disk space in GiB for the target's outputs, computed once; twice that with --audio.")
-    ] = 4.0,
-    dtype: flags.Dtype = None,
-    device_map: flags.DeviceMap = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str = Argument(..., metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them)."),
+    out: Path = Option(..., "--out", "-o", help="Folder for the draft; a training in it is resumed."),
+    text: list[Path] | None = Option(None, help="Text file to train on; repeatable."),
+    prompts: list[str] | None = Option(
+        None, help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."
+    ),
+    audio: list[Path] | None = Option(
+        None, help="Recordings for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."
+    ),
+    kind: str = Option(
+        "eagle3", help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
+    ),
+    layers: int | None = Option(None, help="Number of layers of the draft (1 for eagle3, 2 for layers)."),
+    draft_vocabulary: int | None = Option(None, help="Number of tokens that the draft can guess (8192)."),
+    hours: float | None = Option(None, help="Hours of training; 1 without --steps."),
+    steps: int | None = Option(None, help="Steps of training."),
+    seed: int = Option(0, help="Seed of weights, windows and samples."),
+    cache_gib: float = Option(
+        4.0, help="Disk space in GiB for the target's outputs, computed once; twice that with --audio."
+    ),
+    *,
+    quiet: bool,
 ) -> int:
     """Train a draft model or head for TARGET. Ctrl-C ends early; the same command resumes."""
     from specdec.bench.prompts import read_prompts
@@ -75,7 +64,7 @@ def distill(
             cache_gib=cache_gib,
             notify=notify,
             is_stopped=lambda: interrupt.asked,
-            **loading_flags(ctx.params),
+            **passed(ctx.params),
         )
     for line in report(card):
         print(line)

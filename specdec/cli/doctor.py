@@ -11,16 +11,16 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.style import Style
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import load
-from specdec.cli.request import read_request
+from specdec.cli.request import load, read_request
 from specdec.cli.show import PROMPT, write
 from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
@@ -68,7 +68,6 @@ class Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Processor, threads, memory and its bandwidth, accelerator."""
     import torch
 
     from specdec.bench.machine import FEWER_THREADS, memory_bandwidth, provenance, waiting_threads
@@ -100,7 +99,6 @@ def _accelerator(name: str | None) -> Finding:
 
 
 def installation() -> Iterator[Finding]:
-    """Versions, kernels and extras."""
     from specdec import kernels
 
     needed = [Requirement(text) for text in _requirements()]
@@ -236,7 +234,6 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
 
 
 def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
-    """Whether plain and assisted texts are equal."""
     different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
     if all(one.difference is None for one in runs):
         return Finding("estimate", "texts", "the same with the draft and without")
@@ -262,32 +259,24 @@ def _duels(
         yield duel(assisted, plain, text, watch=watch, repeats=2, max_new_tokens=tokens, **options)
 
 
+@flags.takes(
+    "draft_model method dtype quantization gguf_file backend exactness device_map trust_remote_code json_ quiet",
+)
 def doctor(
     ctx: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
-            autocompletion=flags.own_pairs,
-        ),
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    method: flags.Method = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Prompt of the estimate; repeatable; code by default.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Approximate duration of the estimate.")] = _SECONDS,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    json_: flags.Json = False,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str | None = Argument(
+        None,
+        metavar="TARGET",
+        help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
+        autocompletion=flags.own_pairs,
+    ),
+    prompt: list[str] | None = Option(
+        None, "--prompt", "-p", help="Prompt of the estimate; repeatable; code by default."
+    ),
+    seconds: float = Option(_SECONDS, min=0.1, help="Approximate duration of the estimate."),
+    *,
+    json_: bool,
+    quiet: bool,
 ) -> int:
     """Examine the machine, the installation and a pair of models.
 
@@ -326,7 +315,6 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
 
 
 def _show(finding: Finding, *, headed: bool) -> None:
-    """Prints one line and its remedy, under a heading where a section begins."""
     out = Console()
     mark, style = _MARKS[finding.state]
     if headed:

@@ -1,16 +1,21 @@
-"""The flags that several commands share; what a flag defaults to stands in the command."""
+"""Flags that several commands share."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from typer import Option
 
 from specdec.cli.request import COPYING, DEFAULT_NEW_TOKENS, METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES
+from specdec.options import bundled_models
 from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
+
+Command = Callable[..., int | None]
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -21,87 +26,105 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 def own_pairs(incomplete: str) -> list[str]:
     """Completes the name of a pair, of the package or of this user; the shell completes files."""
-    from specdec.options import bundled_models
-
     return one_of(f"zoo:{name}" for name in bundled_models.folders())(incomplete)
 
 
-# What drafts, and how much.
-DraftModel = Annotated[str | None, typer.Option(help="Draft model: hub id, folder, or zoo:NAME.")]
-Method = Annotated[
-    str | None,
-    typer.Option(
+def takes(*words: str) -> Callable[[Command], Command]:
+    """Gives a command the flags of `_shared` that the words of these texts name, and `--debug`; all are in
+    `ctx.params`.
+
+    In the help they stand between the command's positional and its keyword parameters, `--debug` behind all. The
+    command declares with their types alone those that it reads by name.
+    """
+    names = " ".join(words).split()
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        shared = [SHARED[name] for name in names]
+
+        @wraps(command)
+        def called(**given: Any) -> int | None:
+            return command(**{name: given[name] for name in own})
+
+        first = [one for one in own.values() if one.kind is not one.KEYWORD_ONLY]
+        last = [one for name, one in own.items() if one.kind is one.KEYWORD_ONLY and name not in names]
+        called.__signature__ = inspect.Signature([*first, *shared, *last, SHARED["debug"]])  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+def _shared(
+    *,
+    # what drafts, and how much
+    draft_model: str | None = Option(
+        None, help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=own_pairs
+    ),
+    method: str | None = Option(
+        None,
         help=f"How to draft: {METHODS}. auto: with the draft model if one is named, else {COPYING[0]}. hybrid: "
         f"{COPYING[0]} and the draft model; hybrid:{COPYING[-1]}: {COPYING[-1]} and the draft model.",
-        autocompletion=one_of(["auto", "draft", *WORDS, "hybrid", *(f"hybrid:{word}" for word in COPYING), "none"]),
+        autocompletion=one_of(["auto", "draft", *WORDS, "hybrid", *map("hybrid:{}".format, COPYING), "none"]),
     ),
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
+    num_draft_tokens: int | None = Option(
+        None,
         help="Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "
-        "limit of confidence (20) and cost (32)."
+        "limit of confidence (20) and cost (32).",
     ),
-]
-ScheduleName = Annotated[
-    str | None, typer.Option(help=f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES))
-]
-
-# How tokens are chosen.
-MaxNewTokens = Annotated[int | None, typer.Option(help=f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one.")]
-Sample = Annotated[bool | None, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; implies --sample.")]
-TopP = Annotated[
-    float | None, typer.Option(help="Sample from the likeliest tokens of this total probability; implies --sample.")
-]
-
-# How models are loaded.
-Dtype = Annotated[
-    str | None,
-    typer.Option(
+    schedule: str | None = Option(
+        None, help=f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES)
+    ),
+    # how tokens are chosen
+    max_new_tokens: int | None = Option(None, help=f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one."),
+    sample: bool | None = Option(None, "--sample/--greedy", help="Sample, or take the likeliest token."),
+    temperature: float | None = Option(None, help="Sampling temperature; implies --sample."),
+    top_k: int | None = Option(None, help="Sample from the k likeliest tokens; implies --sample."),
+    top_p: float | None = Option(
+        None, help="Sample from the likeliest tokens of this total probability; implies --sample."
+    ),
+    # how models are loaded
+    dtype: str | None = Option(
+        None,
         help="Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
         "float16 on a CPU.",
         autocompletion=one_of(DTYPES),
     ),
-]
-Backend = Annotated[
-    str | None, typer.Option(help=f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS))
-]
-ExactnessName = Annotated[
-    str | None,
-    typer.Option(
-        "--exactness",
+    quantization: str | None = Option(
+        None, help=f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)
+    ),
+    gguf_file: str | None = Option(None, metavar="NAME", help="A GGUF file in the folder or hub repository."),
+    backend: str | None = Option(
+        None, help=f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS)
+    ),
+    exactness: str | None = Option(
+        None,
         help="strict: the same text as plain decoding in any dtype, bit for bit.",
         autocompletion=one_of(EXACTNESS),
     ),
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option(help=f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)),
-]
-GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or hub repository.")]
-DeviceMap = Annotated[str | None, typer.Option(help="Where to load the models: cpu, cuda, auto, …")]
-Offload = Annotated[
-    str | None,
-    typer.Option(
+    device_map: str | None = Option(None, help="Where to load the models: cpu, cuda, auto, …"),
+    offload: str | None = Option(
+        None,
         help=f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.",
         autocompletion=one_of(OFFLOADS),
     ),
-]
-TpPlan = Annotated[
-    str | None, typer.Option(metavar="auto", help="Share the target among the processes that torchrun started.")
-]
-OffloadFolder = Annotated[
-    str | None, typer.Option(help="Where to write weights that cannot be read straight from the checkpoint.")
-]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
+    offload_folder: str | None = Option(
+        None, help="Where to write weights that cannot be read straight from the checkpoint."
+    ),
+    tp_plan: str | None = Option(
+        None, metavar="auto", help="Share the target among the processes that torchrun started."
+    ),
+    trust_remote_code: bool = Option(False, "--trust-remote-code", help="Run the model's own code."),
+    # all else
+    config: Path | None = Option(None, help="YAML file of target, draft, method and options; flags win."),
+    set_: list[str] | None = Option(
+        None, "--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable."
+    ),
+    json_: bool = Option(False, "--json", help="Print one JSON object on stdout."),
+    stats: bool = Option(False, "--stats", help="Print statistics on stderr."),
+    quiet: bool = Option(False, "--quiet", "-q", help="Print no progress and no warnings."),
+    debug: bool = Option(False, "--debug", help="Show the traceback of an error."),
+) -> None:
+    """The shared flags, as a command declares its own."""
 
-# What all else shares.
-ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of target, draft, method and options; flags win.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")
-]
-Stats = Annotated[bool, typer.Option("--stats", help="Print statistics on stderr.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no warnings.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+SHARED = inspect.signature(_shared, eval_str=True).parameters

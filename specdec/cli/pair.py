@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.style import Style
+from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
 from specdec.cli.terminal import MISMATCH, OK, fail, loading, say
+from specdec.options import bundled_models
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -24,17 +25,16 @@ HEADING = Style(bold=True)
 LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
+@flags.takes("sample temperature quiet")
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the prompt's choice and of sampling.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
-    sample: flags.Sample = False,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    seed: int = Option(0, help="Seed of the prompt's choice and of sampling."),
+    max_new_tokens: int = Option(DEFAULT_NEW_TOKENS, min=1, help="Length of the continuation."),
+    *,
+    sample: bool | None,
+    temperature: float | None,
+    quiet: bool,
 ) -> int:
     """Watch a small model write code without and with its draft. Then see where the time went."""
-    from specdec.options import bundled_models
-
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
     if options["do_sample"]:
         options |= {"seed": seed, "temperature": temperature}
@@ -109,7 +109,6 @@ def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
 
 
 def verdict(duel: Duel) -> str:
-    """Statistics in one line."""
     stats = duel.assisted.stats
     length = stats.mean_acceptance_length if stats is not None else 1.0
     return " · ".join(
@@ -124,7 +123,6 @@ def verdict(duel: Duel) -> str:
 
 
 def comparison(speedup: float) -> str:
-    """The speedup in words."""
     if speedup < 0.98:
         return f"assistance is slower here ({speedup:.2f}×)"
     return f"{speedup:.2f}× faster" if speedup > 1.02 else f"about as fast ({speedup:.2f}×)"
@@ -139,12 +137,11 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
-def zoo(debug: flags.Debug = False) -> None:
+@flags.takes()
+def zoo() -> None:
     """List the bundled models with their cards. Pairs that you made with the recipes follow."""
-    from specdec.options import bundled_models as models
-
-    for name in models.folders():
-        pair = models.pair(name)
+    for name in bundled_models.folders():
+        pair = bundled_models.pair(name)
         print(f"zoo:{name}")
         for role, folder in (("target", pair.target), ("draft", pair.draft)):
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from specdec.cli.terminal import loading
 from specdec.errors import OptionError
-from specdec.options.fields import DRAFT_WORDS
+from specdec.options.bundled_models import locate
+from specdec.options.fields import DRAFT_WORDS, DRAWING, IDLE, REFUSED
+from specdec.options.generate import Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
+from specdec.options.resolve import read_yaml, resolve
+
+if TYPE_CHECKING:
+    from specdec.generator.generator import SpecGenerator
 
 DEFAULT_NEW_TOKENS = 128
 # Drafts without a model, as the command line spells them.
@@ -39,7 +48,6 @@ SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 # Options that name a draft, and so replace --method.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
-STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
@@ -56,7 +64,6 @@ class Request:
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model of a method that has one."""
         if not _runs_model(self.method):
             return None
         return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
@@ -101,22 +108,9 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; none without one."""
     if path is None:
         return {}
-    from specdec.options.fields import IDLE, REFUSED
-    from specdec.options.generate import Options
-    from specdec.options.resolve import read_yaml
-
     file = read_yaml(path)
-    known = {
-        *NAMED,
-        *LOADING,
-        "draft_options",
-        *Options.model_fields,
-        *REFUSED,
-        *IDLE,
-        *CALL_ONLY,
-        *STRATEGY_OPTIONS,
-        "num_assistant_tokens_schedule",
-    }
+    known = {*NAMED, *LOADING, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
+    known |= {"draft_options", "num_assistant_tokens_schedule"}
     if unknown := [name for name in file if name not in known]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
     for name in NAMED:
@@ -128,11 +122,11 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
     own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
-    given = loading_flags(params)
+    given = passed(params)
     if "max_memory" in given:
         given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
-    draft = {name: params.get(flag) for flag, name in DRAFT_FLAGS.items() if params.get(flag) is not None}
+    draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
     if draft:
         loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
@@ -140,9 +134,16 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
     return loading, {name: value for name, value in file.items() if name not in own}
 
 
-def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags about loading that were given."""
-    return {name: value for name in LOADING if (value := params.get(name)) not in (None, [], (), False)}
+def passed(params: Mapping[str, Any], names: Iterable[str] = LOADING) -> dict[str, Any]:
+    """Those of the flags, by default those of loading, that were given."""
+    values = {name: params.get(name) for name in names}
+    return {name: value for name, value in values.items() if value is not False and value not in (None, [], ())}
+
+
+def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:
+    """Raises OptionError where one of the flags was given, which have no effect: `why`."""
+    if idle := [*passed(params, names)]:
+        raise OptionError(f"{_flag(idle[0])} {why}")
 
 
 def _device_and_size(text: str) -> tuple[str | int, str]:
@@ -156,18 +157,13 @@ def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
-    from specdec.options.resolve import resolve
-
     flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
-    drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
+    drawing = [*passed(params, SAMPLING_FLAGS)]
     if drawing and params.get("sample") is False:
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
-    extra = read_settings(params.get("set_") or [])
-    if both := sorted(flags.keys() & extra.keys()):
-        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
-    options = _over(file, {**flags, **extra})
+    options = _over(file, {**flags, **read_settings(params.get("set_") or [], flags)})
     if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = new_tokens
     try:
@@ -194,8 +190,6 @@ def _flag(parameter: str) -> str:
 
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `file`: a given option also replaces its rivals of the file; null unsets."""
-    from specdec.options.fields import DRAWING
-
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
     gone = {name for pair in rivals if pair & given.keys() for name in pair}
     if given.get("do_sample") is False:
@@ -204,10 +198,8 @@ def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """The `KEY=VALUE` pairs of --set, with values in YAML."""
-    import yaml
-
+def read_settings(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The `KEY=VALUE` pairs of --set, with values in YAML; raises OptionError for an option that `flags` set, too."""
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -217,6 +209,8 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
             found[name.strip().replace("-", "_")] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise OptionError.of("--set", "KEY=VALUE with a value in YAML", setting) from None
+    if both := sorted(flags.keys() & found.keys()):
+        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     return found
 
 
@@ -249,12 +243,10 @@ def choose_draft(
 
 
 def _may_run_model(method: str) -> bool:
-    """Whether this method accepts a draft model."""
     return method == "auto" or _runs_model(method)
 
 
 def _runs_model(method: str) -> bool:
-    """Whether this method needs a draft model."""
     return method == "draft" or _copied(method) is not None
 
 
@@ -274,11 +266,23 @@ def _draft_without_model(method: str) -> str | None:
     raise OptionError.of("--method", METHODS, method)
 
 
-def locate(name: str, role: str, argument: str) -> str:
-    """The folder of a model of the package (`zoo:NAME`), else the name as given."""
-    from specdec.options import bundled_models
+def first_of_job(request: Request) -> None:
+    """Returns in the first of the processes that share the target; the others run in here until it ends."""
+    if request.loading.get("tp_plan") is not None:
+        from specdec.parallel.load import leading
 
-    return bundled_models.locate(name, role, argument)
+        leading(Loading(tp_plan=request.loading["tp_plan"]))
+
+
+def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
+    """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
+    target = locate(request.target, "target", "TARGET")
+    models = [target, *([request.draft_model] if request.draft_model else [])]
+    downloads = not all(Path(model).exists() for model in models)
+    with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
+        from specdec.generator.generator import SpecGenerator
+
+        return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)
 
 
 def read_prompt(prompt: str | None) -> str:

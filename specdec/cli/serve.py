@@ -7,113 +7,89 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import choose_draft, loading_flags
+from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
 from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
+from specdec.options.resolve import read_yaml
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 PAIRS = ("python-code", "python-summary", "speech")  # of --demo
-# Flag -> key of the settings, and of their limits.
-SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "log")
-OF_REPLICAS = (
-    "replicas",
-    "replica_cpus",
-    "replica_gpus",
-    "replica_up_seconds",
-    "replica_down_seconds",
-    "replica_surge",
+# Parameters that are keys of the settings, of their limits, and of replicas.
+SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "trusted_proxies", "stream_chunk", "log")
+LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
+OF_REPLICAS = ("replicas", *(f"replica_{name}" for name in ("cpus", "gpus", "up_seconds", "down_seconds", "surge")))
+
+
+@flags.takes(
+    "draft_model method num_draft_tokens schedule",
+    "dtype quantization gguf_file backend device_map offload offload_folder tp_plan trust_remote_code quiet",
 )
-LIMITS = {
-    "max_running": "running",
-    "max_waiting": "waiting",
-    "per_key": "per_key",
-    "request_timeout": "request_seconds",
-    "drain": "drain_seconds",
-}
-
-
 def serve(
     ctx: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."),
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled pairs.")] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML file such as configs/serve.yaml; flags win.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The model's name for clients; by default the end of its id.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 chooses a free one.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, KEY or NAME: KEY on each line; reread when it changes.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a public address without API keys.")] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="HOST", help="Another host name that browsers may use; repeatable.")
-    ] = None,
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Proxy or network whose X-Forwarded-For header is trusted; repeatable."),
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Limit on the tokens of prompt and answer.")] = None,
-    kv_budget: Annotated[
-        float | None, typer.Option(help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5).")
-    ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Limit on running requests (32).")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Limit on waiting requests (128).")] = None,
-    per_key: Annotated[int | None, typer.Option(help="Limit on one client's requests in progress.")] = None,
-    request_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Abort a request after this many seconds (600).")
-    ] = None,
-    drain: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30).")
-    ] = None,
-    stream_chunk: Annotated[
-        int | None, typer.Option(metavar="N", help="Send events of N tokens each, which hide accepted drafts.")
-    ] = None,
-    log: Annotated[str | None, typer.Option(help="Format of the request log: text, json or none (text).")] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."),
-    ] = None,
-    replica_cpus: Annotated[float | None, typer.Option(help="CPUs of each replica.")] = None,
-    replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each replica; may be less than 1.")] = None,
-    replica_up_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Load for this many seconds adds a replica (30).")
-    ] = None,
-    replica_down_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="This many seconds without load remove a replica (600).")
-    ] = None,
-    replica_surge: Annotated[
-        bool,
-        typer.Option("--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."),
-    ] = False,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    gguf_file: flags.GgufFile = None,
-    backend: flags.Backend = None,
-    device_map: flags.DeviceMap = None,
-    offload: flags.Offload = None,
-    offload_folder: flags.OffloadFolder = None,
-    tp_plan: flags.TpPlan = None,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    target: str | None = Argument(
+        None, metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."
+    ),
+    demo: bool = Option(False, "--demo", help="Serve the bundled pairs."),
+    config: Path | None = Option(None, help="YAML file such as configs/serve.yaml; flags win."),
+    name: str | None = Option(None, help="The model's name for clients; by default the end of its id."),
+    host: str | None = Option(None, help="Address to listen on (127.0.0.1)."),
+    port: int | None = Option(None, help="Port to listen on (8000); 0 chooses a free one."),
+    api_key_file: Path | None = Option(
+        None, help="File of API keys, KEY or NAME: KEY on each line; reread when it changes."
+    ),
+    insecure: bool = Option(False, "--insecure", help="Allow a public address without API keys."),
+    hosts: list[str] | None = Option(
+        None, "--allow-host", metavar="HOST", help="Another host name that browsers may use; repeatable."
+    ),
+    trusted_proxies: list[str] | None = Option(
+        None,
+        "--trusted-proxy",
+        metavar="ADDRESS",
+        help="Proxy or network whose X-Forwarded-For header is trusted; repeatable.",
+    ),
+    context: int | None = Option(None, help="Limit on the tokens of prompt and answer."),
+    kv_budget: float | None = Option(
+        None, help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5)."
+    ),
+    running: int | None = Option(None, "--max-running", help="Limit on running requests (32)."),
+    waiting: int | None = Option(None, "--max-waiting", help="Limit on waiting requests (128)."),
+    per_key: int | None = Option(None, help="Limit on one client's requests in progress."),
+    request_seconds: float | None = Option(
+        None, "--request-timeout", metavar="SECONDS", help="Abort a request after this many seconds (600)."
+    ),
+    drain_seconds: float | None = Option(
+        None, "--drain", metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30)."
+    ),
+    stream_chunk: int | None = Option(
+        None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
+    ),
+    log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
+    ray: str | None = Option(
+        None, metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."
+    ),
+    replicas: str | None = Option(
+        None, metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."
+    ),
+    replica_cpus: float | None = Option(None, help="CPUs of each replica."),
+    replica_gpus: float | None = Option(None, help="GPUs of each replica; may be less than 1."),
+    replica_up_seconds: float | None = Option(
+        None, metavar="SECONDS", help="Load for this many seconds adds a replica (30)."
+    ),
+    replica_down_seconds: float | None = Option(
+        None, metavar="SECONDS", help="This many seconds without load remove a replica (600)."
+    ),
+    replica_surge: bool = Option(
+        False, "--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."
+    ),
+    *,
+    quiet: bool,
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
@@ -121,10 +97,7 @@ def serve(
     keys = settings_keys(ctx.params)
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)
-    if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
-        raise OptionError(
-            f"--{idle[0].replace('_', '-')} configures replicas on a cluster: pass --ray, or leave it out"
-        )
+    refuse_idle(ctx.params, OF_REPLICAS, "configures replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.server import check_address, create_app, load, read_settings
         from specdec.server import serve as run
@@ -159,41 +132,34 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the settings: flags over those of the file of --config."""
-    from specdec.options.resolve import read_yaml
-
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
     if len(named) + bool(keys.get("models")) != 1:
         raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
-    keys |= {name: params[name] for name in SERVER if params[name] is not None and params[name] is not False}
-    for flag, key in (("allow_host", "hosts"), ("trusted_proxy", "trusted_proxies")):
-        if params[flag]:
-            keys[key] = params[flag]
-    limits = {key: params[flag] for flag, key in LIMITS.items() if params[flag] is not None}
-    if limits:
+    keys |= passed(params, SERVER)
+    if limits := passed(params, LIMITS):
         keys["limits"] = {**(keys.get("limits") or {}), **limits}
     if params["demo"]:
         keys["models"] = [{"name": name, "target": f"zoo:{name}", "draft": f"zoo:{name}"} for name in PAIRS]
     elif params["target"]:
         keys["models"] = [model_keys(params)]
-    own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
-    if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
-        raise OptionError(f"--{idle[0].replace('_', '-')} configures TARGET: pass TARGET, or write it into the file")
+    if not params["target"]:
+        own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
+        refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model that the flags describe."""
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
-    options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
+    options = {FLAGS[name]: value for name, value in passed(params, ("num_draft_tokens", "schedule")).items()}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": draft,
-        "loading": loading_flags(params),
-        "options": {name: value for name, value in options.items() if value is not None},
+        "loading": passed(params),
+        "options": options,
         "context": params["context"],
     }
     return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}

@@ -46,7 +46,6 @@ def write(out: Console, text: str, style: Style = TARGET) -> None:
 
 
 def has_colours(out: Console) -> bool:
-    """Whether the console shows colours."""
     return out.color_system is not None and not out.no_color
 
 
@@ -86,7 +85,6 @@ class Printer:
 
 
 def print_texts(texts: Sequence[str]) -> None:
-    """Prints one text, or several under numbered headings."""
     for number, text in enumerate(texts, 1):
         print_text(text, f"{number}/{len(texts)}" if len(texts) > 1 else None)
 
@@ -100,7 +98,6 @@ def print_text(text: str, heading: str | None) -> None:
 
 
 def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str, Any]:
-    """The object that --json prints."""
     stats = out.stats
     assert stats is not None
     return {
@@ -143,7 +140,6 @@ def show_stats(stats: Stats) -> None:
 
 
 def stats_table(stats: Stats) -> Table:
-    """The table of a call's statistics."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")

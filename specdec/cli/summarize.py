@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.load import first_of_job, load
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError
+from specdec.options import bundled_models
 from specdec.options.versions import versions
 
 if TYPE_CHECKING:
@@ -24,43 +26,33 @@ if TYPE_CHECKING:
 ZOO = "zoo:python-summary"
 
 
+@flags.takes(
+    "method num_draft_tokens schedule dtype quantization backend exactness device_map trust_remote_code",
+    "config set_ stats quiet",
+)
 def summarize(
     ctx: typer.Context,
-    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Text files; - reads stdin.")] = None,
-    demo: Annotated[bool, typer.Option("--demo", help=f"Summarize the bundled functions with {ZOO}.")] = False,
-    model: Annotated[str | None, typer.Option(help="Target: hub id or folder; may come from --config.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")] = None,
-    method: flags.Method = None,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
-    ] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Read longer texts in chunks of at most this many tokens.")
-    ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Read only the beginning of a long text.")] = False,
-    template: Annotated[str | None, typer.Option(help="Prompt of the model, with {text} in it.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts or chunks that are decoded together.")] = 8,
-    reference: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Reference summary of each FILE, in order, for ROUGE.")
-    ] = None,
-    format: Annotated[Literal["text", "json"], typer.Option(help="Output: text, or one JSON object.")] = "text",
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    config: flags.ConfigFile = None,
-    set_: flags.Settings = None,
-    stats: flags.Stats = False,
-    trust_remote_code: flags.RemoteCode = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    files: list[str] | None = Argument(None, metavar="FILE", help="Text files; - reads stdin."),
+    demo: bool = Option(False, "--demo", help=f"Summarize the bundled functions with {ZOO}."),
+    model: str | None = Option(None, help="Target: hub id or folder; may come from --config."),
+    draft_model: str | None = Option(None, help="Draft model: hub id or folder."),
+    max_new_tokens: int | None = Option(
+        None, help=f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}."
+    ),
+    chunk_tokens: int | None = Option(None, min=1, help="Read longer texts in chunks of at most this many tokens."),
+    truncate: bool = Option(False, "--truncate", help="Read only the beginning of a long text."),
+    template: str | None = Option(None, help="Prompt of the model, with {text} in it."),
+    batch_size: int = Option(8, min=1, help="Texts or chunks that are decoded together."),
+    reference: list[str] | None = Option(
+        None, metavar="FILE", help="Reference summary of each FILE, in order, for ROUGE."
+    ),
+    format: Literal["text", "json"] = Option("text", help="Output: text, or one JSON object."),
+    *,
+    config: Path | None,
+    stats: bool,
+    quiet: bool,
 ) -> int:
     """Summarize texts of any length. The summaries are the same with and without a draft."""
-    from specdec.options import bundled_models
-
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
@@ -139,7 +131,6 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 
 
 def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
-    """Prints the summaries, under their files' names with `headings`."""
     for name, summary in zip(names, found.documents, strict=True):
         for text in summary.texts:
             print_text(text, name if headings else None)
@@ -154,7 +145,6 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """Prints the JSON object or ROUGE, and statistics."""
     if not found:
         return
     from specdec.pipelines import rouge

@@ -137,18 +137,13 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
 @contextmanager
 def _weights(message: str, *, quiet: bool) -> Iterator[None]:
     """A bar over the weights that transformers loads; without a terminal a line now and then."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeRemainingColumn())
-    err = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, beat = bar.add_task(message, total=None), Heartbeat(quiet=quiet)
+    with counting(message, quiet=quiet) as notify:
 
         def counted(parts: Iterable[Any]) -> Iterator[Any]:
-            total = len(parts) if isinstance(parts, Sized) else None
-            bar.reset(task, total=total)
-            for number, part in enumerate(parts):
-                beat(number, total or 0, message)
+            total = len(parts) if isinstance(parts, Sized) else 0
+            for number, part in enumerate(parts, 1):
                 yield part
-                bar.advance(task)
+                notify(number, total, message)
 
         def follow(make: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             return make(counted(given[0]), *given[1:], **named) if given else make(**named)
@@ -171,13 +166,13 @@ def _hush_transformers() -> Any:
 
 
 @contextmanager
-def counting(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
+def counting(doing: str = "", *, quiet: bool, grows: bool = False) -> Iterator[Callable[[float, float, str], None]]:
     """A bar on stderr with the time left, or a line now and then; yields `notify(done, total, doing)`."""
     with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
-        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
+        task, beat = bar.add_task(doing, total=None), Heartbeat(quiet=quiet, grows=grows)
 
         def notify(done: float, total: float, doing: str) -> None:
-            bar.update(task, completed=done, total=total, description=doing)
+            bar.update(task, completed=done, total=total or None, description=doing)
             beat(done, total, doing)
 
         yield notify
@@ -210,7 +205,6 @@ class Interrupt:
         return self.asked
 
     def ask(self, *_: object) -> None:
-        """The signal handler."""
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
@@ -218,7 +212,6 @@ class Interrupt:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Interrupt]:
-    """Handles Ctrl-C within the context."""
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt.ask)
     try:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, loading_flags, locate, read_settings
+from specdec.cli.request import FLAGS, WORDS, Request, passed, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Heartbeat, loading, say
+from specdec.cli.terminal import FAILED, OK, counting, loading, say
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import bundled_models
+from specdec.options.bundled_models import locate
 from specdec.options.fields import DRAFT_WORDS
 
 if TYPE_CHECKING:
@@ -28,58 +29,41 @@ ZOO = "zoo:speech"
 Format = Literal["text", "json", "srt", "vtt"]
 
 
+@flags.takes("num_draft_tokens schedule dtype backend exactness device_map stats quiet")
 def transcribe(
     ctx: typer.Context,
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."),
-    ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Transcribe the bundled recordings.")] = False,
-    model: Annotated[
-        str | None, typer.Option(help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words.")
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."),
-    ] = None,
-    language: Annotated[
-        str | None, typer.Option(help="Language of the recordings, a name or code; detected by default.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="transcribe, or translate (into English).")] = None,
-    format: Annotated[Format, typer.Option(help="Output format; json is one object per file and line.")] = "text",
-    words: Annotated[bool, typer.Option("--words", help="Timestamps of words instead of segments.")] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."),
-    ] = None,
-    chunk_length: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows or chunks that are decoded together.")] = 1,
-    fallback: Annotated[
-        bool,
-        typer.Option("--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."),
-    ] = False,
-    context: Annotated[bool, typer.Option("--context", help="Condition each window on the text before it.")] = False,
-    num_draft_tokens: flags.DraftTokens = None,
-    schedule: flags.ScheduleName = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Token limit per window.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling, for --fallback.")] = None,
-    dtype: flags.Dtype = None,
-    backend: flags.Backend = None,
-    exactness: flags.ExactnessName = None,
-    device_map: flags.DeviceMap = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
-    ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Folder for NAME.txt, .json, .srt or .vtt.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip recordings with a file in --output-dir.")] = False,
-    stats: flags.Stats = False,
-    quiet: flags.Quiet = False,
-    debug: flags.Debug = False,
+    files: list[str] | None = Argument(
+        None, metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."
+    ),
+    demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
+    model: str | None = Option(
+        None, help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."
+    ),
+    draft_model: str | None = Option(
+        None, help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."
+    ),
+    language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
+    task: str | None = Option(None, help="transcribe, or translate (into English)."),
+    format: Format = Option("text", help="Output format; json is one object per file and line."),
+    words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
+    reference: Path | None = Option(
+        None, help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."
+    ),
+    chunk_length: float | None = Option(
+        None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
+    ),
+    batch_size: int = Option(1, min=1, help="Windows or chunks that are decoded together."),
+    fallback: bool = Option(
+        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."
+    ),
+    context: bool = Option(False, "--context", help="Condition each window on the text before it."),
+    max_new_tokens: int | None = Option(None, help="Token limit per window."),
+    seed: int | None = Option(None, help="Seed of sampling, for --fallback."),
+    set_: list[str] | None = Option(None, "--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable."),
+    output_dir: Path | None = Option(None, help="Folder for NAME.txt, .json, .srt or .vtt."),
+    resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
+    *,
+    quiet: bool,
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
 
@@ -88,17 +72,17 @@ def transcribe(
     files, references = read_files(files or [], demo=demo, reference=reference)
     ctx.params["model"] = read_model(model, demo=demo)
     check_output(files, format, output_dir)
-    options = read_options(ctx.params)
+    request = read_speech(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     if resume:
         files, references = unfinished(files, references, format, output_dir)
         if not files:
             return OK
-    transcriber = load(ctx.params, quiet=quiet)
+    transcriber = load(request, ctx.params["model"], quiet=quiet)
     texts: list[str | None] = []
     try:
-        transcribe_all(transcriber, files, references, texts, options, ctx.params)
+        transcribe_all(transcriber, files, references, texts, request.options, ctx.params)
     except KeyboardInterrupt:
         say(f"{len(texts)} of {len(files)} recordings are done; {how_to_go_on(output_dir)}")
         raise
@@ -119,9 +103,13 @@ def transcribe_all(
     batch_size, format, quiet = params["batch_size"], params["format"], params["quiet"]
     for first in range(0, len(files), batch_size):
         names = files[first : first + batch_size]
-        with progress(f"{first + len(names)}/{len(files)}", quiet=quiet) as notify:
+        with counting(quiet=quiet, grows=True) as notify:
+
+            def progress(done: float, known: float, part: str = f"{first + len(names)}/{len(files)}") -> None:
+                notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
+
             inputs = [sys.stdin.buffer if name == STDIN else name for name in names]
-            found = transcriber(inputs, batch_size=batch_size, progress=notify, on_error=unreadable, **options)
+            found = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
         for i, (name, out) in enumerate(zip(names, found, strict=True), first):
             texts.append(None if out is None else out["text"])
             if out is not None:
@@ -136,8 +124,12 @@ def transcribe_all(
             say(pace(heard))
 
 
+def in_seconds(notify: Callable[[float, float, str], None], part: str) -> Callable[[float, float], None]:
+    """Reports the progress of a part of the work in seconds of sound."""
+    return lambda done, known: notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
+
+
 def how_to_go_on(folder: Path | None) -> str:
-    """How to resume after Ctrl-C."""
     if folder is None:
         return "leave these files out to resume (or pass --output-dir and --resume)"
     return "run the same command with --resume to resume"
@@ -155,20 +147,17 @@ def unfinished(
 
 
 def output_file(name: str, format: Format, folder: Path) -> Path:
-    """The file of a recording's text."""
     ending = "txt" if format == "text" else format
     return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
-    """Prints one line about a recording that is left out."""
     say(f"error: {' '.join(str(error).split())}", "red")
 
 
 def whole_error_rate(
     transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
 ) -> str:
-    """The word error rate of all recordings that could be read, in words."""
     pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
@@ -183,8 +172,6 @@ def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple
     if not demo:
         files = [file for name in files for file in sounds(name)]
         return files, None if reference is None else read_references(reference, files)
-    from specdec.options import bundled_models
-
     own = [(str(path), text) for path, text in bundled_models.recordings()]
     return [path for path, _ in own], [text for _, text in own]
 
@@ -223,57 +210,38 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call, from flags and --set."""
     from specdec.pipelines.speech.settings import FALLBACK
 
-    flags = {FLAGS[name]: params[name] for name in ("num_draft_tokens", "schedule", "max_new_tokens", "seed")}
-    flags |= {"language": params["language"], "task": params["task"], "chunk_length_s": params["chunk_length"]}
+    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
+    given = {FLAGS.get(name, name): value for name, value in passed(params, same).items()}
+    if "chunk_length" in given:
+        given["chunk_length_s"] = given.pop("chunk_length")
     if params["words"]:
-        flags["return_timestamps"] = "word"
+        given["return_timestamps"] = "word"
     elif params["format"] != "text":
-        flags["return_timestamps"] = True
+        given["return_timestamps"] = True
     if params["context"]:
-        flags["condition_on_prev_tokens"] = True
-    given = {name: value for name, value in flags.items() if value is not None}
-    extra = read_settings(params["set_"] or [])
-    if both := sorted(given.keys() & extra.keys()):
-        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
+        given["condition_on_prev_tokens"] = True
+    extra = read_settings(params["set_"] or [], given)
     return {"seed": 0, **(FALLBACK if params["fallback"] else {}), **given, **extra}
 
 
-def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
-    """The transcriber; a spinner shows while its models are loaded."""
-    target, draft = locate(params["model"], "target", "--model"), params["draft_model"]
-    if draft is None and params["model"].startswith("zoo:"):
-        draft = params["model"]
-    draft = draft if draft is None else locate(draft, "draft", "--draft-model")
+def read_speech(params: Mapping[str, Any]) -> Request:
+    """The models and the options; a target of the package brings its draft, and is loaded in float32."""
+    model, draft, how = params["model"], params["draft_model"], passed(params)
+    if model.startswith("zoo:"):
+        draft, how = draft or model, {"dtype": "float32", **how}
+    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
+    return Request(target, draft, "auto", read_options(params), how)
+
+
+def load(request: Request, name: str, *, quiet: bool) -> Transcriber:
+    target, draft = request.target, request.draft
     names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    how = loading_flags(params)
-    if params["model"].startswith("zoo:"):
-        how.setdefault("dtype", "float32")
-    with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
+    with loading(f"loading {name}", quiet=quiet, downloads=not all(Path(one).exists() for one in names)):
         from specdec.pipelines import Transcriber
 
-        transcriber = Transcriber.from_pretrained(target, draft, **how)
+        transcriber = Transcriber.from_pretrained(target, draft, **request.loading)
         transcriber.generator.compile()
         return transcriber
-
-
-@contextmanager
-def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], None]]:
-    """A bar on stderr, in seconds of sound."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} s of sound"),
-        TimeRemainingColumn(),
-    )
-    err = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet, grows=True)
-
-        def notify(done: float, known: float) -> None:
-            bar.update(task, completed=done, total=known)
-            beat(done, known, f"{label}, {done:.0f} s of sound")
-
-        yield notify
 
 
 def show(
@@ -295,7 +263,6 @@ def show(
 
 
 def rendered(name: str, out: Transcription, wer: float | None, format: Format) -> str:
-    """A transcription in one of the formats."""
     from specdec.pipelines.speech.subtitles import srt, vtt
 
     if format == "text":
@@ -316,7 +283,6 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
 
 
 def pace(found: Sequence[Transcription]) -> str:
-    """The speed, in words."""
     duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
     length = found[0].stats.mean_acceptance_length
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"

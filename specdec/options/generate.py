@@ -108,7 +108,6 @@ class Options(BaseModel):
 
     @property
     def groups(self) -> int:
-        """The number of groups of beams."""
         return self.num_beam_groups or 1
 
     @property
@@ -118,7 +117,6 @@ class Options(BaseModel):
 
     @property
     def contrastive(self) -> bool:
-        """Whether the next token is chosen by contrastive search."""
         return bool(self.penalty_alpha)
 
     @property
@@ -154,7 +152,6 @@ class Options(BaseModel):
 
     @property
     def eos_ids(self) -> list[int]:
-        """The ids that end a text."""
         return listed(self.eos_token_id)
 
     @property

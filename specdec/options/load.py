@@ -88,21 +88,15 @@ class Vocabulary:
 class Loading:
     """How a checkpoint is loaded; the defaults leave it as it is.
 
-    `dtype`: "auto", a name or a torch.dtype. "auto" is the checkpoint's dtype, but float32 for float16 weights on a
-    CPU, where float16 takes at least twice as long and float32 holds the same numbers.
-    `quantization`: a name in `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "nf4" or "fp4" (bitsandbytes),
-    "int8-weight" or "int4-weight" (specdec's own, with independent rows). `gguf_file`: the name of a GGUF file, which
-    is quantized already, in the folder or repository.
-    `device_map`, `max_memory` (per device, bytes or text like "2GiB"), `revision` and `trust_remote_code`: as in
-    transformers. `offload` keeps weights in host memory ("cpu") or on disk ("disk") and reads them in every pass: all
-    layers, or with `max_memory` those that do not fit. `offload_folder`: for weights that must be rewritten; by default
-    a temporary folder. `tp_plan` divides the weights among the processes of a job (torchrun): "auto" by transformers'
-    plan for the model, or a plan in transformers' form; the first process returns, the others work for it.
-    `backend`: "eager" runs the layers as they are; "packed" stores weights in the order in which short passes on a CPU
-    read them; "compiled" runs one compiled function for all passes on a CPU; "auto" measures once whether packing is
-    faster, and compiles in the background what has run packed for ten seconds.
-    `exactness`="strict" promises the text of plain decoding bit for bit, in any dtype, with any draft and beside any
-    calls; it is verified when the model is loaded.
+    `dtype`: a name, a torch.dtype, or "auto": the checkpoint's, but float32 for float16 weights on a CPU, where float16
+    is at least twice as slow. `quantization`: a name in `QUANTIZATIONS`. `gguf_file`: its name in the folder or
+    repository. `device_map`, `max_memory` (bytes or text like "2GiB"), `revision`, `trust_remote_code`: as in
+    transformers. `offload`: weights stay in memory ("cpu") or on "disk" and are read in every pass, all or with
+    `max_memory` those that do not fit; `offload_folder`: for weights that must be rewritten, by default a temporary
+    one. `tp_plan`: "auto" or transformers' plan of a division among the processes of a job (torchrun), of which the
+    first returns. `backend`: "eager" layers, "packed" weights in the order in which short passes on a CPU read them,
+    "compiled" passes, or "auto", which measures. `exactness`="strict" promises the text of plain decoding bit for bit,
+    with any draft and beside any calls, and is verified.
 
     Raises OptionError for unknown values, and for fields that contradict one another or lack another.
     """

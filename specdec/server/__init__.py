@@ -3,11 +3,10 @@
 | file | contents |
 | --- | --- |
 | `settings.py` | settings of a server, from flags and YAML |
-| `protocol.py`, `answers.py`, `errors.py`, `faults.py` | requests, responses, error messages |
+| `protocol.py`, `answers.py`, `errors.py` | requests, responses, error messages |
 | `app.py`, `routes/`, `page/` | endpoints, web page |
 | `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
-| `generation.py`, `responses.py` | one text request on the event loop; responses that stop when their client
-disconnects |
+| `responses.py` | responses that stop when their client disconnects |
 | `admission.py`, `cancellation.py` | turns, shared fairly among clients; decoding threads seen from the event loop |
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |

@@ -24,7 +24,6 @@ class Admission:
 
     @property
     def running(self) -> int:
-        """The number of turns in use."""
         return self._running - self.free
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -43,16 +43,13 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the request is a conversation."""
         return isinstance(self.request, ChatRequest)
 
     @property
     def stats(self) -> list[Stats]:
-        """The statistics of finished prompts."""
         return [counts.stats for counts in self._counts if counts.stats is not None]
 
     def count(self, prompt: int, update: Started | TextDelta | Finished) -> None:
-        """Adds an update to the counts of its prompt."""
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts.prompt_tokens = update.prompt_tokens
@@ -62,28 +59,19 @@ class Answer:
             counts.stats = update.stats
 
     def add(self, prompt: int, delta: TextDelta) -> None:
-        """Keeps text for `whole`."""
         self._deltas[prompt * self.request.n + delta.row].append(delta)
 
     def whole(self) -> dict[str, Any]:
-        """The body, of all deltas added."""
-        choices = [self._choice(index, deltas) for index, deltas in enumerate(self._deltas)]
+        said = {"role": "assistant", "refusal": None}
+        choices = [self._choice(index, deltas, "message", said) for index, deltas in enumerate(self._deltas)]
         body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
 
     def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any]:
         """The chunk of a delta; the first of a choice in a chat names the role."""
         index = prompt * self.request.n + delta.row
-        choice: dict[str, Any] = {"index": index}
-        if self.is_chat:
-            role = {} if index in self._sent else {"role": "assistant"}
-            choice["delta"] = {**role, "content": delta.text}
-        else:
-            choice["text"] = delta.text
+        choice = self._choice(index, [delta], "delta", {} if index in self._sent else {"role": "assistant"})
         self._sent.add(index)
-        choice |= {"logprobs": self._logprobs(delta.scores), "finish_reason": delta.finish}
-        if self.request.return_drafted:
-            choice |= {"drafted": [list(span) for span in delta.spans], "tokens": delta.tokens}
         options = self._stream_options
         usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
         return {**self._head(self._chunks), "choices": [choice], **usage}
@@ -102,7 +90,6 @@ class Answer:
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts over all prompts."""
         prompt, new = (sum(getattr(one, name) for one in self._counts) for name in ("prompt_tokens", "new_tokens"))
         stats, predicted = self.stats, self.request.prediction is not None
         accepted = sum(s.num_accepted_draft_tokens for s in stats) if predicted else 0
@@ -126,17 +113,16 @@ class Answer:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: Sequence[TextDelta], chat: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """A choice of these deltas; in a chat the field `chat` has the text, and `more`."""
         text = "".join(delta.text for delta in deltas)
-        finish = next((delta.finish for delta in deltas if delta.finish), None)
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+        said = {chat: {**more, "content": text}} if self.is_chat else {"text": text}
+        choice: dict[str, Any] = {"index": index, **said}
         choice["logprobs"] = self._logprobs([score for delta in deltas for score in delta.scores])
-        if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
+        choice["finish_reason"] = next((delta.finish for delta in deltas if delta.finish), None)
         if self.request.return_drafted:
             choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
+            choice["tokens"] = sum(delta.tokens for delta in deltas)
         return choice
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
@@ -186,7 +172,6 @@ def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def encoded(content: Any) -> bytes:
-    """JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -11,8 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.server.errors import reported
-from specdec.server.faults import invalid
+from specdec.server.errors import invalid, reported
 from specdec.server.guards import Entrance, GuardedRoute
 from specdec.server.models import Hosts
 from specdec.server.routes import audio, page, status, text
@@ -49,13 +48,11 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """The response to an invalid body."""
     assert isinstance(error, RequestValidationError)
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
     return await _answer(request, invalid(faults, error.body))
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    """The response to any error, in OpenAI's format."""
     known = reported(error)
     return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))

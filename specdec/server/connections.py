@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -45,17 +45,6 @@ class Claim(IntEnum):
     WORK = 2
 
 
-class Peer(Protocol):
-    """A connection as `Connections` sees it."""
-
-    @property
-    def claim(self) -> Claim:
-        """What closing it would cost."""
-
-    def drop(self) -> None:
-        """Closes it at once."""
-
-
 class Connections:
     """The open connections, at most `most` in all and `per_client` of one client.
 
@@ -65,8 +54,8 @@ class Connections:
 
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
-        self._client: dict[Peer, str] = {}
-        self._by_client: dict[str, dict[Peer, None]] = {}  # the longest inactive first
+        self._client: dict[HttpProtocol, str] = {}
+        self._by_client: dict[str, dict[HttpProtocol, None]] = {}  # the longest inactive first
         self._full = Repeated(
             f"all connections are taken ({most} in all, {per_client} of one client): quiet ones were closed, or "
             "new ones refused"
@@ -75,7 +64,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._client)
 
-    def add(self, one: Peer, client: str) -> bool:
+    def add(self, one: HttpProtocol, client: str) -> bool:
         """Registers a new connection; False where it must be refused."""
         crowded = len(self._by_client.get(client, ())) >= self.per_client
         if crowded or len(self) >= self.most:
@@ -90,7 +79,7 @@ class Connections:
         self.moved(one)
         return True
 
-    def moved(self, one: Peer) -> None:
+    def moved(self, one: HttpProtocol) -> None:
         """Notes activity on a connection."""
         if (client := self._client.get(one)) is not None:
             peers = self._by_client.pop(client, {})
@@ -98,15 +87,14 @@ class Connections:
             peers[one] = None
             self._by_client[client] = peers
 
-    def remove(self, one: Peer) -> None:
-        """Forgets a closed connection."""
+    def remove(self, one: HttpProtocol) -> None:
         if (client := self._client.pop(one, None)) is not None:
             del self._by_client[client][one]
             if not self._by_client[client]:
                 del self._by_client[client]
 
 
-def _quiet(peers: Iterable[Peer]) -> Peer | None:
+def _quiet(peers: Iterable[HttpProtocol]) -> HttpProtocol | None:
     """The connection of one client to close; None where all are at work."""
     return next((one for claim in (Claim.IDLE, Claim.STALL) for one in peers if one.claim == claim), None)
 
@@ -128,7 +116,6 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is running."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -160,7 +147,6 @@ class HttpProtocol(H11Protocol):
         return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
         super().connection_lost(exc)
         self._lost.set()
         self._all.remove(self)
@@ -202,7 +188,6 @@ class HttpProtocol(H11Protocol):
         self._refuse(ApiError(status, message, code="too_large" if status == 431 else "invalid_http"))
 
     def drop(self) -> None:
-        """Closes the connection at once."""
         self.transport.abort()
 
     def stop(self) -> None:

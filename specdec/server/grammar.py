@@ -113,7 +113,6 @@ class _Follower:
         self.matcher, self.read = matcher, list[int]()
 
     def shares(self, written: Sequence[int]) -> int:
-        """The length of the common prefix with `written`."""
         return common_length(self.read, written)
 
     def go_to(self, written: Sequence[int]) -> bool:

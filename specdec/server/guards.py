@@ -59,7 +59,6 @@ class GuardedRoute(APIRoute):
         yield state.settings.limits.body_bytes
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The guarded endpoint."""
         handler, is_public = super().get_route_handler(), hasattr(self.endpoint, _PUBLIC)
 
         async def guarded(request: Request) -> Response:
@@ -115,7 +114,6 @@ def authorise(request: Request, state: State) -> None:
 
 
 def _check_media(request: Request, media: str) -> None:
-    """Raises a 415 for another content type."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != media:
         came = f"is {given[:64]!r}" if given else "is missing"
@@ -170,7 +168,6 @@ class Entrance:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes valid requests on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, began = Headers(scope=scope), time.monotonic()
@@ -209,7 +206,6 @@ class Entrance:
             self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """The error of a request that must not pass."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
             return ApiError(431, "the headers are too large", code="too_large")
         if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling

@@ -130,7 +130,6 @@ class _Server(uvicorn.Server):
         self._closes = self._ends = 0.0
 
     async def startup(self, sockets: Any = None) -> None:
-        """Warms the models up, then listens."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         if not await self._warm_up():
             return

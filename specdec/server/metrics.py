@@ -19,14 +19,12 @@ _POSITIONS = 16  # in a draft, counted separately
 
 @dataclass(frozen=True)
 class Load:
-    """How full a model is: requests that run and wait, tokens in the KV cache, tokens that still fit (None: no
-    limit).
-    """
+    """How full a model is: requests that run and wait, tokens that are held, and that still fit (None: no limit)."""
 
     running: int
     waiting: int
-    held: int
-    free: int | None
+    kv_tokens_held: int
+    kv_tokens_free: int | None
 
 
 class Metrics:
@@ -71,7 +69,6 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Any:
@@ -91,12 +88,11 @@ class _Loads(Collector):
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges' present values."""
         gauges = {
             "running": ("num_requests_running", "Requests that run."),
             "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
-            "held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
-            "free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
+            "kv_tokens_held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
+            "kv_tokens_free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
         }
         loads = self._loads()
         for field, (name, help) in gauges.items():

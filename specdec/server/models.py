@@ -47,12 +47,10 @@ class Host:
         self._probe: asyncio.Future[None] | None = None
 
     def beat(self) -> None:
-        """Notes that the model has just decoded."""
         self._alive = time.monotonic()
 
     @property
     def load(self) -> Load:
-        """How full the model is."""
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.prefilling]
         held = sum(row.length for row in rows)
@@ -73,7 +71,6 @@ class Host:
         return True
 
     async def warm_up(self) -> None:
-        """Decodes one token."""
         await asyncio.get_running_loop().run_in_executor(self.pool, self._decode)
         self.beat()
 
@@ -113,7 +110,6 @@ class Hosts:
         return found
 
     def loads(self) -> list[tuple[str, Load]]:
-        """The load of every model, by name."""
         return [(name, host.load) for name, host in self.all.items()]
 
 

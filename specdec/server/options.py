@@ -15,16 +15,12 @@ from specdec.server.errors import ApiError
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
 
-# Fields that are options of the same name, and their values without effect.
-_SAME: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(("min_p", "typical_p", "sampling", "num_samples", "ranking", "penalty_alpha"), (None,)),
-    **dict.fromkeys(("length_penalty", "early_stopping", "diversity_penalty"), (None,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
-}
+# Fields that are options of the same name; their defaults have no effect.
+_SAME = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p"),
+    *("sampling", "num_samples", "ranking", "penalty_alpha", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("length_penalty", "early_stopping"),
+)
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 _INHERITED = ("temperature", "top_p", "top_k")
 EVERYTHING = {"temperature": 1.0, "top_k": 0}
@@ -51,9 +47,8 @@ def check_length(characters: int, param: str, limits: Limits) -> None:
 
 def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
-    options: dict[str, Any] = {
-        name: value for name, idle in _SAME.items() if (value := getattr(asked, name)) not in idle
-    }
+    given = asked.model_dump(include={*_SAME}, exclude_defaults=True)
+    options: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     searches = asked.num_beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
         options |= {"do_sample": True, **EVERYTHING, **checkpoint}

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
-from specdec.server.faults import FieldError
+from specdec.server.errors import FieldError
 
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -32,7 +32,6 @@ def _is_text(value: str) -> str:
 
 
 def _present(data: Any) -> Any:
-    """An object without its nulls."""
     return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -172,7 +171,6 @@ class Prediction(Sent):
 
     @property
     def text(self) -> str:
-        """The whole text."""
         return _joined(self.content)
 
 
@@ -208,7 +206,6 @@ class StructuredOutputs(Sent):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """The fields by kind."""
         return {"json": self.json_, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
 
 
@@ -310,7 +307,6 @@ class Generate(Sent):
 
     @property
     def stops(self) -> list[str]:
-        """The stop texts."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
@@ -327,7 +323,6 @@ class CompletionRequest(Generate):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -336,13 +331,11 @@ class CompletionRequest(Generate):
 
     @property
     def top(self) -> int | None:
-        """`logprobs`."""
         return self.logprobs
 
     @property
     def most_tokens(self) -> int | None:
-        """`max_tokens`, by default OpenAI's 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
 
 class ChatRequest(Generate):
@@ -368,12 +361,10 @@ class ChatRequest(Generate):
 
     @property
     def top(self) -> int | None:
-        """`top_logprobs` if `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
-        """`max_completion_tokens` or `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

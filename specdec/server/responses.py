@@ -89,7 +89,6 @@ class EventStream(Response):
 
     @property
     def _silence(self) -> float:
-        """Seconds since the last event."""
         return time.monotonic() - max(self._last, 0.0 if self._wire is None else self._wire.last)
 
     async def _keep_alive(self, send: Send) -> None:
@@ -127,7 +126,6 @@ def _patience(state: State) -> float:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -47,9 +47,14 @@ class SpeechModel:
             options["prompt_ids"] = self._prompt(asked.prompt)
         if asked.temperature:
             options["temperature"] = asked.temperature
+
+        def cancelled(ids: Any, scores: Any, **_: Any) -> bool:
+            cancel.check()
+            return False
+
         found = yield from self.transcriber.stream(
             content,
-            stopping_criteria=[_Cancelled(cancel)],
+            stopping_criteria=[cancelled],
             progress=lambda done, known: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
         )
@@ -84,15 +89,3 @@ class SpeechModel:
             if not seconds:
                 message = "`file` has no sound in it"
             raise ApiError(400, message, param="file", code="invalid_audio")
-
-
-class _Cancelled:
-    """A stopping criterion that raises once the request is cancelled."""
-
-    def __init__(self, cancel: Cancel) -> None:
-        self._cancel = cancel
-
-    def __call__(self, ids: Any, scores: Any, **_: Any) -> bool:
-        """False; raises CancelledError."""
-        self._cancel.check()
-        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ipaddress import IPv6Address
 from typing import Any
 
@@ -45,7 +45,6 @@ class State:
             task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
-        """Cancels all tasks."""
         self.stopping = True
         for task in self._tasks:
             task.cancel()
@@ -90,7 +89,6 @@ class State:
 
 
 def state_of(request: Request) -> State:
-    """The state of the request's server."""
     found: State = request.app.state.server
     return found
 
@@ -101,22 +99,15 @@ def client_of(request: Request) -> str:
     if known is not None or request.client is None:
         return known or ""
     forwarded = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
-    named = [text for part in forwarded if (text := part.strip())]
-    return _origin([*named, request.client.host], state_of(request).settings)
+    for text in (request.client.host, *(part.strip() for part in reversed(forwarded) if part.strip())):
+        if not is_trusted(address_of(text), state_of(request).settings):
+            break  # a client can forge those before it
+    return origin_of(text)
 
 
 def is_trusted(address: Any, settings: ServeSettings) -> bool:
     """Whether `address` belongs to a trusted proxy; None does not."""
     return address is not None and any(address in network for network in settings.trusted_proxies)
-
-
-def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
-    """The last address that is not a trusted proxy; a client can forge those before it."""
-    for text in reversed(addresses):
-        address = address_of(text)
-        if not is_trusted(address, settings):
-            break
-    return origin_of(text)
 
 
 def origin_of(text: str) -> str:

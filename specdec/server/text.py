@@ -105,18 +105,13 @@ class TextModel:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
         self.name, self.generator, self.tokenizer = name, generator, generator.tokenizer
-        self.context = _context(generator, context)
+        self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = bool(getattr(self.tokenizer, "chat_template", None))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
         self._lock = threading.Lock()
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether an encoder reads the prompt."""
-        return self.generator.target.is_encoder_decoder
 
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
@@ -143,7 +138,6 @@ class TextModel:
         yield Finished(out.stats)
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
-        """The token ids of a prompt or a conversation."""
         if isinstance(prompt, list):
             return prompt
         if prompt is not None:
@@ -257,7 +251,6 @@ class _Row:
             yield self._delta(group, None if self._pending else delta.finish)
 
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        """All of the choice at once."""
         text = before_stop(decode(self._tokenizer, tokens), self._stops)
         return self._after_echo(TextDelta(self._row, text, len(tokens), _openai(finish)))
 
@@ -278,7 +271,6 @@ class _Row:
 
 
 def score_of(tokenizer: Any, step: Step) -> TokenScore:
-    """The score of a step's token."""
     assert step.top is not None
     top = [(tokenizer.decode([token]), _finite(value)) for token, value in zip(*step.top, strict=True)]
     return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), top)

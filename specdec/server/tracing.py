@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -15,7 +14,7 @@ _SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 
 
 def trace(app: FastAPI) -> None:
-    """Sends a span for every request to the collector that the environment names, if it does.
+    """Sends one span per request, without its text, to the collector that the environment names, if it does.
 
     OpenTelemetry reads its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError without its
     packages.
@@ -24,6 +23,7 @@ def trace(app: FastAPI) -> None:
         return
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -33,13 +33,6 @@ def trace(app: FastAPI) -> None:
     provider = TracerProvider(resource=Resource.create().merge(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     app.state.server.at_close(provider.shutdown)
-    instrument(app, provider)
-
-
-def instrument(app: FastAPI, provider: Any) -> None:
-    """Adds one span per request, none per event of a stream; spans contain no text."""
-    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-
     FastAPIInstrumentor.instrument_app(
         app, tracer_provider=provider, excluded_urls=_SILENT, exclude_spans=["receive", "send"]
     )

@@ -368,7 +368,7 @@ def test_killed_and_run_again(models: list[str], tmp_path: Path, sample: list[st
     flags = ["batch", str(source), "--max-new-tokens", "24", "--at-once", "4", *models, *sample, "-q"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run([*flags[:2], str(whole), *flags[2:]]) == 0
-    command = [sys.executable, "-m", "specdec.cli", *flags[:2], str(out), *flags[2:]]
+    command = [sys.executable, "-m", "specdec", *flags[:2], str(out), *flags[2:]]
     before, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1"}
     for share in (0.2, 0.6):
         with subprocess.Popen(command, env=environment) as process:

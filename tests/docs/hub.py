@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +27,19 @@ def chat_tokenizer(*, backwards: bool = False) -> PreTrainedTokenizerBase:
     return made
 
 
+def _saved(texts: Callable[[], Any], make: Callable[[], PreTrainedModel]) -> Callable[[Path], None]:
+    """Writes a model and what makes its inputs into a folder."""
+
+    def save(folder: Path) -> None:
+        texts().save_pretrained(folder)
+        make().save_pretrained(folder)
+
+    return save
+
+
 def _llama(seed: int, *, backwards: bool = False, **sizes: Any) -> Callable[[Path], None]:
-    def save(folder: Path) -> None:
-        chat_tokenizer(backwards=backwards).save_pretrained(folder)
-        tiny("llama", vocab=WIDTH, seed=seed, **sizes).save_pretrained(folder)
-
-    return save
-
-
-def _whisper(seed: int) -> Callable[[Path], None]:
-    def save(folder: Path) -> None:
-        processor().save_pretrained(folder)
-        whisper(seed).save_pretrained(folder)
-
-    return save
-
-
-def _bart(seed: int) -> Callable[[Path], None]:
-    def save(folder: Path) -> None:
-        made: PreTrainedModel = model("bart", seed)
-        made.save_pretrained(folder)
-        sentence_tokenizer(ends=True, most=100).save_pretrained(folder)
-
-    return save
+    tokenizer = partial(chat_tokenizer, backwards=backwards)
+    return _saved(tokenizer, partial(tiny, "llama", vocab=WIDTH, seed=seed, **sizes))
 
 
 def _head(folder: Path) -> None:
@@ -61,16 +52,17 @@ def _gguf(folder: Path) -> None:
     saved_gguf(folder / "SmolLM2-1.7B-Instruct-Q4_0.gguf", vocab=WIDTH + 1, tokens=True)
 
 
+_sentences = partial(sentence_tokenizer, ends=True, most=100)
 MODELS: dict[str, Callable[[Path], None]] = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": _llama(0),
     "HuggingFaceTB/SmolLM2-135M-Instruct": _llama(1),
     "Qwen/Qwen2.5-0.5B-Instruct": _llama(2, backwards=True),
     "Qwen/Qwen3-8B": _llama(3, num_hidden_layers=3),
     "RedHatAI/Qwen3-8B-speculator.eagle3": _head,
-    "openai/whisper-small.en": _whisper(0),
-    "distil-whisper/distil-small.en": _whisper(1),
-    "facebook/bart-large-cnn": _bart(0),
-    "sshleifer/distilbart-cnn-6-6": _bart(1),
+    "openai/whisper-small.en": _saved(processor, whisper),
+    "distil-whisper/distil-small.en": _saved(processor, partial(whisper, 1)),
+    "facebook/bart-large-cnn": _saved(_sentences, partial(model, "bart", 0)),
+    "sshleifer/distilbart-cnn-6-6": _saved(_sentences, partial(model, "bart", 1)),
     "bartowski/SmolLM2-1.7B-Instruct-GGUF": _gguf,
 }
 

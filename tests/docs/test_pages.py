@@ -6,16 +6,13 @@ import contextlib
 import io
 import json
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import soundfile
 import yaml
@@ -27,12 +24,14 @@ from specdec.cli.transcribe import read_model
 from specdec.proposers import DRAFTS
 from tests.docs.hub import fill
 from tests.docs.pages import PAGES, ROOT, blocks, commands, run_python, run_shell, same
+from tests.server.process import started
 from tests.speech import RATE, speech
 
 # Pages whose code takes little time; the others are slow tests, which CI runs, too.
 QUICK = {
     *("docs/guides/constraints.md", "docs/guides/drafts.md", "docs/guides/hidden-drafts.md", "docs/how/loop.md"),
     *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
+    "docs/guides/tools.md",
 }
 OWN_TESTS = {"docs/extending.md"}  # tests/test_extending.py looks at more than that it runs
 SERVING = ROOT / "docs" / "guides" / "serving.md"
@@ -142,19 +141,11 @@ def test_a_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """The clients of the guide, asking a server as it says: `specdec serve --demo`."""
     monkeypatch.chdir(tmp_path)
     soundfile.write("talk.mp3", speech(1.5), RATE)
-    port = free_port()
-    command = [sys.executable, "-m", "specdec.cli", "serve", "--demo", "--port", str(port)]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(f"{url}/ready", server)
-        served = [block for block in blocks(SERVING) if block.mark == SERVED]
-        assert [block.language for block in served] == ["bash", "python", "bash"]
+    served = [block for block in blocks(SERVING) if block.mark == SERVED]
+    assert [block.language for block in served] == ["bash", "python", "bash"]
+    with started("--demo", "--port", "0", folder=tmp_path) as server:
         for block in served:
-            code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(
-                "localhost:8000", f"127.0.0.1:{port}"
-            )
+            code = re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, block.code)
             if block.language == "bash":
                 lines = code.strip().splitlines()
                 out = [subprocess.check_output(["bash", "-c", f"{line} -sSf"], text=True) for line in lines]
@@ -163,25 +154,4 @@ def test_a_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     exec(code, {"__name__": "client"})
                 assert float(printed.getvalue().split()[-1]) >= 1
-        assert json.loads(out[0])["choices"][0]["text"] in ("yes", "no")
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Returns once the address answers."""
-    end = time.monotonic() + 120
-    while server.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).is_success:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"{url} does not answer")
+    assert json.loads(out[0])["choices"][0]["text"] in ("yes", "no")

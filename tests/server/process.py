@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -17,7 +16,6 @@ import httpx
 import yaml
 
 from tests.folders import WIDTH
-from tests.pipelines.models import CHAT
 from tests.server.served import TOKENIZER
 from tests.tiny import tiny
 
@@ -53,31 +51,10 @@ class Process:
 
 
 @contextmanager
-def serving(folder: Path, **more: Any) -> Iterator[Process]:
-    """A server of the package's code pair, a tiny chat model and the package's speech pair, with one key."""
-    model = folder / "tiny"
-    if not model.exists():
-        tokenizer = TOKENIZER
-        tokenizer.chat_template = CHAT
-        tokenizer.save_pretrained(model)
-        tiny("llama", vocab=WIDTH).save_pretrained(model)
-    (folder / "keys").write_text(f"tests: {KEY}\n")
-    small = {"prefix_cache": 2**24}  # full soon, so that memory can be watched
-    models = [
-        {"name": "tiny", "target": str(model), "draft": "suffix", "loading": {"backend": "eager"}},
-        {
-            "name": "code",
-            "target": "zoo:python-code",
-            "draft": "zoo:python-code",
-            "loading": {"backend": "eager"},
-            **small,
-        },
-        {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech", "loading": {"backend": "eager"}},
-    ]
-    given = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
-    (folder / "serve.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
+def started(*arguments: str, folder: Path) -> Iterator[Process]:
+    """`specdec serve` with these arguments, which logs into a folder."""
     log = folder / "log"
-    command = [sys.executable, "-m", "specdec.cli", "serve", "--config", str(folder / "serve.yaml"), "--quiet"]
+    command = [sys.executable, "-m", "specdec", "serve", *arguments, "--quiet"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         popen = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=folder)
@@ -86,3 +63,22 @@ def serving(folder: Path, **more: Any) -> Iterator[Process]:
         finally:
             popen.kill()
             popen.wait()
+
+
+@contextmanager
+def serving(folder: Path, **more: Any) -> Iterator[Process]:
+    """A server of the package's code pair, a tiny chat model and the package's speech pair, with one key."""
+    model = folder / "tiny"
+    TOKENIZER.save_pretrained(model)
+    tiny("llama", vocab=WIDTH).save_pretrained(model)
+    (folder / "keys").write_text(f"tests: {KEY}\n")
+    pairs = {"tiny": (str(model), "suffix"), "code": ("zoo:python-code",) * 2, "speech": ("zoo:speech",) * 2}
+    models: list[dict[str, Any]] = [
+        {"name": name, "target": target, "draft": draft, "loading": {"backend": "eager"}}
+        for name, (target, draft) in pairs.items()
+    ]
+    models[1]["prefix_cache"] = 2**24  # full soon, so that memory can be watched
+    given = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
+    (folder / "serve.yaml").write_text(yaml.safe_dump(given))
+    with started("--config", str(folder / "serve.yaml"), folder=folder) as process:
+        yield process

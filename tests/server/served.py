@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partialmethod
+from functools import cache
 from typing import Any, TypeVar
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from specdec import SpecGenerator, Transcriber
 from specdec.server import ServeSettings, create_app, read_settings
@@ -92,18 +93,8 @@ def state_of(server: uvicorn.Server) -> Any:
     return server.config.app.state.server  # type: ignore[union-attr]
 
 
-class Asking:
-    """A client without a loop of its caller's: one request after the other."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, made: httpx.AsyncClient) -> None:
-        self._loop, self._made = loop, made
-
-    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """The whole answer."""
-        asked = asyncio.wait_for(self._made.request(method, path, **more), PATIENCE)
-        return self._loop.run_until_complete(asked)
-
-    get, post = partialmethod(request, "GET"), partialmethod(request, "POST")
+class Asking(TestClient):
+    """A client for tests that do one thing at a time."""
 
     def complete(self, **body: Any) -> Any:
         """What a completion is answered, parsed: a whole one, or the events of a stream."""
@@ -111,16 +102,10 @@ class Asking:
         return events(found.text) if body.get("stream") else found.json()
 
 
-@contextmanager
-def asking(application: FastAPI, **headers: str) -> Iterator[Asking]:
-    """As `client`, for tests that do one thing at a time."""
-    with closing(asyncio.new_event_loop()) as loop:
-        asked = client(application, **headers)
-        made = loop.run_until_complete(asked.__aenter__())
-        try:
-            yield Asking(loop, made)
-        finally:
-            loop.run_until_complete(asked.__aexit__(None, None, None))
+def asking(application: FastAPI, **headers: str) -> Asking:
+    """A client that asks in process; the application ends with it."""
+    how: dict[str, Any] = {"base_url": "http://127.0.0.1:8000", "client": ("127.0.0.1", 5000)}
+    return Asking(application, raise_server_exceptions=False, headers=headers, **how)
 
 
 @asynccontextmanager

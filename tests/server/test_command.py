@@ -29,7 +29,7 @@ from tests.folders import saved_model
 def keys(**given: Any) -> dict[str, Any]:
     """The settings of these flags."""
     names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft_model", "method", "demo", "config")
-    names += ("name", "allow_host", "trusted_proxy", "context", "kv_budget", "num_draft_tokens", "schedule")
+    names += ("name", "context", "kv_budget", "num_draft_tokens", "schedule")
     return settings_keys({**dict.fromkeys(names), **given})
 
 
@@ -38,8 +38,8 @@ def test_flags_of_one_model() -> None:
     found = read_settings(
         keys(
             target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
-            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["Models.example.org"], stream_chunk=8, context=512,
-            trusted_proxy=["10.0.0.0/8"],
+            kv_budget=0.25, running=4, drain_seconds=5.0, hosts=["Models.example.org"], stream_chunk=8, context=512,
+            trusted_proxies=["10.0.0.0/8"],
         )
     )  # fmt: skip
     model = found.models[0]
@@ -53,18 +53,17 @@ def test_flags_of_one_model() -> None:
 
 def test_drafts_are_chosen_as_elsewhere() -> None:
     """A pair of the package is its own draft, anything else copies unless told otherwise."""
-    drafts = {"zoo:python-code": str(bundled_models.pair().draft), "org/m": "suffix"}
-    for target, draft in drafts.items():
-        assert read_settings(keys(target=target)).models[0].draft == draft
-    assert read_settings(keys(target="m", method="none")).models[0].draft is None
-    assert read_settings(keys(target="m", method="hybrid", draft_model="d")).models[0].draft == ("suffix", "d")
+    asked: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
+    asked += [{"target": "m", "method": "none"}, {"target": "m", "method": "hybrid", "draft_model": "d"}]
+    drafts = [read_settings(keys(**flags)).models[0].draft for flags in asked]
+    assert drafts == [str(bundled_models.pair().draft), "suffix", None, ("suffix", "d")]
 
 
 def test_a_file_under_flags(tmp_path: Path) -> None:
     """Flags win, limits are merged, and models come from one place."""
     file = tmp_path / "serve.yaml"
     file.write_text("models: [{name: a, target: b}]\nport: 1\nlimits: {running: 2, waiting: 3}\n")
-    found = read_settings(keys(config=file, port=2, max_running=5))
+    found = read_settings(keys(config=file, port=2, running=5))
     assert (found.port, found.limits.running, found.limits.waiting) == (2, 5, 3)
     assert read_settings(keys(config=file, port=0)).port == 0  # a free one
 

@@ -10,8 +10,8 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ from specdec.server.cancellation import ahead
 from specdec.server.connections import Claim, Connections
 from specdec.server.errors import ApiError
 from specdec.server.http import server_of
-from tests.server.served import app, events, listening, model_of, settings, speech_model, state_of, text_model, until
+from tests.server.served import app, events, listening, settings, speech_model, state_of, text_model, until
 
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LONG = {"prompt": "abab", "max_tokens": 100, "seed": 1, "ignore_eos": True, "n": 4, "logprobs": 5}
@@ -35,6 +35,21 @@ async def opened(client: httpx.AsyncClient, sent: bytes = b"") -> tuple[asyncio.
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     return reader, writer
+
+
+@asynccontextmanager
+async def unread(
+    client: httpx.AsyncClient, sent: bytes, host: str = "127.0.0.1", buffer: int = 16_384
+) -> AsyncGenerator[socket.socket, None]:
+    """A connection from an address on which this was sent, of a client that does not read, with a small buffer."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        one.setblocking(False)
+        one.bind((host, 0))
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
+        await loop.sock_sendall(one, sent)
+        yield one
 
 
 async def answer(client: httpx.AsyncClient, sent: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -180,25 +195,16 @@ STALLED = {
 @pytest.mark.parametrize("name", STALLED)
 async def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """They counted as being answered, for 30 seconds each or 60, so that some clients without a key took all places."""
-    async with listening(limits={"connections": 6, "connections_per_client": 3}) as (server, client):
+    limits = {"connections": 6, "connections_per_client": 3}
+    async with listening(limits=limits) as (server, client), AsyncExitStack() as held:
         small_buffers(server)
-        held = []
         for at in range(6):
-            one = socket.socket()
-            held.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            one.setblocking(False)
-            one.bind((f"127.0.0.{2 + at % 2}", 0))
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
-            await loop.sock_sendall(one, STALLED[name])
+            await held.enter_async_context(unread(client, STALLED[name], f"127.0.0.{2 + at % 2}", 4096))
         kept: Any = server.server_state.connections
         await until(lambda: [one.claim for one in kept] == [Claim.STALL] * 6)
         found = [(await client.get("/health")).status_code]
         found += [int((await answer(client, GET + b"Connection: close\r\n\r\n"))[0]) for _ in range(5)]
         assert len(kept) <= 6
-        for one in held:
-            one.close()
     assert found == [200] * 6
     assert not [one for one in caplog.records if one.exc_info]
 
@@ -239,18 +245,35 @@ async def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCapt
     assert {"retry-after", "x-request-id"} <= headers.keys()
 
 
-@pytest.mark.parametrize("free", [400, 150])
-def test_there_are_descriptors_for_all(free: int) -> None:
-    """With few of them there are fewer connections; a client's part shrinks with them."""
+@contextmanager
+def descriptors(free: int) -> Iterator[int]:
+    """Leaves the process so many free descriptors; yields the system's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull, "rb") as lowest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + free, hard))
     try:
-        found = server_of(app(model_of("suffix")), settings(port=0)).connections  # type: ignore[attr-defined]
+        yield hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("free", [400, 150])
+def test_there_are_descriptors_for_all(free: int) -> None:
+    """With few of them there are fewer connections; a client's part shrinks with them."""
+    with descriptors(free):
+        found = server_of(app(), settings(port=0)).connections  # type: ignore[attr-defined]
     assert 4 <= found.most <= free // 2
     assert 1 <= found.per_client <= found.most // 2
+
+
+def test_the_process_opens_what_files_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 descriptors that a shell grants there were few connections, though the system grants many more."""
+    found: list[int] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _: found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    monkeypatch.setattr(server_module, "start_log", lambda _: None)
+    with descriptors(100) as hard:
+        server_module.serve(app(), settings())
+    assert found == [hard]
 
 
 async def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -327,18 +350,6 @@ async def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixt
     assert [(one["method"], one["path"]) for one in facts[:2]] == [("HEAD", path), ("GET", path)]
 
 
-@asynccontextmanager
-async def unread(client: httpx.AsyncClient, asked: dict[str, Any]) -> AsyncGenerator[socket.socket, None]:
-    """A request of a client that does not read what it is answered, with small buffers."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
-        one.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
-        await loop.sock_sendall(one, body_of(asked))
-        yield one
-
-
 async def told_late(one: socket.socket) -> list[Any]:
     """The events of a stream that is read at last."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
@@ -363,7 +374,7 @@ async def decoded(**limits: int) -> AsyncGenerator[tuple[httpx.AsyncClient, sock
     async with listening(limits=limits) as (server, client):
         small_buffers(server)
         turns = state_of(server).hosts.all["text"].turns
-        async with unread(client, {**LONG, "stream": True}) as one:
+        async with unread(client, body_of({**LONG, "stream": True})) as one:
             await until(lambda: turns.running)
             await until(lambda: not turns.running)
             yield client, one
@@ -383,7 +394,7 @@ async def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None
     """A client that takes nothing is hung up on; it kept its connection, and its answer in memory, for ever."""
     async with listening(limits={"send_seconds": 0.2}) as (server, client):
         small_buffers(server)
-        async with unread(client, {**LONG, "max_tokens": 300, "stream": stream}):
+        async with unread(client, body_of({**LONG, "max_tokens": 300, "stream": stream})):
             await until(lambda: server.server_state.connections)
             await until(lambda: not server.server_state.connections)
         assert (await client.get("/health")).status_code == 200
@@ -481,24 +492,3 @@ async def test_who_pipelines_leaves_too() -> None:
         await asyncio.wait_for(until(lambda: not turns.running), 5)
         found = (await client.get("/metrics")).text
     assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in found
-
-
-def test_the_process_opens_what_files_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 descriptors that a shell grants there were few connections, though the system grants many more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open(os.devnull, "rb") as lowest:
-        few = lowest.fileno() + 100
-    found: list[int] = []
-
-    class Server:
-        def run(self) -> None:
-            found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-    monkeypatch.setattr(server_module, "server_of", lambda *_: Server())
-    monkeypatch.setattr(server_module, "start_log", lambda _: None)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-    try:
-        server_module.serve(app(), settings())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found == [hard]

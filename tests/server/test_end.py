@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from typing import Any
 
 import httpx
@@ -19,10 +21,17 @@ from tests.server.served import PATIENCE, app, listening, model_of, run, setting
 LONG = {"prompt": "abab", "max_tokens": 500, "seed": 1, "ignore_eos": True}
 
 
-def apart(work: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns in a thread of its own: uvicorn raises signals again in the main one."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run, work).result(PATIENCE)
+def apart(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in a thread of its own: uvicorn raises signals again in the main one."""
+
+    @wraps(test)
+    def runs(**given: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run, test(**given)).result(PATIENCE)
+
+    del runs.__wrapped__  # type: ignore[attr-defined]
+    runs.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    return runs
 
 
 async def test_models_decode_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +67,8 @@ async def test_a_model_that_cannot_decode_is_logged(
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before anything", "while a model decodes"])
-def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@apart
+async def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was an AttributeError in the signal's handler."""
 
     async def endless(host: Host) -> None:
@@ -70,93 +80,80 @@ def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.MonkeyPatch
     server = server_of(app(model_of("suffix")), settings(port=0))
     if early:
         server.handle_exit(signal.SIGTERM, None)
-    apart(server.serve())
+    await server.serve()
     assert not server.started
 
 
-def test_balancers_see_it_leave() -> None:
+@apart
+async def test_balancers_see_it_leave() -> None:
     """The listener closed at once, so that nobody could ask `/ready`."""
-
-    async def ask() -> list[Any]:
-        async with listening(limits={"notice_seconds": 0.5, "drain_seconds": 20}) as (server, client):
-            server.handle_exit(signal.SIGTERM, None)
-            await asyncio.sleep(0.2)
-            found: list[Any] = []
-            for path in ("/ready", "/health"):
-                async with httpx.AsyncClient(base_url=client.base_url) as new:
-                    found.append((await new.get(path)).status_code)
-            found.append((await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code)
-            await asyncio.sleep(1)
-            async with httpx.AsyncClient(base_url=client.base_url) as late:
-                with pytest.raises(httpx.ConnectError):
-                    await late.get("/ready")
-            return found
-
-    assert apart(ask()) == [503, 200, 503]
+    async with listening(limits={"notice_seconds": 0.5, "drain_seconds": 20}) as (server, client):
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.2)
+        found: list[int] = []
+        for path in ("/ready", "/health"):
+            async with httpx.AsyncClient(base_url=client.base_url) as new:
+                found.append((await new.get(path)).status_code)
+        found.append((await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code)
+        await asyncio.sleep(1)
+        async with httpx.AsyncClient(base_url=client.base_url) as late:
+            with pytest.raises(httpx.ConnectError):
+                await late.get("/ready")
+    assert found == [503, 200, 503]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
+@apart
+async def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
     """As Ctrl-C does at once."""
-
-    async def ask() -> float:
-        async with listening(limits={"notice_seconds": 30}) as (server, _):
-            began = time.monotonic()
+    async with listening(limits={"notice_seconds": 30}) as (server, _):
+        began = time.monotonic()
+        server.handle_exit(sig, None)
+        if sig == signal.SIGTERM:
             server.handle_exit(sig, None)
-            if sig == signal.SIGTERM:
-                server.handle_exit(sig, None)
-        return time.monotonic() - began
-
-    assert apart(ask()) < 5
+    assert time.monotonic() - began < 5
 
 
-def test_the_drain_is_kept() -> None:
+@apart
+async def test_the_drain_is_kept() -> None:
     """What takes longer is told so, and a body that never comes is not waited for."""
+    async with listening(limits={"drain_seconds": 0.5}) as (server, client):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        asked = [
+            asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": stream}))
+            for stream in (True, False)
+        ]
+        turns = state_of(server).hosts.all["text"].turns
+        await until(lambda: turns.running >= 2)
+        began = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        streamed, whole = await asyncio.gather(*asked)
+        half = (await reader.read()).decode()
+        writer.close()
+    assert half.startswith("HTTP/1.1 503 ")
+    assert all("the server is shutting down" in said for said in (half, streamed.text, whole.text))
+    assert whole.status_code == 503
+    assert 0.5 <= time.monotonic() - began < 3
 
-    async def ask() -> tuple[str, int, bytes, float]:
-        async with listening(limits={"drain_seconds": 0.5}) as (server, client):
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-            head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: 99\r\n\r\n{{".encode())
-            stream = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": True}))
-            whole = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4}))
-            turns = state_of(server).hosts.all["text"].turns
-            await until(lambda: turns.running >= 2)
+
+@apart
+async def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
+    """They got the turns of those that were given up, and ended in a bare 500 when the process did."""
+    limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
+    async with listening(speech_model(), limits=limits) as (server, client):
+        state = state_of(server)
+        turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
+        async with turns.turn("somebody"):
+            asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
+            await until(lambda: turns.waiting >= 7 and state.uploads.waiting >= 3)
             began = time.monotonic()
             server.handle_exit(signal.SIGTERM, None)
-            found = (await stream).text, (await whole).status_code
-            half = await reader.read()
-            writer.close()
-        return *found, half, time.monotonic() - began
-
-    streamed, status, half, seconds = apart(ask())
-    assert half.startswith(b"HTTP/1.1 503 ")
-    assert b"the server is shutting down" in half
-    assert "the server is shutting down" in streamed
-    assert status == 503
-    assert 0.5 <= seconds < 3
-
-
-def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
-    """They got the turns of those that were given up, and ended in a bare 500 when the process did."""
-
-    async def ask() -> tuple[list[httpx.Response], float]:
-        limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
-        async with listening(speech_model(), limits=limits) as (server, client):
-            state = state_of(server)
-            turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
-            async with turns.turn("somebody"):
-                asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
-                while turns.waiting < 7 or state.uploads.waiting < 3:
-                    await asyncio.sleep(0.001)
-                began = time.monotonic()
-                server.handle_exit(signal.SIGTERM, None)
-                return await asyncio.gather(*asked), time.monotonic() - began
-
-    found, seconds = apart(ask())
+            found = await asyncio.gather(*asked)
+            assert time.monotonic() - began < 3
     assert [one.status_code for one in found] == [503] * 10
     assert all("the server is shutting down" in one.text for one in found)
-    assert seconds < 3
 
 
 async def test_work_that_comes_after_the_drain_is_given_up() -> None:

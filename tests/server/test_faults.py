@@ -14,8 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from specdec.server import protocol
-from specdec.server.errors import ApiError
-from specdec.server.faults import invalid
+from specdec.server.errors import ApiError, invalid
 from specdec.server.protocol import (
     HINTS,
     REFUSED,
@@ -28,9 +27,11 @@ from specdec.server.protocol import (
 from specdec.server.routes import audio as audio_routes
 from tests.server.served import app, asking, client, events, model_of, speech_model
 
+soundfile = pytest.importorskip("soundfile")
 Path = tuple[str | int, ...]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
+JSON = {"Content-Type": "application/json"}
 BASES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "abc"},
     ChatRequest: {"messages": MESSAGES},
@@ -151,6 +152,7 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
     ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
     ({"constraints": ["a"], "temperature": 1.0}, "constraints", "or set `temperature` to 0"),
+    ({"guided_grammar": "nonsense"}, "guided_grammar", "`guided_grammar`: "),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
     ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
 ]  # fmt: skip
@@ -167,17 +169,90 @@ def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
     assert said in error["message"]
 
 
-def test_bodies_that_are_none_are_told_so() -> None:
-    """(The place where JSON broke was told as a field, and a list as a dictionary.)"""
-    head = {"Content-Type": "application/json"}
+# Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
+# which nothing is fetched.
+COMPLETIONS_WRONG: list[dict[str, Any]] = [
+    {"n": 10**9}, {"n": 5}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": 0}, {"max_tokens": -1},
+    {"max_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": -1}, {"num_beams": 10**9}, {"num_beams": 17},
+    {"num_samples": 10**7}, {"top_k": -2}, {"top_k": 2**64}, {"top_p": -1}, {"top_p": 1.1}, {"temperature": -1},
+    {"temperature": 99}, {"min_tokens": -5}, {"seed": 2**70}, {"seed": -(2**70)}, {"frequency_penalty": 9},
+    {"num_assistant_tokens": 10**6}, {"num_assistant_branches": 10**6}, {"repetition_penalty": 0},
+    {"no_repeat_ngram_size": -1}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"1": 1e9}},
+    {"logit_bias": {"²": 1}}, {"prompt": [-1]}, {"prompt": [2**40]}, {"prompt": [99_999]}, {"prompt": []},
+    {"prompt": [[]]}, {"prompt": ["a"] * 17}, {"prompt": "a" * 600}, {"stop": ["a"] * 5}, {"stop": "a" * 300},
+    {"stop": ""}, {"prompt": "\ud800"}, {"length_penalty": 1e9, "num_beams": 2}, {"penalty_alpha": 2},
+    *({"temperature": float(one)} for one in ("nan", "inf", "-inf")), {"guided_regex": "("},
+    {"guided_json": "{"}, {"guided_json": {"type": "no-such-type"}},
+    {"guided_json": {"$ref": "http://10.0.0.1/schema"}}, {"structured_outputs": {"structural_tag": "x"}},
+    {"structured_outputs": ["yes", "no"]}, {"structured_outputs": {"json_": {"type": "integer"}}},
+    {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+]  # fmt: skip
+
+
+# Tools, images, templates of clients (CVE-2025-62426), addresses to fetch (CVE-2026-0599), and contradictions.
+CHATS_WRONG: list[dict[str, Any]] = [
+    {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"functions": [{}]}, {"modalities": ["audio"]},
+    {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"tools": []}},
+    {"chat_template_kwargs": {"chat_template": "x"}}, {"suffix": "x"}, {"best_of": 3},
+    {"messages": [{"role": "tool", "content": "x"}]}, {"messages": []}, {"messages": [{"role": "root", "content": ""}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+    {"no_such_field": 1}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
+    {"logprobs": 3}, {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
+    {"guided_regex": "a", "guided_json": {}}, {"max_tokens": 3, "max_completion_tokens": 3},
+    {"add_generation_prompt": True, "continue_final_message": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "wrong"),
+    [(COMPLETIONS, {"prompt": "abc"}, COMPLETIONS_WRONG), (CHATS, {"messages": MESSAGES}, CHATS_WRONG)],
+    ids=["completions", "chats"],
+)
+def test_what_does_not_go_is_said(path: str, base: dict[str, Any], wrong: list[dict[str, Any]]) -> None:
+    """Each is a 400, at once, and nothing is ignored; what changes nothing is taken."""
+    neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
+    known = fields(CompletionRequest, ChatRequest)
     with asking(app()) as c:
-        bodies = (b'{"model":', b"[]", b"", b'{"prompt": "\xff"}')
-        found = [c.post(COMPLETIONS, content=body, headers=head).json()["error"] for body in bodies]
-        errors = [*found, *[c.get(path).json()["error"] for path in ("/v2", CHATS)]]
-    expected = ["the body is not JSON", "the body must be an object, got a list", "the body is needed", "JSON in UTF-8"]
-    for error, said in zip(errors, [*expected, "this path does not exist", "this method"], strict=True):
-        assert said in error["message"]
-        assert error["param"] is None
+        for more in wrong:
+            body = {**base, "max_tokens": 4, **more}
+            found = c.post(path, content=json.dumps(body), headers=JSON)
+            assert found.status_code == 400, (more, found.text)
+            error = found.json()["error"]
+            assert {*error} == {"message", "type", "param", "code"}
+            check(ApiError(400, error["message"], param=error["param"]), body, known)
+        assert c.post(path, json={**base, "max_tokens": 2, **neutral}).status_code == 200
+
+
+BROKEN = {
+    b"": "the body is needed",
+    b'{"model":': "the body is not JSON",
+    b'{"prompt": "a", "prompt': "the body is not JSON",
+    b"{}" * 10: "the body is not JSON",
+    b"[]": "the body must be an object, got a list",
+    b"null": "the body must be an object, got null",
+    b"1": "the body must be an object",
+    b'"a"': "the body must be an object",
+    b"\xff\xfe": "the body is not JSON",
+    b'{"prompt": "\xff"}': "JSON in UTF-8",
+    b"[" * 100_000: "the body",
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
+def test_bodies_that_are_none(path: str) -> None:
+    """Broken JSON, other types, depth without end: a 400, never a 500.
+
+    (The place where JSON broke was told as a field, and a list as a dictionary.)
+    """
+    with asking(app()) as c:
+        for body, said in BROKEN.items():
+            found = c.post(path, content=body, headers=JSON)
+            assert (found.status_code, found.json()["error"]["param"]) == (400, None), body[:20]
+            assert said in found.json()["error"]["message"]
+        assert "this method" in c.get(path).json()["error"]["message"]
+        assert "this path does not exist" in c.get("/v2").json()["error"]["message"]
 
 
 ODD: list[dict[str, Any]] = [
@@ -210,12 +285,10 @@ def test_options_that_do_not_go_together(draft: str) -> None:
     assert refused > 100
 
 
-def silence() -> bytes:
+def silence(seconds: float = 0.1) -> bytes:
     """A recording of nothing."""
-    import soundfile
-
     file = io.BytesIO()
-    soundfile.write(file, [0.0] * 1600, 16_000, format="WAV")
+    soundfile.write(file, [0.0] * int(16_000 * seconds), 16_000, format="WAV")
     return file.getvalue()
 
 
@@ -288,9 +361,8 @@ MANY: list[tuple[str, dict[str, Any], str]] = [
 def test_many_faults_take_no_time(path: str, body: dict[str, Any], place: str) -> None:
     """The event loop stood still for 25 s over 40,000 wrong tokens: each fault was compared with all others."""
     with asking(app()) as c:
-        content, headers = json.dumps(body), {"Content-Type": "application/json"}
-        began = time.monotonic()
-        found = c.post(path, content=content, headers=headers)
+        content, began = json.dumps(body), time.monotonic()
+        found = c.post(path, content=content, headers=JSON)
         seconds = time.monotonic() - began
     assert found.status_code == 400
     assert found.json()["error"]["param"].startswith(place)
@@ -316,29 +388,23 @@ FORMS: list[dict[str, Any]] = [
     *({"prompt": one} for one in ("a" * 5000, "<|en|>", "word " * 300)),
     {"model": "x" * 300},
     {"model": "none"},
-    {"url": "x"},
+    {"url": "http://10.0.0.1/a.wav"},
     {"stream": "true", "response_format": "srt"},
     {"timestamp_granularities[]": "word"},
-    {"file": "x"},
-    {},
 ]  # fmt: skip
+SOUNDS: list[Any] = [b"no sound", b"", silence(0.0), silence(21.0), None, "text"]
 
 
 @pytest.mark.parametrize("path", ["transcriptions", "translations"])
 def test_every_field_of_a_form(path: str) -> None:
     """Also where nothing or text comes in the place of a file, and of a recording that is none."""
-    pytest.importorskip("soundfile")
     params = inspect.signature(audio_routes.transcriptions).parameters
     known = {*params, "timestamp_granularities[]", "timestamp_granularities", "Content-Type"}
-    model = speech_model()
-    found = []
-    with asking(app(model)) as c:
-        for fields in FORMS:
-            files = {} if "file" in fields or not fields else {"file": ("a.wav", silence())}
-            more = {"files": files} if files else {"files": {"x": (None, "y")}} if not fields else {}
-            answer = c.post(f"/v1/audio/{path}", data=fields, **more)
-            assert answer.status_code in (400, 404, 415), (fields, answer.text)
+    with asking(app(speech_model())) as c:
+        for fields, sound in [*((one, silence()) for one in FORMS), *(({}, one) for one in SOUNDS)]:
+            text = {"x": (None, "y")} if sound is None else {"file": (None, sound)}
+            files: Any = {"file": ("a.wav", sound)} if isinstance(sound, bytes) else text
+            answer = c.post(f"/v1/audio/{path}", data=fields, files=files)
+            assert answer.status_code == (404 if fields.get("model") == "none" else 400), (fields, answer.text)
             error = answer.json()["error"]
             check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
-            found.append(error["param"])
-    assert len(found) == len(FORMS)

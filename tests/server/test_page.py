@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from tests.browser import launched
 from tests.server.process import KEY, Process, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="the extra `test` is not installed: no playwright")
-SHOTS = os.environ.get("SPECDEC_SHOTS")  # a folder for pictures, where somebody wants to look at them
 
 pytestmark = pytest.mark.slow
 
@@ -54,20 +51,9 @@ def page(server: Process, browser: Any) -> Iterator[Any]:
     assert not wrong
 
 
-def choose(page: Any, model: str) -> None:
-    """Chooses a model."""
-    page.select_option("#model", model)
-
-
-def shot(page: Any, name: str) -> None:
-    """A picture of the page."""
-    if SHOTS:
-        page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)
-
-
 def test_typing_and_streaming(page: Any) -> None:
     """Text comes piece by piece, coloured by who wrote it, and figures follow; the plots have lines."""
-    choose(page, "code")
+    page.select_option("#model", "code")
     page.fill("#prompt", "def fibonacci(n):\n")
     page.keyboard.press("Control+Enter")
     api.expect(page.locator("#figures")).to_contain_text("drafted tokens accepted", timeout=30_000)
@@ -81,14 +67,13 @@ def test_typing_and_streaming(page: Any) -> None:
     assert page.locator("#output .drafted").first.evaluate(colour) == plain
     page.check("#colours")
     assert page.locator("#plot-speed path").count() == 1
-    shot(page, "complete")
     page.click("#measure")
     api.expect(page.locator("#figures")).to_contain_text(re.compile(r"measured: .*×"), timeout=60_000)
 
 
 def test_stopping(page: Any, server: Process) -> None:
     """Escape ends the text, and the server's work."""
-    choose(page, "tiny")
+    page.select_option("#model", "tiny")
     page.fill("[name=max_tokens]", "5000")
     page.fill("[name=temperature]", "1")
     page.fill("#prompt", "abc")
@@ -111,7 +96,7 @@ def test_stopping(page: Any, server: Process) -> None:
 
 def test_chatting(page: Any) -> None:
     """A conversation grows turn by turn."""
-    choose(page, "tiny")
+    page.select_option("#model", "tiny")
     page.click("#tab-chat")
     page.fill("[name=max_tokens]", "12")
     for turn in (1, 2):
@@ -119,7 +104,6 @@ def test_chatting(page: Any) -> None:
         page.click("#send")
         api.expect(page.locator(".turn")).to_have_count(2 * turn, timeout=30_000)
     api.expect(page.locator(".turn").first).to_contain_text("hello")
-    shot(page, "chat")
     page.click("#clear")
     api.expect(page.locator(".turn")).to_have_count(0)
 
@@ -127,11 +111,10 @@ def test_chatting(page: Any) -> None:
 def test_errors_are_said(page: Any) -> None:
     """What the server refuses, what the browser can tell by itself, a lost key, a server that is gone."""
     alert = page.locator("#alert")
-    choose(page, "tiny")
+    page.select_option("#model", "tiny")
     page.fill("#prompt", "x" * 9000)
     page.click("#send")
     api.expect(alert).to_contain_text("context")
-    shot(page, "error")
     page.fill("#prompt", "x")
     page.fill("[name=schema]", "{")
     page.click("#send")
@@ -158,7 +141,7 @@ def test_errors_are_said(page: Any) -> None:
 
 def test_structured_answers(page: Any) -> None:
     """A schema in the settings decides the answer."""
-    choose(page, "code")
+    page.select_option("#model", "code")
     page.fill("#prompt", "x = ")
     page.fill(
         "[name=schema]",
@@ -173,14 +156,13 @@ def test_structured_answers(page: Any) -> None:
 def test_an_upload(page: Any) -> None:
     """A recording of the package is written down, as text and as subtitles; what is no sound is told."""
     path, said = bundled_models.recordings()[0]
-    choose(page, "speech")
+    page.select_option("#model", "speech")
     page.set_input_files("#file", str(path))
     page.click("#hear")
     api.expect(page.locator("#transcript")).to_contain_text(said.split(".")[0], timeout=60_000)
     page.select_option("#form", "srt")
     page.click("#hear")
     api.expect(page.locator("#transcript")).to_contain_text("-->", timeout=60_000)
-    shot(page, "listen")
     page.set_input_files("#file", {"name": "a.wav", "mimeType": "audio/wav", "buffer": b"nothing"})
     page.click("#hear")
     api.expect(page.locator("#alert")).to_contain_text("cannot be read as sound")
@@ -188,7 +170,7 @@ def test_an_upload(page: Any) -> None:
 
 def test_the_microphone(page: Any) -> None:
     """What it hears is sent as a wav file."""
-    choose(page, "speech")
+    page.select_option("#model", "speech")
     page.click("#record")
     api.expect(page.locator("#record")).to_have_attribute("aria-pressed", "true")
     page.wait_for_timeout(1500)
@@ -213,7 +195,7 @@ def test_phone_dark_and_keyboard(server: Process, browser: Any) -> None:
     assert page.locator("body").evaluate(background) != dark
     page.click("#theme")
     assert page.locator("body").evaluate(background) == dark
-    choose(page, "tiny")
+    page.select_option("#model", "tiny")
     page.focus("#tab-complete")
     page.keyboard.press("ArrowRight")
     api.expect(page.locator("#tab-chat")).to_be_focused()
@@ -229,5 +211,4 @@ def test_phone_dark_and_keyboard(server: Process, browser: Any) -> None:
         ".filter(e => !e.labels?.length && !e.textContent.trim() && !e.ariaLabel).map(e => e.outerHTML)"
     )
     assert unnamed == []
-    shot(page, "phone")
     page.close()

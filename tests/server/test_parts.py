@@ -62,20 +62,6 @@ async def test_turns_go_round() -> None:
     assert max(i for i, name in enumerate(order) if name == "few") < 10
 
 
-async def test_turns_are_bounded() -> None:
-    """Beyond the queue a 429 says when to try again."""
-    turns, found = Admission(1, 1), []
-    async with turns.turn("a"):
-        for name in ("b", "c"):
-            waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
-            await asyncio.sleep(0)
-            if waiting.done():
-                error = waiting.exception()
-                assert isinstance(error, ApiError)
-                found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
-    assert found == [("c", 429, True)]
-
-
 async def test_who_waits_most_makes_room() -> None:
     """One client's many that wait, or have left, locked all others out."""
     turns = Admission(1, 4)
@@ -120,23 +106,6 @@ def test_turns_given_up() -> None:
         return turns.running, turns.waiting, left.cancelled()
 
     assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
-
-
-async def test_work_tells_everything_and_then_its_error() -> None:
-    """In the order in which it came."""
-
-    def work(cancel: Cancel) -> Generator[int]:
-        yield from range(3)
-        raise OptionError("no")
-
-    found = []
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            async for item in ThreadStream(pool, work):
-                found.append(item)
-        except OptionError:
-            found.append(-1)
-    assert found == [0, 1, 2, -1]
 
 
 async def test_work_that_is_given_up() -> None:
@@ -210,29 +179,6 @@ def test_beams_in_a_form() -> None:
     text = found["choices"][0]["text"]
     assert set(text[:3]) <= {"a", "b"}
     assert text[3] == "-"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_regex": "("},
-        {"guided_grammar": "nonsense"},
-        {"guided_json": "{"},
-        {"structured_outputs": {"structural_tag": "x"}},
-        {"structured_outputs": ["yes", "no"]},
-        {"structured_outputs": {"json_": {"type": "integer"}}},
-        {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
-        {"guided_json": {"type": "no-such-type"}},
-        {"guided_json": {"$ref": "http://10.0.0.1/schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-    ],
-)
-def test_forms_that_are_none(fields: dict[str, Any]) -> None:
-    """A 400 that names the field, in no time, and nothing is fetched."""
-    with asking(app()) as c:
-        found = c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
-    assert found.status_code == 400, found.text
-    assert next(iter(fields)) in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("source", "said"), [("(", "unclosed group"), ("a(?=b)", "look-around")])
@@ -361,32 +307,6 @@ def test_words_and_translations() -> None:
     assert all(one["start"] <= one["end"] for one in words["words"])
     assert "segments" not in words
     assert heard({"language": "de"}, content).json()["text"] != heard({}, content, "translations").json()["text"]
-
-
-WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
-    "no sound": ({}, b"not sound at all", 400),
-    "empty": ({}, b"", 400),
-    "nothing in it": ({}, recording(0.0), 400),
-    "long": ({}, recording(21.0), 400),
-    "form": ({"response_format": "xml"}, recording(0.2), 400),
-    "language": ({"language": "xx"}, recording(0.2), 400),
-    "granularity": ({"timestamp_granularities[]": "word"}, recording(0.2), 400),
-    "unknown": ({"url": "http://10.0.0.1/a.wav"}, recording(0.2), 400),
-    "stream": ({"stream": "true", "response_format": "srt"}, recording(0.2), 400),
-    "stream of nothing": ({"stream": "true"}, b"", 400),
-    "temperature": ({"temperature": "-1"}, recording(0.2), 400),
-    "model": ({"model": "gpt"}, recording(0.2), 404),
-    "special": ({"prompt": "<|en|>"}, recording(0.2), 400),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_recordings_that_do_not_go(name: str) -> None:
-    """Each is told what is wrong."""
-    fields, content, status = WRONG[name]
-    found = heard(fields, content)
-    assert found.status_code == status, found.text
-    assert found.json()["error"]["message"]
 
 
 _BOUNDARY = "x" * 20

@@ -10,7 +10,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import pytest
 from specdec import SpecGenerator
 from specdec.options import bundled_models
 from tests.server.process import KEY, Process, serving
+from tests.server.served import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "def add(first, second):\n"
@@ -53,59 +53,42 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
     assert client.models.retrieve("code").id == "code"
 
     how: dict[str, Any] = {"model": "code", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    done = client.completions.create(**how)
-    assert done.choices[0].text == expected
-    assert done.usage.completion_tokens == 24
+    done = client.completions.create(**how, logprobs=2)
+    assert (done.choices[0].text, done.usage.completion_tokens) == (expected, 24)
+    assert len(done.choices[0].logprobs.token_logprobs) == 24
     pieces = [chunk.choices[0].text for chunk in client.completions.create(**how, stream=True)]
     assert "".join(pieces) == expected
     assert len(pieces) > 3
-    scored = client.completions.create(**how, logprobs=2).choices[0].logprobs
-    assert len(scored.tokens) == len(scored.token_logprobs) == 24
 
-    messages = [{"role": "user", "content": "hello"}]
-    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, seed=1, n=2)
-    again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, seed=1, n=2)
-    texts = [[choice.message.content for choice in one.choices] for one in (chat, again)]
-    assert texts[0] == texts[1]
-    stream = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=8, seed=1, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == texts[0][0]
+    said: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "seed": 1}
+    first, again = (client.chat.completions.create(**said, max_tokens=8, n=2).choices for _ in range(2))
+    assert [one.message.content for one in first] == [one.message.content for one in again]
+    usage = {"include_usage": True}
+    chunks = list(client.chat.completions.create(**said, max_tokens=8, stream=True, stream_options=usage))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == first[0].message.content
     assert chunks[-1].usage.completion_tokens <= 8
 
-    predicted = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=20, temperature=0,
-        prediction={"type": "content", "content": "hello hello"}, extra_body={"return_metrics": True},
-    )  # fmt: skip
+    like = {"type": "content", "content": "hello hello"}
+    more = {"return_metrics": True}
+    predicted = client.chat.completions.create(**said, max_tokens=20, temperature=0, prediction=like, extra_body=more)
     details = predicted.usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
     assert predicted.metrics["speculative_decoding"]["num_spec_steps"] > 0
 
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, response_format=form)
-    assert json.loads(said.choices[0].message.content)["a"] in ("x", "y")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    named = {"name": "answer", "schema": {**schema, "additionalProperties": False}, "strict": True}
+    form = {"type": "json_schema", "json_schema": named}
+    [answer] = client.chat.completions.create(**said, max_tokens=30, response_format=form).choices
+    assert json.loads(answer.message.content)["a"] in ("x", "y")
 
     path, text = bundled_models.recordings()[0]
-    with path.open("rb") as file:
-        heard = client.audio.transcriptions.create(model="speech", file=file)
-    assert text.split(".")[0] in heard.text
+    hear = client.audio.transcriptions.create
+    assert text.split(".")[0] in hear(model="speech", file=path).text
     for kind in ("text", "srt", "vtt"):
-        with path.open("rb") as file:
-            assert client.audio.transcriptions.create(model="speech", file=file, response_format=kind)
-    with path.open("rb") as file:
-        verbose = client.audio.transcriptions.create(
-            model="speech", file=file, response_format="verbose_json", timestamp_granularities=["word", "segment"]
-        )
-    assert verbose.words
-    assert verbose.segments
-    assert verbose.duration > 1
+        assert hear(model="speech", file=path, response_format=kind)
+    stamps: Any = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
+    verbose = hear(model="speech", file=path, **stamps)
+    assert all((verbose.words, verbose.segments, verbose.duration > 1))
 
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
@@ -113,30 +96,7 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
         client.completions.create(**{**how, "model": "gpt"})
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError, match="tool calls"):
-        client.chat.completions.create(model="tiny", messages=messages, tools=tools)
-
-
-def test_the_openai_package_async(server: Process) -> None:
-    """Many at once, each text that of its request alone; a stream that is left frees the server."""
-    openai = pytest.importorskip("openai")
-
-    async def ask() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-
-            async def one(i: int) -> str:
-                made = await client.completions.create(model="code", prompt=PROMPT * (1 + i % 3), max_tokens=16, seed=i)
-                return made.choices[0].text
-
-            alone = [await one(i) for i in range(8)]
-            stream = await client.completions.create(model="code", prompt=PROMPT, max_tokens=1500, stream=True)
-            async for _ in stream:
-                break
-            await stream.close()
-            return alone, list(await asyncio.gather(*map(one, range(8))))
-
-    alone, together = asyncio.run(ask())
-    assert alone == together
-    _idle(server)
+        client.chat.completions.create(**said, tools=tools)
 
 
 def _idle(server: Process, seconds: float = 20.0) -> None:
@@ -163,14 +123,6 @@ def test_schemathesis(server: Process, tmp_path: Path) -> None:
     _idle(server)
 
 
-def test_large_headers_on_the_wire(server: Process) -> None:
-    """uvicorn's parser has its own bound, before the application."""
-    with server.client() as client:
-        found = client.get("/health", headers={f"x-{i}": "a" * 1000 for i in range(100)})
-        assert found.status_code in (400, 431)
-        assert client.get("/health").status_code == 200
-
-
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Requests under way end as they would have; new ones are refused; the process ends by itself."""
     with serving(tmp_path, limits={"drain_seconds": 30}) as process:
@@ -185,42 +137,6 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         assert process.popen.wait(30) in (0, -signal.SIGTERM)
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{process.url}/health")
-
-
-def test_sigterm_when_time_is_up(tmp_path: Path) -> None:
-    """What would take longer than the drain is told so, and the process ends soon."""
-    with serving(tmp_path, limits={"drain_seconds": 0.5}) as process:
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 4}
-        with ThreadPoolExecutor(2) as pool, process.client() as client:
-            whole = pool.submit(client.post, "/v1/completions", json=body)
-            stream = pool.submit(client.post, "/v1/completions", json={**body, "stream": True})
-            while client.get("/v1/load").json()["tiny"]["running"] < 2:
-                time.sleep(0.01)
-            process.popen.send_signal(signal.SIGTERM)
-            assert whole.result().status_code == 503
-            assert "shutting down" in stream.result().text
-        assert process.popen.wait(20) in (0, -signal.SIGTERM)
-
-
-def test_kill_and_restart(tmp_path: Path) -> None:
-    """A killed server leaves nothing behind that keeps the next one from answering the same."""
-    texts = []
-    for _ in range(2):
-        with serving(tmp_path) as process, process.client() as client:
-            body = {"model": "code", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-            texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
-            thread = threading.Thread(target=_ignored, args=(client, {**body, "max_tokens": 1500, "ignore_eos": True}))
-            thread.start()
-            time.sleep(0.2)
-            process.popen.kill()
-            thread.join(20)
-            assert not thread.is_alive()
-    assert texts[0] == texts[1]
-
-
-def _ignored(client: httpx.Client, body: dict[str, Any]) -> None:
-    with pytest.raises(httpx.TransportError):
-        client.post("/v1/completions", json=body)
 
 
 WRONG: list[tuple[int, dict[str, Any]]] = [  # what is answered, and what is wrong with the request
@@ -260,36 +176,25 @@ def test_load(server: Process, offline: SpecGenerator) -> None:
             i, kind = choose.randrange(12), choose.choice(["text", "text", "stream", "stream", "left", "wrong"])
             if kind == "wrong":
                 status, asked = choose.choice(WRONG)
-                found = await client.post("/v1/completions", **asked)
-                assert found.status_code == status, found.text
-            elif kind == "text":
-                found = await client.post("/v1/completions", json=bodies[i])
-                assert found.status_code in (200, 429), found.text
-                if found.status_code == 200:
-                    assert found.json()["choices"][0]["text"] == texts[i]
-                else:
+            else:
+                status, asked = 200, {"json": {**bodies[i], "stream": kind != "text"}}
+            async with client.stream("POST", "/v1/completions", **asked) as found:
+                if found.status_code == 429:
                     kind = "busy"
                     await asyncio.sleep(0.1)
-            else:
-                kind = await streamed(client, bodies[i], texts[i], left=kind == "left")
+                else:
+                    assert found.status_code == status
+                    if kind == "left":
+                        await anext(found.aiter_lines())
+                    else:
+                        await found.aread()
+            if kind == "text":
+                assert found.json()["choices"][0]["text"] == texts[i]
+            elif kind == "stream":
+                *told, done = events(found.text)
+                assert done == "[DONE]"
+                assert "".join(event["choices"][0]["text"] for event in told) == texts[i]
             counts[kind] += 1
-
-    async def streamed(client: httpx.AsyncClient, body: dict[str, Any], text: str, *, left: bool) -> str:
-        got, ended = "", False
-        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as found:
-            assert found.status_code in (200, 429)
-            if found.status_code == 429:
-                await asyncio.sleep(0.1)
-                return "busy"
-            async for line in found.aiter_lines():
-                ended |= line == "data: [DONE]"
-                if line.startswith("data: {"):
-                    got += json.loads(line[6:])["choices"][0]["text"]
-                    if left:
-                        return "left"
-        assert ended
-        assert got == text
-        return "stream"
 
     async def watch() -> None:
         while time.monotonic() < end:

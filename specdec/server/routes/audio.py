@@ -59,14 +59,13 @@ async def transcriptions(
     words = "word" in timestamp_granularities
     stamps = None if response_format in ("json", "text") else "word" if words else "segment"
     asked = Listen("transcribe", language, prompt, temperature, stamps, seed)
-    host = state_of(request).hosts.named(model, "speech")
-    heard = _heard(request, host, asked, file)
     if stream:
         state = state_of(request)
+        heard = _heard(request, state.hosts.named(model, "speech"), asked, file)
         pieces = ahead([heard], state.settings.limits.unread_bytes, _size)
         return EventStream(state, await watched(request, primed(_events(pieces))))
-    found = await watched(request, _whole(heard))
-    return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
+    segments = not words or "segment" in timestamp_granularities
+    return await _answer(request, model, asked, file, response_format, segments=segments)
 
 
 @router.post("/v1/audio/translations")
@@ -83,13 +82,10 @@ async def translations(
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
     stamps = None if response_format in ("json", "text") else "segment"
     asked = Listen("translate", None, prompt, temperature, stamps, seed)
-    host = state_of(request).hosts.named(model, "speech")
-    found = await watched(request, _whole(_heard(request, host, asked, file)))
-    return _formed(found, host, asked, response_format, segments=True)
+    return await _answer(request, model, asked, file, response_format, segments=True)
 
 
 async def _check_fields(request: Request, known: set[str]) -> None:
-    """Raises a 400 for unknown fields."""
     if unknown := [name for name in await request.form() if name not in known]:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
 
@@ -150,7 +146,11 @@ def _usage(found: Transcription) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(found.duration)}
 
 
-def _formed(found: Transcription, host: Host, asked: Listen, form: Format, *, segments: bool) -> Response:
+async def _answer(
+    request: Request, model: str | None, asked: Listen, file: UploadFile, form: Format, *, segments: bool
+) -> Response:
+    host = state_of(request).hosts.named(model, "speech")
+    found = await watched(request, _whole(_heard(request, host, asked, file)))
     text = found["text"].strip()
     if form == "json":
         return JSONResponse({"text": text, "usage": _usage(found)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -67,10 +68,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/v1/load")
 async def load(request: Request) -> dict[str, Any]:
     """How full the models are, for the page's plots."""
-    return {
-        name: {"running": one.running, "waiting": one.waiting, "kv_tokens_held": one.held, "kv_tokens_free": one.free}
-        for name, one in state_of(request).hosts.loads()
-    }
+    return {name: asdict(one) for name, one in state_of(request).hosts.loads()}
 
 
 @router.post("/tokenize")

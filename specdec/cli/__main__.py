@@ -1,5 +1,0 @@
-"""`python -m specdec.cli`."""
-
-from specdec.cli import main
-
-main()
