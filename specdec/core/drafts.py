@@ -79,7 +79,7 @@ class ChainRule(NamedTuple):
 class Chained(NamedTuple):
     """Chains: per sequence its (guess, probability) pairs, with NaN where the draft has no guess, and q.
 
-    `q`: `[guesses, vocab]` where the sequence's rule needs it.
+    `q`: `[guesses, vocab]` where the sequence's sampler needs it.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
@@ -116,7 +116,7 @@ class SequenceView(Protocol):
         """The text followed by `extra`, as ids `[1, length]` on the logits' device; valid until the next call."""
 
 
-class DraftRule(Protocol):
+class Sampler(Protocol):
     """How a draft turns its logits into a guess that tends to agree with the strategy."""
 
     @property
@@ -135,7 +135,7 @@ class DraftRule(Protocol):
         """
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """The rule in numbers, after the sequence's text; None: `pick` must be called for every guess."""
+        """The sampler in numbers, after the sequence's text; None: `pick` must be called for every guess."""
         return None
 
 
@@ -184,13 +184,13 @@ class Plan(Protocol):
 class DraftTask:
     """A draft's instructions for one sequence.
 
-    `rule` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that end
-    a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`:
-    the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
+    `sampler` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that
+    end a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs,
+    ...]`: the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
     `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
     """
 
-    rule: DraftRule
+    sampler: Sampler
     branching: BranchRule | None = None
     ends: frozenset[int] = frozenset()
     source: Hashable = None

@@ -1,4 +1,4 @@
-"""Draft rules: from draft logits to a guess that tends to agree with the target's strategy."""
+"""Samplers of drafts: from draft logits to a guess that tends to agree with the target's strategy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _unless_infinite(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class GreedyRule:
+class GreedySampler:
     """Guesses the likeliest token; `width` is the target's vocabulary."""
 
     processors: Processors
@@ -96,7 +96,7 @@ class GreedyRule:
         """Itself in numbers, after the sequence's text; None where `pick` is someone else's, or a processor cannot be
         stated in numbers.
         """
-        known = type(self) in (GreedyRule, CoupledRule, SampledRule)
+        known = type(self) in (GreedySampler, CoupledSampler, DrawnSampler)
         return self.processors.in_numbers(seq.tokens) if known else None
 
     def pick(
@@ -119,7 +119,7 @@ class GreedyRule:
 
 
 @dataclass(frozen=True)
-class CoupledRule(GreedyRule):
+class CoupledSampler(GreedySampler):
     """Guesses with the noise that the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
 
     seed: int = 0
@@ -143,7 +143,7 @@ class CoupledRule(GreedyRule):
 
 
 @dataclass(frozen=True)
-class SampledRule(GreedyRule):
+class DrawnSampler(GreedySampler):
     """Draws from q with a stream of its own, and returns q."""
 
     seed: int = 0

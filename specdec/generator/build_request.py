@@ -31,7 +31,7 @@ from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
 _SERIAL = count()  # of calls
-_NO_RULE: Any = None
+_NO_SAMPLER: Any = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Call:
             branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
             place = r // o.copies  # of its prompt
             task = DraftTask(
-                strategy.rule or _NO_RULE,  # a strategy without a rule takes no draft
+                strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
                 branching=branching,
                 ends=eos_ids,
                 source=(serial, place),

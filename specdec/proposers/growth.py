@@ -124,8 +124,8 @@ class Chain:
             self.cached.guesses.append(self.tokens[-1])
         else:
             self.cached.text += len(tree)
-        rule = self.seq.task.rule
-        token, confidence, q = rule.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
+        sampler = self.seq.task.sampler
+        token, confidence, q = sampler.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
         if not self._guess(token, confidence):
             return None
         if q is not None:
@@ -135,11 +135,11 @@ class Chain:
         return Tree.chain([token]) if pays and self._may_follow(self.seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
-        """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
+        """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
         task = self.seq.task
-        if (until := self.plan.until) is None or (choice := task.rule.choice(self.seq)) is None:
+        if (until := self.plan.until) is None or (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
+        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.sampler.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
@@ -159,7 +159,7 @@ class Chain:
             return False  # the draft overflowed
         self.confidence.append(confidence)
         # Dropping a token that was drawn at random would change the output's distribution.
-        if not self.seq.task.rule.needs_q and not self.plan.keep(self.confidence):
+        if not self.seq.task.sampler.needs_q and not self.plan.keep(self.confidence):
             self.confidence.pop()
             return False
         self.tokens.append(token)

@@ -46,7 +46,7 @@ def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None,
                 strategy=strategy,
                 max_length=most,
                 device=model.device,
-                task=DraftTask(strategy.rule, encoder_row=place),
+                task=DraftTask(strategy.sampler, encoder_row=place),
             )
         )
     return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)

@@ -1,4 +1,4 @@
-"""Decoding strategies, the draft rules that agree with them, and when a sequence ends.
+"""Decoding strategies, the samplers of drafts that agree with them, and when a sequence ends.
 
 A new strategy is a class with `serves(options)` and `of(setup)`, and a line in `STRATEGIES`; a way of sampling has its
 name in `specdec.options.fields.SAMPLING` as well.
