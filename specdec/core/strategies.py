@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import BranchRule, Sampler, SequenceView
+    from specdec.core.drafts import Sampler, SequenceView
     from specdec.core.tree import Step
     from specdec.core.work import Logits
 
@@ -68,7 +68,7 @@ class Strategy(Protocol):
 
     A text has one leaf, its end; a search (`is_search`) has several, in `num_beams` rows of the outputs. A state is a
     value; a search's has `length`, `leaf_scores` and `finished` hypotheses. `needs_hidden`: it reads the target's last
-    hidden states. Without `sampler` and `branching` it takes no proposals.
+    hidden states. Without a `sampler` it takes no proposals.
     """
 
     name: ClassVar[str]
@@ -80,11 +80,7 @@ class Strategy(Protocol):
 
     @property
     def sampler(self) -> Sampler | None:
-        """How a draft guesses token by token; for a search, after its best branch."""
-
-    @property
-    def branching(self) -> BranchRule | None:
-        """How a draft guesses several continuations at once."""
+        """How a draft guesses."""
 
     def begin(self) -> Any:
         """The state before the first token."""

@@ -92,11 +92,13 @@ class GreedySampler:
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
+    @property
+    def branches(self) -> int:
+        return 1
+
     def choice(self, seq: SequenceView) -> Choice | None:
-        """Itself in numbers, after the sequence's text; None where `pick` is someone else's, or a processor cannot be
-        stated in numbers.
-        """
-        known = type(self) in (GreedySampler, CoupledSampler, DrawnSampler)
+        """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""
+        known = type(self).pick in (GreedySampler.pick, CoupledSampler.pick, DrawnSampler.pick)
         return self.processors.in_numbers(seq.tokens) if known else None
 
     def pick(

@@ -117,11 +117,9 @@ class Call:
             stop = Stopping(eos_ids, limit - prompt.padding, criteria)
             strategy = self._make_strategy(r, prompt, seeds[r], stop)
             self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
-            branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
             place = r // o.copies  # of its prompt
             task = DraftTask(
                 strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
-                branching=branching,
                 ends=eos_ids,
                 source=(serial, place),
                 inputs=self.prompts.encoder,

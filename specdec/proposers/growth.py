@@ -214,9 +214,7 @@ class Branches:
         if not self._nodes:
             self.cached.own = len(self.cached.branches)
         self.at = [max(end - text, -1) for end in self.at]
-        branching = self.seq.task.branching
-        assert branching is not None
-        return self._level(branching.expand(self.seq, self.ends, logits[at], self.plan))
+        return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
         branches, first = self.cached.branches, len(self._nodes)

@@ -235,8 +235,8 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        cached = self._cached[seq.id]
-        if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
+        cached, usual = self._cached[seq.id], seq.task.sampler.branches
+        if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
             return Chain(seq, plan, limit, cached, self._may_follow)
         readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
         return Branches(seq, plan, limit if readable else 0, cached, self._may_follow)

@@ -23,7 +23,7 @@ from tests.tiny import tiny
 
 NOTHING = Processors()
 SAMPLER = Greedy(NOTHING, width=64).sampler
-TASK = task(SAMPLER, branching=SAMPLER)
+TASK = task(SAMPLER)
 Path = tuple[int, ...]
 
 
@@ -201,7 +201,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
     """The likeliest guess ends the text: it is proposed, its siblings are continued, and it is not."""
 
     def guess(**more: frozenset[int]) -> set[Path]:
-        row = FakeSequence([5, 6, 7], task=task(SAMPLER, branching=SAMPLER, **more))
+        row = FakeSequence([5, 6, 7], task=task(SAMPLER, **more))
         session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
         return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
 
@@ -247,7 +247,7 @@ def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     drafter = ModelDraft(LanguageModel(tiny("llama")))
     sampler = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).sampler
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
-    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler, branching=sampler))], [plan])
+    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])
     [theirs] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [Limit(3, branches=1)])
     if kind is Rejection:
         assert ours.is_chain

@@ -220,7 +220,10 @@ def test_limits_of_another_kind() -> None:
 
 
 class Contrary(GreedySampler):
-    """A sampler of another kind."""
+    """Picks in a way of its own."""
+
+    def pick(self, seq: Any, guesses: list[int], logits: Tensor, **more: Any) -> tuple[int, float, None]:
+        return int(logits.argmin()), 0.5, None
 
 
 ASKED = {
@@ -237,7 +240,7 @@ ASKED = {
 
 @pytest.mark.parametrize("sampler", ASKED.values(), ids=ASKED)
 def test_who_must_be_asked(sampler: GreedySampler | None) -> None:
-    """Rules that numbers do not say."""
+    """Samplers that numbers do not say."""
     model = ChainingModel()
     session = ModelDraft(model).start(50)
     row = FakeSequence([7, 3], task=task(sampler)) if sampler else FakeSequence([7, 3])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BranchRule, Sampler, SequenceView
+from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step, TopTokens
 from specdec.core.work import Logits
@@ -125,12 +125,6 @@ class TextStrategy(StrategyBase):
     def keeps(self) -> bool:
         """Whether a step holds more than its token."""
         return self.keep_scores or self.keep_logits or self.ranked
-
-    @property
-    def branching(self) -> BranchRule:
-        """The sampler guesses trees too."""
-        sampler: Any = self.sampler
-        return sampler
 
     def begin(self) -> None:
         """No scores yet."""

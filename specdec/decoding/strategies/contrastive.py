@@ -70,7 +70,6 @@ class Contrastive(StrategyBase):
     is_search: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = True
     sampler: ClassVar[None] = None
-    branching: ClassVar[None] = None
 
     @classmethod
     def serves(cls, options: Options) -> bool:

@@ -88,7 +88,7 @@ class TextBridgeProposer(OtherTokenizerProposer):
     def task(self, seq: SequenceView) -> DraftTask:
         end = self._draft_tokenizer.eos_token_id
         ends = frozenset[int]() if end is None else frozenset({end})
-        return replace(seq.task, sampler=_Likeliest(), branching=None, ends=ends)
+        return replace(seq.task, sampler=_Likeliest(), ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds the text up to its last complete character."""

@@ -102,7 +102,7 @@ class IntersectionProposer(OtherTokenizerProposer):
 
     def task(self, seq: SequenceView) -> DraftTask:
         ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
-        return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), branching=None, ends=ends)
+        return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds shared tokens by id, and the others through their text."""
