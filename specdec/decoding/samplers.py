@@ -24,6 +24,8 @@ def generated(seq: SequenceView) -> int:
 
 def process(processors: Processors, seq: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]`, float32, after the sequence's text and `extra`; the input stays as it is."""
+    if not processors.items:
+        return logits.float()
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
     return processors(seq.prefix(extra), logits[None], texts=[[*seq.tokens, *extra]])[0]
@@ -54,8 +56,9 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
     if device_reads.is_local(scores):  # numpy takes a tenth of torch's time for one row
         values = scores.detach().numpy()
         token = int(values.argmax())
-        if not (confident and math.isfinite(values[token])):
-            return token, _unless_infinite(values[token])
+        highest = float(values[token])
+        if not (confident and math.isfinite(highest)):
+            return token, _unless_infinite(highest)
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values

@@ -46,7 +46,7 @@ class Stopping:
         """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
         criterion's own reason, or None.
         """
-        ids = seq.prefix(new) if self.reads_ids else None
+        ids = seq.prefix(new) if self.criteria else None
         [reason] = self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)
         return reason
 

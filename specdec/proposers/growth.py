@@ -124,15 +124,15 @@ class Chain:
             self.cached.guesses.append(self.tokens[-1])
         else:
             self.cached.text += len(tree)
-        sampler = self.seq.task.sampler
-        token, confidence, q = sampler.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
+        seq, plan = self.seq, self.plan
+        token, confidence, q = seq.task.sampler.pick(seq, self.tokens, logits[-1], confident=plan.needs_confidence)
         if not self._guess(token, confidence):
             return None
         if q is not None:
             self.q.append(q)
         self.num_as_text = 1
-        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        return Tree.chain([token]) if pays and self._may_follow(self.seq, token) else None
+        pays = len(self.tokens) < self.limit and plan.go_on([self.confidence])
+        return Tree([token], [-1]) if pays and self._may_follow(seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
