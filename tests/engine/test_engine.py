@@ -412,6 +412,8 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
         (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its plan allows 3"),
         (lambda n: [Tree.chain([1, 2, 3], [0.5])] * n, "3 tokens, 3 parents and 1 confidences"),
         (lambda n: [Tree([1, 2], [-1])] * n, "2 tokens, 1 parents and None confidences"),
+        (lambda n: [Tree.chain([1], q=[torch.ones(3)])] * n, r"`q` of the shapes \[\[3\]\]: give each token"),
+        (lambda n: [Tree.chain([1, 2], q=torch.ones(1, 64))] * n, r"2 tokens with `q` of the shapes \[\[64\]\]"),
         (lambda n: [Tree([1, 2], [-1, 1])] * n, r"parents \[-1, 1\]"),
         (lambda n: [Tree([1], [-2])] * n, r"-1 to -1 are the leaves"),
         (lambda n: [Tree.chain([torch.tensor(1)])] * n, "propose whole numbers from 0 to"),
