@@ -260,6 +260,8 @@ def row_seeds(options: Options, count: int) -> list[int]:
     seed = options.seed
     if isinstance(seed, Sequence):
         return list(seed)
+    if seed is None and not options.samples:
+        return [0] * count
     if seed is None:
-        seed = int(torch.randint(2**62, ())) if options.samples else 0
+        seed = int(torch.randint(2**62, ()))
     return [fold(seed, row) for row in range(count)]

@@ -138,9 +138,9 @@ class ModelProposer(Proposer):
         self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
-        # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if not leaders and all(count <= _FEW for count in missing):
             return {seq.id for seq in ready}
+        # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if any(count <= _FEW for count in missing):
             most, chunk = _FEW, SHARED_CHUNK
         else:
@@ -199,11 +199,11 @@ class ModelProposer(Proposer):
 
         Returns the ids of sequences that others wait for, without a row until these have read as much.
         """
-        present, awaited = {seq.id for seq in seqs}, set[int]()
+        awaited: set[int] = set()
         for seq in seqs:
             if seq.id in self._cached:
                 continue
-            leader, count = self._leader(seq, present), len(seq.tokens) - 1
+            leader, count = self._leader(seq, {one.id for one in seqs}), len(seq.tokens) - 1
             if leader is None:
                 self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0], seq, seq.tokens)
             elif leader.text >= count:

@@ -24,6 +24,7 @@ from specdec.decoding.strategies.rejection import Rejection
 from specdec.errors import OptionError
 
 STRATEGIES: tuple[type[Strategy], ...] = (
+    Greedy,
     Contrastive,
     GroupSearch,
     ConstrainedSearch,
@@ -32,7 +33,6 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Match,
     Rejection,
     Block,
-    Greedy,
 )
 """Every strategy; the first that serves the options of a sequence decodes it."""
 
