@@ -12,8 +12,7 @@ import torch
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.strategies import Trace, View
-from specdec.core.traces import stacked, trace_of
+from specdec.core.strategies import Trace, View, stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 

@@ -16,9 +16,9 @@ from specdec.core.strategies import View
 from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
+from specdec.decoding.samplers import likeliest_children
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
-from specdec.decoding.tree_samplers import likeliest_children
 from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, logits_of, propose, sprout, table, verify, walk
 from tests.matrix import in_pairs
 
