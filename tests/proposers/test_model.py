@@ -167,19 +167,6 @@ def test_padded_vocabularies(target_vocab: int) -> None:
     assert max(tree.tokens) < min(target_vocab, 50)
 
 
-def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
-    """Text outside the draft's vocabulary leaves its row without proposals; the other row goes on."""
-    model = FakeModel(50)
-    session = ModelDraft(model).start(60)
-    rows = [FakeSequence([1, 55], 0), FakeSequence([3, 4], 1)]
-    for _ in range(3):
-        strange, plain = session.propose(rows, [FakePlan(3)] * 2)
-        assert not strange.tokens
-        assert plain.tokens == model.greedy(rows[1].tokens, 3)
-        for row in rows:
-            row.tokens += [5]
-
-
 def test_a_forced_token_the_draft_cannot_read_ends_its_chain() -> None:
     """A processor may force a token beyond the draft's vocabulary: it is proposed, and nothing after it."""
 
