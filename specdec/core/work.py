@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.core.tree import EMPTY, Tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make, in every pass
 class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
@@ -60,7 +60,7 @@ class Work:
         return [*range(self.num_text), *map(self.node, numbers)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Logits:
     """The output of a pass for one `Work`.
 
