@@ -20,7 +20,7 @@ from unittest.mock import patch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import SpecGenerator, kernels
-from specdec.decoding.samplers import CoupledRule
+from specdec.decoding.samplers import CoupledSampler
 from specdec.options.bundled_models import pair
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,10 @@ KINDS: dict[str, dict[str, Any]] = {
 @contextmanager
 def before() -> Iterator[None]:
     """As where no kernels are."""
-    with patch.object(kernels, "available", return_value=False), patch.object(CoupledRule, "choice", return_value=None):
+    with (
+        patch.object(kernels, "available", return_value=False),
+        patch.object(CoupledSampler, "choice", return_value=None),
+    ):
         yield
 
 

@@ -55,7 +55,7 @@ def test_options_choose_a_strategy(name: str) -> None:
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
     takes_draft = name != "contrastive"
-    assert (strategy.rule is not None, strategy.branching is not None) == (takes_draft,) * 2
+    assert (strategy.sampler is not None) == takes_draft
     if strategy.is_search and takes_draft:
         assert strategy.max_new_tokens == 7
 
@@ -64,7 +64,7 @@ def test_every_strategy_has_its_options() -> None:
     """The cases above name them all; the names of ways of sampling are those that options know."""
     assert {strategy.name for strategy in STRATEGIES} == {*CASES}
     for name, needs_q in SAMPLING.items():
-        assert make_strategy(setup(resolve(CASES[name]))).rule.needs_q == needs_q == resolve(CASES[name]).needs_q
+        assert make_strategy(setup(resolve(CASES[name]))).sampler.needs_q == needs_q == resolve(CASES[name]).needs_q
 
 
 @pytest.mark.parametrize(

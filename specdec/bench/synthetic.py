@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.decoding.tree_samplers import WIDER
+from specdec.decoding.samplers import WIDER
 from specdec.models import LanguageModel
 
 DraftPass = Callable[[int], None]  # a draft pass over this many nodes

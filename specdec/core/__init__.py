@@ -10,8 +10,7 @@ distribution, `q` the draft's.
 | `sequence.py` | what the engine runs: a text, or a search over branches of one prompt |
 | `outcome.py` | what a round brings one sequence |
 | `rounds.py` | what cached keys depend on, and the results of a round |
-| `traces.py` | hidden states and attentions of a step |
-| `strategies.py` | the interface of a strategy |
+| `strategies.py` | the interface of a strategy, and what it gets of the target's output |
 | `drafts.py` | the interface of a draft, its instructions and its messages |
 | `draft_schedules/` | how much to draft next |
 | `stats.py` | a call's statistics |

@@ -79,7 +79,7 @@ class ChainRule(NamedTuple):
 class Chained(NamedTuple):
     """Chains: per sequence its (guess, probability) pairs, with NaN where the draft has no guess, and q.
 
-    `q`: `[guesses, vocab]` where the sequence's rule needs it.
+    `q`: `[guesses, vocab]` where the sequence's sampler needs it.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
@@ -116,8 +116,8 @@ class SequenceView(Protocol):
         """The text followed by `extra`, as ids `[1, length]` on the logits' device; valid until the next call."""
 
 
-class DraftRule(Protocol):
-    """How a draft turns its logits into a guess that tends to agree with the strategy."""
+class Sampler(Protocol):
+    """How a draft turns its logits into guesses that tend to agree with the strategy."""
 
     @property
     def needs_q(self) -> bool:
@@ -126,27 +126,31 @@ class DraftRule(Protocol):
         Under rejection, a drawn node must not be dropped depending on its token.
         """
 
+    @property
+    def branches(self) -> int:
+        """How many paths a draft continues where its plan names no number: 1 for a text; 0: `expand` is missing."""
+        return 0
+
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
-        Unless `confident`, the probability is returned as 1, which saves a sum over the vocabulary. NaN: no guess.
+        Of a search, after its best branch. Unless `confident`, the probability is returned as 1, which saves a sum over
+        the vocabulary. NaN: no guess.
         """
-
-    def choice(self, seq: SequenceView) -> Choice | None:
-        """The rule in numbers, after the sequence's text; None: `pick` must be called for every guess."""
-        return None
-
-
-class BranchRule(Protocol):
-    """How a draft turns its logits into several guesses; for a search, by the search's own steps."""
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """From draft `logits` `[ends, vocab]`: new paths, best first, each with the number of the end it continues.
 
-        `ends` have one length. The draft continues only the first `plan.branches` paths; None: all.
+        `ends` have one length. The draft continues only the first `plan.branches` paths; None: all. Of a search, these
+        are its own steps.
         """
+        raise TypeError(f"{type(self).__name__} guesses chains only")
+
+    def choice(self, seq: SequenceView) -> Choice | None:
+        """`pick` in numbers, after the sequence's text; None: it must be called for every guess."""
+        return None
 
 
 class Plan(Protocol):
@@ -158,7 +162,7 @@ class Plan(Protocol):
 
     @property
     def branches(self) -> int | None:
-        """The most nodes that one draft pass continues; None: the strategy's number, mostly 1."""
+        """The most nodes that one draft pass continues; None: the sampler's number."""
 
     @property
     def needs_confidence(self) -> bool:
@@ -184,14 +188,13 @@ class Plan(Protocol):
 class DraftTask:
     """A draft's instructions for one sequence.
 
-    `rule` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that end
-    a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`:
-    the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
+    `sampler` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that
+    end a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs,
+    ...]`: the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
     `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
     """
 
-    rule: DraftRule
-    branching: BranchRule | None = None
+    sampler: Sampler
     ends: frozenset[int] = frozenset()
     source: Hashable = None
     inputs: Mapping[str, Tensor] | None = None

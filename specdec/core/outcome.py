@@ -12,8 +12,7 @@ import torch
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.strategies import Trace, View
-from specdec.core.traces import stacked, trace_of
+from specdec.core.strategies import Trace, View, stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 
@@ -178,8 +177,10 @@ class _Views:
         """The output at `node`; -1 is the end of the text."""
         if node in self._known:
             return self._known[node]
-        trace = trace_of(self._out, self._tree.path(node)) if self.keeps_traces else Trace()
-        return View(self._logits, self._out.work.node(node) - self._out.first, trace)
+        at = self._out.work.node(node) - self._out.first
+        if not self.keeps_traces:
+            return View(self._logits, at)
+        return View(self._logits, at, trace_of(self._out, self._tree.path(node)))
 
 
 def _traces(views: Sequence[View], shown: Sequence[int] | None) -> list[Trace]:

@@ -63,16 +63,22 @@ class RunningSequence:
         self.num_embeds_only = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
         self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
         self.state: Any = None if self.strategy is None else self.strategy.begin()
-
-    @property
-    def is_search(self) -> bool:
-        """Whether it has several live branches."""
-        return self.strategy is not None and self.strategy.is_search
+        self.is_search: bool = self.strategy is not None and self.strategy.is_search
+        # what the target runs for it: itself, and its unconditional sequence if it has one
+        self.batch_seqs = (self,) if self.unconditional is None else (self, self.unconditional)
 
     @property
     def remaining(self) -> int:
-        """How many tokens may follow a leaf before the length limit, or before the target must reread the text."""
-        return self._room(self.prompt_length + self.state.length if self.is_search else len(self.tokens))
+        """How many tokens may follow a leaf: up to the length limit, and at most one beyond the cache's reset
+        length.
+        """
+        length = self.prompt_length + self.state.length if self.is_search else len(self.tokens)
+        room = self.max_length - length
+        for seq in self.batch_seqs:
+            if seq.cache_reset_length is not None:
+                left = seq.cache_reset_length - (length + seq.length - len(self.tokens))
+                room = min(room, left + 1) if left >= 0 else room
+        return room
 
     @property
     def leaf_scores(self) -> Sequence[float]:
@@ -106,11 +112,6 @@ class RunningSequence:
         if not self.is_search:
             return [self.finish or ""]
         return [found.reason for found in self.state.finished[: self.returned]]
-
-    @property
-    def batch_seqs(self) -> tuple[RunningSequence, ...]:
-        """What the target runs for it: itself, and its unconditional sequence if it has one."""
-        return (self,) if self.unconditional is None else (self, self.unconditional)
 
     @property
     def length(self) -> int:
@@ -175,12 +176,3 @@ class RunningSequence:
         if self.embeds is None or begin >= len(self.embeds):
             return None
         return self.embeds[begin : begin + count]
-
-    def _room(self, length: int) -> int:
-        """How many tokens may follow `length` tokens, at most one beyond the cache's reset length."""
-        room = self.max_length - length
-        for seq in self.batch_seqs:
-            if seq.cache_reset_length is not None:
-                left = seq.cache_reset_length - (length + seq.length - len(self.tokens))
-                room = min(room, left + 1) if left >= 0 else room
-        return room

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import BranchRule, DraftRule, SequenceView
+    from specdec.core.drafts import Sampler, SequenceView
     from specdec.core.tree import Step
     from specdec.core.work import Logits
 
@@ -22,6 +23,39 @@ class Trace(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
+
+
+def trace_of(out: Logits, path: Sequence[int]) -> Trace:
+    """The trace of the last node of `path` (numbered as in `Work`); of the text of the pass where the path is empty.
+
+    Attentions cover the cached text and the path.
+    """
+    hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
+    if hidden is None and attentions is None:
+        return Trace()
+    columns, size = out.work.path(path), len(out.tree)
+    own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
+    return Trace(
+        None if hidden is None else tuple(h[own] for h in hidden),
+        None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),
+        None if cross is None else tuple(a[:, own] for a in cross),
+    )
+
+
+def stacked(traces: list[Trace], void: list[bool]) -> Trace:
+    """One trace of all leaves, which have the same depth; zeros for those that are `void`."""
+
+    def layer(leaves: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([torch.zeros_like(t) if gone else t for t, gone in zip(leaves, void, strict=True)])
+
+    parts = zip(*traces, strict=True)
+    return Trace(*(None if p[0] is None else tuple(map(layer, zip(*p, strict=True))) for p in parts))
+
+
+def _attended(attention: Tensor, nodes: Sequence[int], columns: Sequence[int], tree: int) -> Tensor:
+    """Rows `nodes` of `[heads, nodes, text + tree]`, over the cached text and the tree's `columns`."""
+    text = attention.shape[-1] - tree
+    return attention[:, nodes][:, :, [*range(text), *(text + column for column in columns)]]
 
 
 class View(NamedTuple):
@@ -68,7 +102,7 @@ class Strategy(Protocol):
 
     A text has one leaf, its end; a search (`is_search`) has several, in `num_beams` rows of the outputs. A state is a
     value; a search's has `length`, `leaf_scores` and `finished` hypotheses. `needs_hidden`: it reads the target's last
-    hidden states. Without `rule` and `branching` it takes no proposals.
+    hidden states. Without a `sampler` it takes no proposals.
     """
 
     name: ClassVar[str]
@@ -79,12 +113,8 @@ class Strategy(Protocol):
     def num_beams(self) -> int: ...
 
     @property
-    def rule(self) -> DraftRule | None:
-        """How a draft guesses token by token; for a search, after its best branch."""
-
-    @property
-    def branching(self) -> BranchRule | None:
-        """How a draft guesses several continuations at once."""
+    def sampler(self) -> Sampler | None:
+        """How a draft guesses."""
 
     def begin(self) -> Any:
         """The state before the first token."""

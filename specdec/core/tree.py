@@ -93,7 +93,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """The length of its longest path, in tokens."""
-        return max(self.depths(), default=-1) + 1
+        return len(self.tokens) if self.is_chain else max(self.depths()) + 1
 
     def best_confidence(self) -> list[float] | None:
         """The highest confidence at every depth; None without confidences."""

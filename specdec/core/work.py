@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.core.tree import EMPTY, Tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make, in every pass
 class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
@@ -39,7 +39,7 @@ class Work:
     @property
     def num_new(self) -> int:
         """How many nodes the pass computes."""
-        return len(self.tree) - self.num_cached
+        return len(self.tree.tokens) - self.num_cached
 
     @property
     def new_tokens(self) -> list[int]:
@@ -49,7 +49,7 @@ class Work:
     @property
     def first(self) -> int:
         """The first node with logits."""
-        return len(self.tree) - self.num_logits
+        return len(self.tree.tokens) - self.num_logits
 
     def node(self, number: int) -> int:
         """The number in `tree` of a node after the text."""
@@ -60,7 +60,7 @@ class Work:
         return [*range(self.num_text), *map(self.node, numbers)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Logits:
     """The output of a pass for one `Work`.
 
@@ -87,4 +87,4 @@ class Logits:
     @property
     def first(self) -> int:
         """The first node with logits."""
-        return self.work.first
+        return len(self.work.tree.tokens) - self.work.num_logits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def is_local(values: Tensor) -> bool:
     """Whether values are in the CPU's memory, where reading them one by one is cheap."""
-    return values.device.type == "cpu"
+    return values.is_cpu
 
 
 def read(*parts: Tensor) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Draft rules: from draft logits to a guess that tends to agree with the target's strategy."""
+"""Samplers of drafts: from draft logits to a guess that tends to agree with the target's strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from torch import Tensor
 from specdec.core.drafts import Branch, Choice, Plan, SequenceView
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
-from specdec.decoding.tree_samplers import drawn_children, likeliest_children, noisy
+
+WIDER = 2
+"""Of the nodes proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
+_CANDIDATES = 512
+_ACCEPTED = 0.7
 
 
 def generated(seq: SequenceView) -> int:
@@ -24,6 +28,8 @@ def generated(seq: SequenceView) -> int:
 
 def process(processors: Processors, seq: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]`, float32, after the sequence's text and `extra`; the input stays as it is."""
+    if not processors.items:
+        return logits.float()
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
     return processors(seq.prefix(extra), logits[None], texts=[[*seq.tokens, *extra]])[0]
@@ -54,8 +60,9 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
     if device_reads.is_local(scores):  # numpy takes a tenth of torch's time for one row
         values = scores.detach().numpy()
         token = int(values.argmax())
-        if not (confident and math.isfinite(values[token])):
-            return token, _unless_infinite(values[token])
+        highest = float(values[token])
+        if not (confident and math.isfinite(highest)):
+            return token, _unless_infinite(highest)
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
@@ -84,19 +91,101 @@ def _unless_infinite(value: float) -> float:
     return 1.0 if math.isfinite(value) else math.nan
 
 
+def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
+    """The children of `ends` with the largest joint probability, from log-probabilities `scores` `[ends, vocab]`."""
+    total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
+    count = WIDER * (plan.branches or 1)
+    top, places = total.flatten().topk(min(count, total.numel()))
+    vocab = scores.shape[1]
+    found = []
+    for score, place in zip(*device_reads.read(top, places), strict=True):
+        if not math.isfinite(score):
+            break
+        i, token = divmod(int(place), vocab)
+        path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
+        if plan.keep(path):
+            found.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
+    return found
+
+
+def noisy(scores: Tensor, address: int) -> Tensor:
+    """`scores` `[ends, vocab]` plus the noise of the target's draw at `address`, as log-probabilities.
+
+    Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
+    """
+    kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
+    loud = kept + noise.gumbel(address, ids).to(kept.dtype)
+    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
+
+
+def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
+    """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
+
+    How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
+    child because of its token would change the distribution of the text. Tokens drawn above may decide it: given these,
+    children of a node change neither the chance that the text goes through it nor what follows.
+    """
+    found = []
+    for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
+        drawn = _drawn(scores[i], end, share, address)
+        found += [(i, _child(end, order, token, q)) for order, (token, q) in enumerate(drawn)]
+    return sorted(found, key=lambda child: -child[1].score)
+
+
+def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
+    """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
+    left, pairs, local = scores, list[tuple[Tensor, Tensor]](), device_reads.is_local(scores)
+    for order in range(share):
+        key = noise.key(address, len(end.tokens), *end.tokens, order)
+        if local and not math.isfinite(float(left.max())):
+            break
+        token = torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device)
+        pairs.append((token, torch.softmax(left, dim=-1)))
+        left = left.scatter(0, token.clamp(min=0), -torch.inf)
+    # One read for all; below 0: nothing was left to draw.
+    tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
+    count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
+    return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
+
+
+def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:
+    """The n-th child of `end`."""
+    chance = _order_chance(order)
+    return Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
+
+
+def _order_chance(order: int) -> float:
+    """The chance of the n-th child before it is drawn: it is accepted, and the earlier ones are not."""
+    return _ACCEPTED * (1.0 - _ACCEPTED) ** order
+
+
+def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
+    """How many children every end gets, by the best odds."""
+    most = plan.branches or 1
+    odds = [
+        (end.score + math.log(_order_chance(order)), i, order) for i, end in enumerate(ends) for order in range(most)
+    ]
+    shares = [0] * len(ends)
+    for _, i, order in sorted(odds, key=lambda odd: -odd[0])[:most]:
+        shares[i] += plan.keep([*ends[i].chances, _order_chance(order)])
+    return shares
+
+
 @dataclass(frozen=True)
-class GreedyRule:
+class GreedySampler:
     """Guesses the likeliest token; `width` is the target's vocabulary."""
 
     processors: Processors
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
+    @property
+    def branches(self) -> int:
+        return 1
+
     def choice(self, seq: SequenceView) -> Choice | None:
-        """Itself in numbers, after the sequence's text; None where `pick` is someone else's, or a processor cannot be
-        stated in numbers.
-        """
-        known = type(self) in (GreedyRule, CoupledRule, SampledRule)
+        """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""
+        known = type(self).pick in (GreedySampler.pick, CoupledSampler.pick, DrawnSampler.pick)
         return self.processors.in_numbers(seq.tokens) if known else None
 
     def pick(
@@ -119,7 +208,7 @@ class GreedyRule:
 
 
 @dataclass(frozen=True)
-class CoupledRule(GreedyRule):
+class CoupledSampler(GreedySampler):
     """Guesses with the noise that the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
 
     seed: int = 0
@@ -143,7 +232,7 @@ class CoupledRule(GreedyRule):
 
 
 @dataclass(frozen=True)
-class SampledRule(GreedyRule):
+class DrawnSampler(GreedySampler):
     """Draws from q with a stream of its own, and returns q."""
 
     seed: int = 0

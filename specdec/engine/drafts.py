@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from specdec.core.drafts import Commit, Draft, Plan, Proposer
@@ -17,7 +16,28 @@ from specdec.options.checks import is_whole
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
-Blamed = Callable[[Sequence[RunningSequence]], AbstractContextManager[None]]
+
+class Blamed(NamedTuple):
+    """An exception within becomes the error of the requests of `seqs` in `failed`; meanwhile no row of a cache moves.
+
+    (A class: `contextmanager` takes three times as long, and a round has eight of these.)
+    """
+
+    seqs: Sequence[RunningSequence]
+    requests: Mapping[int, Request]
+    failed: dict[Request, Exception]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            for seq in self.seqs:
+                self.failed.setdefault(self.requests[seq.id], error)
+        return isinstance(error, Exception)
+
+
+Blame = Callable[[Sequence[RunningSequence]], Blamed]
 
 
 class OpenDraft(NamedTuple):
@@ -34,7 +54,7 @@ class OpenDrafts:
     requests of these sequences.
     """
 
-    def __init__(self, model: LanguageModel, requests: Mapping[int, Request], blamed: Blamed) -> None:
+    def __init__(self, model: LanguageModel, requests: Mapping[int, Request], blamed: Blame) -> None:
         self.open: dict[int, OpenDraft] = {}
         self._model, self._requests, self._blamed = model, requests, blamed
         self._is_offloaded = model.is_offloaded  # kept, since the property walks all modules
@@ -97,10 +117,16 @@ class OpenDrafts:
 
     def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
-        nodes, own = len(tree.tokens), tree.confidence
+        nodes, own, vocab = len(tree.tokens), tree.confidence, self._model.vocab_size
         if len(tree.parents) != nodes or (own is not None and len(own) != nodes):
             given = f"{nodes} tokens, {len(tree.parents)} parents and {None if own is None else len(own)} confidences"
             raise DraftError(f"the draft {name!r} proposed {given}: give each token one of each, or no confidences")
+        if tree.q is not None and (len(tree.q) != nodes or any(q.shape not in ((vocab,), (0,)) for q in tree.q)):
+            shapes = [list(q.shape) for q in tree.q]
+            raise DraftError(
+                f"the draft {name!r} proposed {nodes} tokens with `q` of the shapes {shapes}: give each token its "
+                f"distribution [{vocab}], or an empty one if it was not drawn"
+            )
         if not all(-len(seq.leaves) <= parent < node for node, parent in enumerate(tree.parents)):
             raise DraftError(
                 f"the draft {name!r} proposed nodes with the parents {tree.parents}: parents come before their "
@@ -117,10 +143,9 @@ class OpenDrafts:
                 f"the draft {name!r} proposed {depth} tokens in a row, but its plan allows {plan.limit}: propose at "
                 "most `plan.limit`"
             )
-        if not all(is_whole(token) and 0 <= token < self._model.vocab_size for token in tree.tokens):
+        if not all(is_whole(token) and 0 <= token < vocab for token in tree.tokens):
             raise DraftError(
-                f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to "
-                f"{self._model.vocab_size - 1}"
+                f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to {vocab - 1}"
             )
 
     def message(self, one: Outcome, length: int) -> Commit | None:
@@ -144,12 +169,18 @@ class OpenDrafts:
                 draft.proposer.update([own[seq.id] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:
-        """Takes sequences away from their proposers; one that cannot drop them is dropped itself."""
+        """Takes sequences away from their proposers.
+
+        One that cannot drop them is dropped itself; its other requests go on without a draft, as a new proposer has
+        not followed their texts.
+        """
         for draft, group in self._grouped(seqs):
             try:
                 draft.proposer.drop([seq.id for seq in group])
             except Exception:
                 del self.open[id(draft.drafter)]
+                for request in self._requests.values():
+                    request.drafter = None if request.drafter is draft.drafter else request.drafter
 
     def close_idle(self, *, every: bool) -> None:
         """Drops proposers without sequences; the latest ones stay unless `every` is to go."""
@@ -170,7 +201,8 @@ def grouped(
     """The sequences grouped by the identity of `of(seq)`, groups in the order of their first sequence."""
     groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
     for seq in seqs:
-        groups.setdefault(id(of(seq)), (of(seq), []))[1].append(seq)
+        owner = of(seq)
+        groups.setdefault(id(owner), (owner, []))[1].append(seq)
     return list(groups.values())
 
 

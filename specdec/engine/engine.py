@@ -9,8 +9,8 @@ them, in passes of their own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from specdec.core.outcome import Outcome, accept
@@ -18,13 +18,13 @@ from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
-from specdec.engine.drafts import OpenDrafts, grouped
+from specdec.engine.drafts import Blamed, OpenDrafts, grouped
 from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stopwatch import Stopwatch
-from specdec.models import LanguageModel, Session
+from specdec.models import LanguageModel
 
 
 class Engine:
@@ -57,11 +57,7 @@ class Engine:
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
         self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
-
-    @property
-    def target(self) -> Session:
-        """The target's session, which holds its keys and values."""
-        return self.scheduler.target
+        self.target = self.scheduler.target
 
     @property
     def idle(self) -> bool:
@@ -301,17 +297,9 @@ class Engine:
                 self._finish(request)
         self.drafts.close_idle(every=self.budget.limit is not None)
 
-    @contextmanager
-    def _blamed(self, seqs: Sequence[RunningSequence]) -> Iterator[None]:
-        """An exception within is an error of these sequences' requests, which end with this round.
-
-        Until then they sit out, and no row of the cache moves.
-        """
-        try:
-            yield
-        except Exception as error:
-            for seq in seqs:
-                self._failed.setdefault(self._requests[seq.id], error)
+    def _blamed(self, seqs: Sequence[RunningSequence]) -> Blamed:
+        """An exception within is an error of these sequences' requests, which sit out until the round ends them."""
+        return Blamed(seqs, self._requests, self._failed)
 
     def _goes_on(self, seq: RunningSequence) -> bool:
         """Whether the sequence's request has no error."""

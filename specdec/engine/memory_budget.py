@@ -84,5 +84,6 @@ def _nodes(request: Request, seq: RunningSequence) -> int:
     """The most nodes of a sequence in one pass, without its prompt."""
     if request.drafter is None:
         return seq.width
-    level = 1 if seq.task.branching is None else 2 * max(seq.width, request.pacing.schedule.max_branches)
+    widest = request.pacing.schedule.max_branches
+    level = 2 * max(seq.width, widest) if seq.is_search or widest > 1 else 1
     return seq.width + min(level * (seq.max_length - seq.prompt_length), MOST_NODES)

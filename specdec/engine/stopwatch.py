@@ -14,12 +14,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
-        self._device = device
+        self._device = None if device.type == "cpu" else device
         self._began = self._last = clock()
 
     def lap(self, phase: str) -> None:
         """Adds the time since the last lap to `phase`, after waiting for the device's kernels."""
-        if self._device.type != "cpu":
+        if self._device is not None:
             torch.accelerator.synchronize(self._device)
         now = clock()
         self.spent[phase] += now - self._last

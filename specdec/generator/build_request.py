@@ -31,7 +31,7 @@ from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
 _SERIAL = count()  # of calls
-_NO_RULE: Any = None
+_NO_SAMPLER: Any = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,9 @@ class Call:
             stop = Stopping(eos_ids, limit - prompt.padding, criteria)
             strategy = self._make_strategy(r, prompt, seeds[r], stop)
             self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
-            branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
             place = r // o.copies  # of its prompt
             task = DraftTask(
-                strategy.rule or _NO_RULE,  # a strategy without a rule takes no draft
-                branching=branching,
+                strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
                 ends=eos_ids,
                 source=(serial, place),
                 inputs=self.prompts.encoder,
@@ -262,6 +260,8 @@ def row_seeds(options: Options, count: int) -> list[int]:
     seed = options.seed
     if isinstance(seed, Sequence):
         return list(seed)
+    if seed is None and not options.samples:
+        return [0] * count
     if seed is None:
-        seed = int(torch.randint(2**62, ())) if options.samples else 0
+        seed = int(torch.randint(2**62, ()))
     return [fold(seed, row) for row in range(count)]

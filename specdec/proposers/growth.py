@@ -124,22 +124,22 @@ class Chain:
             self.cached.guesses.append(self.tokens[-1])
         else:
             self.cached.text += len(tree)
-        rule = self.seq.task.rule
-        token, confidence, q = rule.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
+        seq, plan = self.seq, self.plan
+        token, confidence, q = seq.task.sampler.pick(seq, self.tokens, logits[-1], confident=plan.needs_confidence)
         if not self._guess(token, confidence):
             return None
         if q is not None:
             self.q.append(q)
         self.num_as_text = 1
-        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        return Tree.chain([token]) if pays and self._may_follow(self.seq, token) else None
+        pays = len(self.tokens) < self.limit and plan.go_on([self.confidence])
+        return Tree([token], [-1]) if pays and self._may_follow(seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
-        """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
+        """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
         task = self.seq.task
-        if (until := self.plan.until) is None or (choice := task.rule.choice(self.seq)) is None:
+        if (until := self.plan.until) is None or (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
+        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.sampler.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
@@ -159,7 +159,7 @@ class Chain:
             return False  # the draft overflowed
         self.confidence.append(confidence)
         # Dropping a token that was drawn at random would change the output's distribution.
-        if not self.seq.task.rule.needs_q and not self.plan.keep(self.confidence):
+        if not self.seq.task.sampler.needs_q and not self.plan.keep(self.confidence):
             self.confidence.pop()
             return False
         self.tokens.append(token)
@@ -214,9 +214,7 @@ class Branches:
         if not self._nodes:
             self.cached.own = len(self.cached.branches)
         self.at = [max(end - text, -1) for end in self.at]
-        branching = self.seq.task.branching
-        assert branching is not None
-        return self._level(branching.expand(self.seq, self.ends, logits[at], self.plan))
+        return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
         branches, first = self.cached.branches, len(self._nodes)

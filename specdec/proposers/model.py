@@ -138,6 +138,8 @@ class ModelProposer(Proposer):
         self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
+        if not leaders and all(count <= _FEW for count in missing):
+            return {seq.id for seq in ready}
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if any(count <= _FEW for count in missing):
             most, chunk = _FEW, SHARED_CHUNK
@@ -189,19 +191,19 @@ class ModelProposer(Proposer):
     def _keep(self, feeds: Sequence[Feed], *, final: bool) -> None:
         """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
         works = [feed.work for feed in feeds]
-        paths, texts = [list(range(len(work.tree))) for work in works], [work.num_text for work in works]
-        self._session.commit([work.row for work in works], paths, texts=texts, final=final)
+        paths = [list(range(len(work.tree.tokens))) for work in works]
+        self._session.commit([w.row for w in works], paths, texts=[w.num_text for w in works], final=final)
 
     def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Gives new sequences rows of the cache, forked where another sequence has read the same.
 
         Returns the ids of sequences that others wait for, without a row until these have read as much.
         """
-        present, awaited = {seq.id for seq in seqs}, set[int]()
+        awaited: set[int] = set()
         for seq in seqs:
             if seq.id in self._cached:
                 continue
-            leader, count = self._leader(seq, present), len(seq.tokens) - 1
+            leader, count = self._leader(seq, {one.id for one in seqs}), len(seq.tokens) - 1
             if leader is None:
                 self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0], seq, seq.tokens)
             elif leader.text >= count:
@@ -235,8 +237,8 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        cached = self._cached[seq.id]
-        if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
+        cached, usual = self._cached[seq.id], seq.task.sampler.branches
+        if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
             return Chain(seq, plan, limit, cached, self._may_follow)
         readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
         return Branches(seq, plan, limit if readable else 0, cached, self._may_follow)
@@ -248,7 +250,7 @@ class ModelProposer(Proposer):
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
-        if not chains or len(chains) < len(feeds) or not self._session.draft_chains:
+        if not chains or len(chains) < len(feeds):
             return False
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
@@ -269,7 +271,7 @@ class ModelProposer(Proposer):
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        if self._grow_in_one_call(feeds):
+        if self._session.draft_chains and self._grow_in_one_call(feeds):
             return
         level = 0
         while feeds:

@@ -1,4 +1,4 @@
-"""Greedy and coupled decoding: the same text with any draft; draft rules that agree with them."""
+"""Greedy and coupled decoding: the same text with any draft; samplers that agree with them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
     row, agreed = ToyRow(), 0
     for seed in range(2000):
         selector = Coupled(NOTHING, fold(3, seed))
-        agreed += selector.emit(row, [], scores, 0).token == selector.rule.pick(row, [], q.log())[0]
+        agreed += selector.emit(row, [], scores, 0).token == selector.sampler.pick(row, [], q.log())[0]
     bound = (1 - distance) / (1 + distance)
     assert agreed / 2000 >= bound - 5 * (bound * (1 - bound) / 2000) ** 0.5
 
@@ -69,7 +69,7 @@ def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
     """Ties as torch.argmax breaks them; the draft's probability is its softmax."""
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
     assert Greedy(NOTHING).emit(ToyRow(), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
-    token, sure, q = Greedy(NOTHING).rule.pick(ToyRow(), [], logits.bfloat16())
+    token, sure, q = Greedy(NOTHING).sampler.pick(ToyRow(), [], logits.bfloat16())
     assert (token, q) == (1, None)
     assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
 
@@ -85,8 +85,8 @@ def test_first_says_where_the_logits_begin() -> None:
 def test_guesses_stay_within_the_targets_vocabulary(width) -> None:
     """A wider draft's best token may not exist for the target."""
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
-    for rule in (Greedy(NOTHING, width=width).rule, Coupled(NOTHING, 1, width=width).rule):
-        assert rule.pick(ToyRow(), [], logits)[0] < min(width, 4)
+    for sampler in (Greedy(NOTHING, width=width).sampler, Coupled(NOTHING, 1, width=width).sampler):
+        assert sampler.pick(ToyRow(), [], logits)[0] < min(width, 4)
 
 
 def test_guidance_equals_transformers() -> None:

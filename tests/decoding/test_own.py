@@ -108,8 +108,8 @@ def test_a_draft_meets_the_rules_of_plain_decoding(branches: int) -> None:
         for processors in (theirs, own):
             strategy = Greedy(processors, width=VOCAB)
             if branches == 1:
-                proposal = propose(strategy.rule, row, draft, 5)
+                proposal = propose(strategy.sampler, row, draft, 5)
             else:
-                proposal = sprout(strategy.rule, row, draft, 3, branches)
+                proposal = sprout(strategy.sampler, row, draft, 3, branches)
             found.append((walk(strategy, row, verify(row, proposal, target)), proposal.tokens, proposal.parents))
         assert found[0] == found[1]

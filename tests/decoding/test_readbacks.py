@@ -16,9 +16,9 @@ from specdec.core.strategies import View
 from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
+from specdec.decoding.samplers import likeliest_children
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
-from specdec.decoding.tree_samplers import likeliest_children
 from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, logits_of, propose, sprout, table, verify, walk
 from tests.matrix import in_pairs
 
@@ -76,9 +76,9 @@ def test_one_look_in_a_round(name: str, processors: str, branches: int, looks: l
     """Chains and trees, with processors that read ids or do not; log-probabilities come with it."""
     row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](PROCESSORS[processors], ranked=True)
     if branches == 1:
-        proposal = propose(strategy.rule, row, far(TARGET), 5)
+        proposal = propose(strategy.sampler, row, far(TARGET), 5)
     else:
-        proposal = sprout(strategy.rule, row, far(TARGET), 3, branches)
+        proposal = sprout(strategy.sampler, row, far(TARGET), 3, branches)
     scores = verify(row, proposal, far(TARGET))
     looks.clear()
     walk(strategy, row, scores)
@@ -96,8 +96,8 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
         for processors in (*PROCESSORS.values(), *[OWN] * (name != "block")):
             for length in range(1, 12):
                 row = ToyRow([0, *range(length)], 1)
-                rule = strategy(processors).rule
-                tree = propose(rule, row, DRAFT, 4) if branches == 1 else sprout(rule, row, DRAFT, 3, branches)
+                sampler = strategy(processors).sampler
+                tree = propose(sampler, row, DRAFT, 4) if branches == 1 else sprout(sampler, row, DRAFT, 3, branches)
                 rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
         return rounds
 
@@ -110,8 +110,8 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
 @pytest.mark.parametrize("name", GUESSING)
 def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) -> None:
     """Token, confidence and whether there is a guess at all come together."""
-    rule = STRATEGIES[name](WARPED).rule
-    token, sure, _ = rule.pick(ToyRow(), [], far(DRAFT)([0]), confident=confident)
+    sampler = STRATEGIES[name](WARPED).sampler
+    token, sure, _ = sampler.pick(ToyRow(), [], far(DRAFT)([0]), confident=confident)
     assert len(looks) == 1
     assert (sure == 1.0) != confident
     assert 0 <= token < V
@@ -125,14 +125,14 @@ def test_a_draft_that_overflowed_has_no_guess(
     monkeypatch.setattr(device_reads, "is_local", lambda values: local)
     logits = DRAFT([0]).clone()
     logits[5] = bad
-    assert math.isnan(STRATEGIES[name](NOTHING).rule.pick(ToyRow(), [], logits, confident=confident)[1])
+    assert math.isnan(STRATEGIES[name](NOTHING).sampler.pick(ToyRow(), [], logits, confident=confident)[1])
 
 
 @pytest.mark.parametrize("name", GUESSING)
 def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
     """The likeliest children are found together; those of one end are drawn without looking."""
     ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]
-    found = STRATEGIES[name](WARPED).rule.expand(ToyRow(), ends, logits, ToyPlan(3, 3))
+    found = STRATEGIES[name](WARPED).sampler.expand(ToyRow(), ends, logits, ToyPlan(3, 3))
     assert len(found) >= 3
     assert len(looks) == 1
 

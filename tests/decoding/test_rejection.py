@@ -107,7 +107,7 @@ def test_law_is_the_targets(monkeypatch, kind, draft, branches) -> None:
         selector = kind(NOTHING, 0, width=V)
         if branches == 1:
             return decode(selector, TARGET, DRAFTS[draft], length=length, k=2)[0]
-        guesses = lambda row, k: sprout(selector.rule, row, DRAFTS[draft], k, branches)  # noqa: E731
+        guesses = lambda row, k: sprout(selector.sampler, row, DRAFTS[draft], k, branches)  # noqa: E731
         return decode(selector, TARGET, None, length=length, k=2, guesses=guesses)[0]
 
     assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, length))
@@ -130,7 +130,7 @@ def test_law_where_branches_run_out_of_tokens(monkeypatch, kind, vocab, depth, b
 
     def play():
         selector, row = kind(NOTHING, 0, width=vocab), ToyRow()
-        tree = sprout(selector.rule, row, narrow, depth, branches)
+        tree = sprout(selector.sampler, row, narrow, depth, branches)
         trees[tuple(tree.tokens), tuple(tree.parents)] = tree
         return tuple(walk(selector, row, verify(row, tree, target))[0])
 
@@ -167,10 +167,10 @@ def continued(law, target, length) -> dict[tuple[int, ...], float]:
 
 def test_draws_that_do_not_pay_are_not_made() -> None:
     """A plan may forbid a draw by its odds alone; no drawn node is missing from the tree."""
-    rule, row = Rejection(NOTHING, 0, width=V).rule, ToyRow()
-    assert len(sprout(rule, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
-    assert len(sprout(rule, row, TARGET, 1, 3, least=0.0)) == 3
-    assert not sprout(rule, row, TARGET, 1, 3, least=0.9).tokens
+    sampler, row = Rejection(NOTHING, 0, width=V).sampler, ToyRow()
+    assert len(sprout(sampler, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
+    assert len(sprout(sampler, row, TARGET, 1, 3, least=0.0)) == 3
+    assert not sprout(sampler, row, TARGET, 1, 3, least=0.9).tokens
 
 
 def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
@@ -179,8 +179,8 @@ def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
 
     def play():
         selector, row = kind(NOTHING, 0, width=V), ToyRow()
-        rule = selector.rule
-        tree = propose(rule, row, draft, k) if branches == 1 else sprout(rule, row, draft, k, branches)
+        sampler = selector.sampler
+        tree = propose(sampler, row, draft, k) if branches == 1 else sprout(sampler, row, draft, k, branches)
         return walk(selector, row, verify(row, tree, TARGET))[1]
 
     return sum(weight * count for weight, count in branching.runs(play))
@@ -253,9 +253,9 @@ def test_chances_of_a_perfect_path_are_one() -> None:
 
 def test_draft_is_warped_once() -> None:
     """q is the draft's softmax after one pass of the processors, not two (T, not T squared)."""
-    rule = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0, width=4).rule
+    sampler = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0, width=4).sampler
     logits = torch.randn(4)
-    token, sure, q = rule.pick(ToyRow(), [], logits)
+    token, sure, q = sampler.pick(ToyRow(), [], logits)
     torch.testing.assert_close(q, (logits / 2).softmax(-1))
     assert sure == pytest.approx(float(q[token]))
 
@@ -264,7 +264,7 @@ def test_draft_is_warped_once() -> None:
 def test_draft_of_another_width_is_fitted(width) -> None:
     """A padded vocabulary is cropped or filled with impossible tokens; q has the target's width."""
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
-    _, _, q = Rejection(NOTHING, 0, width=width).rule.pick(ToyRow(), [], logits)
+    _, _, q = Rejection(NOTHING, 0, width=width).sampler.pick(ToyRow(), [], logits)
     assert q.shape == (width,)
     assert float(q.sum()) == pytest.approx(1)
     assert (q[4:] == 0).all()
@@ -295,7 +295,7 @@ def test_long_chains_are_accepted_whole(kind) -> None:
     """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
     selector, row = kind(NOTHING, 0, width=V), ToyRow()
     ragged = lambda prefix: torch.zeros(V)  # noqa: E731
-    scores = verify(row, propose(selector.rule, row, ragged, 1200), ragged)
+    scores = verify(row, propose(selector.sampler, row, ragged, 1200), ragged)
     assert walk(selector, row, scores)[1] == 1200
 
 
@@ -306,7 +306,7 @@ def test_same_seed_same_text_and_kept_scores() -> None:
         assert len(texts) == 1
         selector = kind(Processors((TemperatureLogitsWarper(0.5),)), 7, width=V, keep_scores=True, keep_logits=True)
         row = ToyRow()
-        scores = verify(row, propose(selector.rule, row, TARGET, 2), TARGET)
+        scores = verify(row, propose(selector.sampler, row, TARGET, 2), TARGET)
         step = selector.emit(row, [], scores, 0)
         torch.testing.assert_close(step.scores, scores.logits[0] / 0.5)
         assert torch.equal(step.logits, scores.logits[0])

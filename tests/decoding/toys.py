@@ -54,15 +54,15 @@ class ToyRow:
         return torch.tensor([self.tokens + list(extra)])
 
 
-def propose(rule: Any, row: ToyRow, draft: Table, k: int) -> Tree:
+def propose(sampler: Any, row: ToyRow, draft: Table, k: int) -> Tree:
     """A chain of k tokens as a draft model makes it."""
     guesses: list[int] = []
     qs = []
     for _ in range(k):
-        token, _, q = rule.pick(row, guesses, draft(row.tokens + guesses))
+        token, _, q = sampler.pick(row, guesses, draft(row.tokens + guesses))
         guesses.append(token)
         qs.append(q)
-    return Tree.chain(guesses, q=qs if rule.needs_q and qs else None)
+    return Tree.chain(guesses, q=qs if sampler.needs_q and qs else None)
 
 
 @dataclass
@@ -77,12 +77,12 @@ class ToyPlan:
         return math.prod(chances) >= self.least
 
 
-def sprout(rule: Any, row: ToyRow, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
+def sprout(sampler: Any, row: ToyRow, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
     """A tree of k levels as a draft model grows it."""
     ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
     for _ in range(k):
         logits = torch.stack([draft(row.tokens + end.tokens) for end in ends])
-        found = rule.expand(row, ends, logits, ToyPlan(k, branches, least))
+        found = sampler.expand(row, ends, logits, ToyPlan(k, branches, least))
         if not found:
             break
         parents += [at[end] for end, _ in found]
@@ -124,7 +124,7 @@ def decode(selector: Any, target: Table, draft: Table | None, *, length: int, k:
         if guesses is not None:
             proposal = guesses(row, room)
         else:
-            proposal = propose(selector.rule, row, draft, room) if draft is not None else Tree([], [])
+            proposal = propose(selector.sampler, row, draft, room) if draft is not None else Tree([], [])
         row.tokens += walk(selector, row, verify(row, proposal, target))[0]
         rounds += 1
     return tuple(row.tokens[1 : length + 1]), rounds

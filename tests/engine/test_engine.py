@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
+from specdec import DraftError, LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import Constant, Heuristic
 from specdec.core.drafts import Draft, DraftTask, Proposer
 from specdec.core.sequence import RunningSequence
@@ -25,9 +24,8 @@ from specdec.engine.request import Pacing, Request
 from specdec.engine.stopwatch import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import FunctionDraft, ModelDraft
+from specdec.proposers import FunctionDraft
 from tests.matrix import endless
-from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
@@ -46,7 +44,7 @@ def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None,
                 strategy=strategy,
                 max_length=most,
                 device=model.device,
-                task=DraftTask(strategy.rule, encoder_row=place),
+                task=DraftTask(strategy.sampler, encoder_row=place),
             )
         )
     return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)
@@ -175,33 +173,6 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
-@pytest.mark.parametrize("drafter", [None, FunctionDraft(oracle("random", [], 64)), "model"])
-def test_requests_leave_the_others_alone(drafter: Any) -> None:
-    """Cancelled, finished or come late: no request changes what the others become."""
-    model = LanguageModel(tiny("llama"))
-    drafter = ModelDraft(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
-    engine, alone = Engine(model), [request(model, [prompt], drafter) for prompt in PROMPTS]
-    for one in alone:
-        engine.submit(one)
-        finish(engine)
-    together = [request(model, [prompt], drafter) for prompt in PROMPTS]
-    for one in together[:2]:
-        engine.submit(one)
-    for _ in range(3):
-        engine.step()
-    engine.submit(together[2])
-    engine.step()
-    engine.cancel(together[1])
-    finish(engine)
-    assert [one.done for one in together] == [True] * 3
-    assert all(one.error is None for one in together)
-    for mine, theirs in ((together[0], alone[0]), (together[2], alone[2])):
-        assert mine.seqs[0].tokens == theirs.seqs[0].tokens
-    cut = together[1].seqs[0].tokens
-    assert 3 < len(cut) < 40
-    assert alone[1].seqs[0].tokens[: len(cut)] == cut
-
-
 def test_rows_of_one_request_leave_one_by_one() -> None:
     """Each at its own end; rounds tell of those that still ran."""
     model = LanguageModel(tiny("llama"))
@@ -211,17 +182,6 @@ def test_rows_of_one_request_leave_one_by_one() -> None:
     assert [len(row.tokens) for row in one.seqs] == [20, 15, 10]
     assert [len(round_.seqs) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
     assert one.passes == 17
-
-
-def test_a_request_that_waits_can_be_cancelled() -> None:
-    """It never ran, and nobody misses it."""
-    model = LanguageModel(tiny("llama"))
-    engine, one = Engine(model), request(model, PROMPTS)
-    engine.submit(one)
-    engine.cancel(one)
-    assert one.done
-    assert engine.idle
-    assert one.pacing.users == 0
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 1}, {"num_beams": 2}, {"num_samples": 2, "seed": 1}])
@@ -298,92 +258,6 @@ def plain_logits(model: Any) -> torch.Tensor:
         return model(ids, **more).logits
 
 
-def test_streams_and_calls_interleave() -> None:
-    """Two streams of one generator in turn, and a call in their middle: each text is the same as alone."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    alone = [generator.generate([prompt], **COMMON).sequences.tolist() for prompt in PROMPTS]
-    streams = [generator.stream([prompt], **COMMON) for prompt in PROMPTS[:2]]
-    texts: list[list[int]] = [[], []]
-    for turn in range(40):
-        for text, stream in zip(texts, streams, strict=True):
-            if (event := next(stream, None)) is not None:
-                text += event.token_ids
-        if turn == 2:
-            assert generator.generate([PROMPTS[2]], **COMMON).sequences.tolist() == alone[2]
-    assert [[prompt + text] for prompt, text in zip(PROMPTS, texts, strict=False)] == alone[:2]
-
-
-def test_a_stream_that_is_closed_makes_room() -> None:
-    """Its keys and values are free, and the others go on as if it had never been."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    alone = generator.generate([PROMPTS[0]], **COMMON).new_tokens()[0]
-    open_, closed = (generator.stream([prompt], **COMMON) for prompt in PROMPTS[:2])
-    text = next(open_).token_ids
-    next(closed)
-    closed.close()
-    assert text + [token for event in open_ for token in event.token_ids] == alone
-    assert generator._driver.engine.idle
-
-
-def test_threads_share_a_generator() -> None:
-    """Several callers at once, with and without sampling: each text is the same as alone."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    calls = [{"prompt": [prompt], **COMMON, "do_sample": i % 2 > 0, "seed": 5} for i, prompt in enumerate(PROMPTS * 2)]
-    alone = [generator.generate(**call).sequences.tolist() for call in calls]
-    found: dict[int, Any] = {}
-
-    def work(i: int) -> None:
-        try:
-            found[i] = generator.generate(**calls[i]).sequences.tolist()
-        except BaseException as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(len(calls))] == alone
-
-
-def test_a_call_from_within_says_so() -> None:
-    """A processor that calls the generator which waits for it would never return."""
-    generator = SpecGenerator(tiny("llama"), "suffix")
-
-    def calling(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        generator.generate([[5, 9]], **COMMON)
-        return scores
-
-    with pytest.raises(EngineError, match="another SpecGenerator"):
-        generator.generate([[5, 9]], **COMMON, logits_processor=[calling])
-    assert generator.generate([[5, 9]], **COMMON).stats.num_new_tokens == 16
-
-
-def test_a_call_that_fails_leaves_the_others_alone() -> None:
-    """An error in one request is raised in its caller only."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    alone = generator.generate([PROMPTS[0]], **COMMON).new_tokens()[0]
-    stream = generator.stream([PROMPTS[0]], **COMMON)
-    text = next(stream).token_ids
-    with pytest.raises(ZeroDivisionError):
-        generator.generate([PROMPTS[1]], **COMMON, stopping_criteria=[lambda ids, scores: 1 / 0])
-    with pytest.raises(DraftError):
-        generator.generate([PROMPTS[1]], **COMMON, assistant_model=lambda tokens, k: ["a"])
-    assert text + [token for event in stream for token in event.token_ids] == alone
-
-
-def test_an_interrupt_ends_all_that_shared_the_engine() -> None:
-    """A pass may have been interrupted: the other callers get an error that says to call again, and can."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    stream = generator.stream([PROMPTS[0]], **COMMON)
-    next(stream)
-    with pytest.raises(EngineError, match="KeyboardInterrupt"):
-        generator.generate([PROMPTS[1]], **COMMON, logits_processor=[Fails()])
-    with pytest.raises(EngineError, match="KeyboardInterrupt: call again"):
-        list(stream)
-    assert generator.generate([PROMPTS[0]], **COMMON).stats.num_new_tokens == 16
-
-
 def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
     """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
     heard: list[bool] = []
@@ -412,6 +286,8 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
         (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its plan allows 3"),
         (lambda n: [Tree.chain([1, 2, 3], [0.5])] * n, "3 tokens, 3 parents and 1 confidences"),
         (lambda n: [Tree([1, 2], [-1])] * n, "2 tokens, 1 parents and None confidences"),
+        (lambda n: [Tree.chain([1], q=[torch.ones(3)])] * n, r"`q` of the shapes \[\[3\]\]: give each token"),
+        (lambda n: [Tree.chain([1, 2], q=torch.ones(1, 64))] * n, r"2 tokens with `q` of the shapes \[\[64\]\]"),
         (lambda n: [Tree([1, 2], [-1, 1])] * n, r"parents \[-1, 1\]"),
         (lambda n: [Tree([1], [-2])] * n, r"-1 to -1 are the leaves"),
         (lambda n: [Tree.chain([torch.tensor(1)])] * n, "propose whole numbers from 0 to"),

@@ -276,15 +276,6 @@ def test_more_copies_than_a_pass_reads(ends: dict[str, Any], monkeypatch: pytest
     assert [len(text) for text in out.new_tokens()].count(1) > 1
 
 
-@pytest.mark.slow
-def test_three_thousand_copies() -> None:
-    """More than a pass reads, as they come."""
-    out = SpecGenerator(tiny("llama")).generate(
-        FIRST, **{**COMMON, "max_new_tokens": 1}, do_sample=True, num_return_sequences=3000, seed=1
-    )
-    assert len(out.sequences) == 3000
-
-
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
 def test_recurrent_models_read_every_prompt(name: str) -> None:
     """Their state cannot be cut back to where two texts part."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from specdec import CancelledError, LanguageModel, SpecGenerator
+from specdec.core.drafts import Draft, Proposer
+from specdec.core.tree import Tree
 from specdec.engine.engine import Engine
 from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
@@ -283,6 +285,38 @@ def test_what_fails_in_one_request_ends_it_alone(name: str, draft: Any, kind: st
                 else:
                     assert call.request.error is None, (place, at)
                     assert result(call).sequences.tolist() == expected[i], (place, at)
+
+
+class Clinging(Draft, Proposer):
+    """Cannot let go of a sequence; notes whom each of its proposers was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[int]] = []
+
+    def start(self, vocab_size: int) -> Clinging:
+        self.asked.append(set())
+        return self
+
+    def propose(self, seqs: Any, plans: Any) -> list[Tree]:
+        self.asked[-1] |= {seq.id for seq in seqs}
+        return [Tree([], [])] * len(seqs)
+
+    def drop(self, seq_ids: Any) -> None:
+        raise RuntimeError
+
+
+def test_a_proposer_that_is_started_again_adopts_no_sequence() -> None:
+    """Where one could not drop a sequence, the others go on without a draft. (A new one came into their midst.)"""
+    model, draft = tiny("llama"), Clinging()
+    generator = SpecGenerator(model, draft)
+    first, second = (submit(generator, [[5, 9]], **{**COMMON, "max_new_tokens": n}) for n in (4, 30))
+    while not first.request.done:
+        engine_of(generator).step()
+    third = submit(generator, [[6, 7]], **COMMON)
+    finish(engine_of(generator))
+    ids = [call.request.seqs[0].id for call in (first, second, third)]
+    assert draft.asked == [{*ids[:2]}, {ids[2]}]
+    assert len(second.request.seqs[0].texts[0]) == 30
 
 
 def test_what_fails_while_it_is_admitted_ends_alone() -> None:

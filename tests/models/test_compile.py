@@ -22,7 +22,7 @@ from specdec import SpecGenerator, kernels
 from specdec.core.drafts import ChainRule, Choice, Filter, Until
 from specdec.core.work import Work
 from specdec.decoding.processors import Processors
-from specdec.decoding.samplers import GreedyRule
+from specdec.decoding.samplers import GreedySampler
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
@@ -423,28 +423,28 @@ class TestCode:
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
 
-    @pytest.mark.parametrize("rule", choosing(64).values(), ids=choosing(64))
-    def test_chosen_in_chains(self, language: LanguageModel, rule: GreedyRule) -> None:
-        """As the rule picks them, whatever it suppresses, cuts off or draws."""
+    @pytest.mark.parametrize("sampler", choosing(64).values(), ids=choosing(64))
+    def test_chosen_in_chains(self, language: LanguageModel, sampler: GreedySampler) -> None:
+        """As the sampler picks them, whatever it suppresses, cuts off or draws."""
         twin = twin_of(language, 1)
         twin.prefill(9)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
         fake = FakeSequence([*range(9), *text], prompt_length=4)
         for confident in (True, False):
-            whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
-            given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
+            whole = self.picked(twin, row, text, 6, partial(sampler.pick, fake, confident=confident))
+            given = ChainRule(6, 64, sampler.choice(fake), confident=confident, needs_q=sampler.needs_q)
             [found], [drawn_from] = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
             tokens, sure, q = zip(*whole, strict=True)
             assert [token for token, _ in found] == [*tokens]
             assert [own for _, own in found] == pytest.approx([*sure], rel=1e-4)
-            assert (drawn_from is None) != rule.needs_q
+            assert (drawn_from is None) != sampler.needs_q
             if drawn_from is not None:
                 torch.testing.assert_close(drawn_from, torch.stack(q), rtol=1e-3, atol=1e-5)
 
     def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
         """The likeliest guesses and their probabilities, by passes over one token each."""
-        pick = GreedyRule(Processors(), 64).pick
+        pick = GreedySampler(Processors(), 64).pick
         return [
             (token, sure) for token, sure, _ in self.picked(twin, row, text, count, partial(pick, FakeSequence([0])))
         ]
@@ -478,7 +478,7 @@ class TestCode:
     def test_filters_that_are_none(
         self, language: LanguageModel, name: str, numbers: tuple[float, ...], words: str
     ) -> None:
-        """What a rule of somebody's own may tell by mistake is an error."""
+        """What a sampler of somebody's own may tell by mistake is an error."""
         twin = twin_of(language, 1)
         twin.prefill(9)
         with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Stand-ins for a row, a plan, a rule and a language model whose logits are a hash of the whole prefix."""
+"""Stand-ins for a row, a plan, a sampler and a language model whose logits are a hash of the whole prefix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, DraftRule, DraftTask, Plan, Proposer, SequenceView
+from specdec.core.drafts import Commit, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
-from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
+from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.cache.session import Session
 
 
@@ -39,7 +39,7 @@ class FakePlan(Plan):
 
 
 @dataclass
-class Greedy(DraftRule):
+class Greedy(Sampler):
     """Picks the likeliest token; returns q where `needs_q`."""
 
     needs_q: bool = False
@@ -54,28 +54,30 @@ class Greedy(DraftRule):
         return token, float(q[token]), q if self.needs_q else None
 
 
-def task(rule: object | None = None, **more: object) -> DraftTask:
-    return DraftTask(rule or Greedy(), **more)  # type: ignore[arg-type]
+def task(sampler: object | None = None, **more: object) -> DraftTask:
+    return DraftTask(sampler or Greedy(), **more)  # type: ignore[arg-type]
 
 
-def choosing(width: int) -> dict[str, GreedyRule]:
+def choosing(width: int) -> dict[str, GreedySampler]:
     """Rules for a vocabulary of at least 50 that say in numbers how they choose."""
     warpers = Suppress([4]), TemperatureLogitsWarper(1.5), TopKTopP(20, 0.9)
     other_order = TopP(0.9), TopK(5), TemperatureLogitsWarper(2.0), TopP(0.5, min_tokens_to_keep=3)
     stamps = Suppress([3, 40]), SuppressAtBegin([20], 2), Timestamps(35, 2, 30, most_initial=9)
     return {
-        "likeliest": GreedyRule(Processors(), width),
-        "suppressed": GreedyRule(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
-        "drawn": CoupledRule(Processors(), width, seed=3),
-        "top-k": CoupledRule(Processors((TemperatureLogitsWarper(0.7), TopK(9))), width, seed=5),
-        "top-p": CoupledRule(Processors((TopP(0.8),)), width, seed=6),
-        "warped": CoupledRule(Processors(warpers), width, seed=4),
-        "begin and length": GreedyRule(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
-        "other order": CoupledRule(Processors(other_order), width, seed=8),
-        "timestamps": GreedyRule(Processors(stamps), width),
-        "timestamps drawn": CoupledRule(Processors(stamps), width, seed=1),
-        "timestamps in order": CoupledRule(Processors((Timestamps(35, 2, 30, by_probability=False),)), width, seed=9),
-        "distributions": SampledRule(Processors(warpers), width, seed=1),
+        "likeliest": GreedySampler(Processors(), width),
+        "suppressed": GreedySampler(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
+        "drawn": CoupledSampler(Processors(), width, seed=3),
+        "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), TopK(9))), width, seed=5),
+        "top-p": CoupledSampler(Processors((TopP(0.8),)), width, seed=6),
+        "warped": CoupledSampler(Processors(warpers), width, seed=4),
+        "begin and length": GreedySampler(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
+        "other order": CoupledSampler(Processors(other_order), width, seed=8),
+        "timestamps": GreedySampler(Processors(stamps), width),
+        "timestamps drawn": CoupledSampler(Processors(stamps), width, seed=1),
+        "timestamps in order": CoupledSampler(
+            Processors((Timestamps(35, 2, 30, by_probability=False),)), width, seed=9
+        ),
+        "distributions": DrawnSampler(Processors(warpers), width, seed=1),
     }
 
 

@@ -13,12 +13,6 @@ from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, one
 from tests.proposers.test_other_tokenizer import Oracle, tokenizer
 
 
-def test_texts_stay_as_they_are() -> None:
-    """A sequence without branches is its own view."""
-    row = FakeSequence([1, 2])
-    assert best_branch(row) is row
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_branch_is_the_text(seed: int) -> None:
     """Whichever branch is the best one, a draft continues it, and reads only what the last one had not."""

@@ -22,8 +22,8 @@ from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
 
 NOTHING = Processors()
-RULE = Greedy(NOTHING, width=64).rule
-TASK = task(RULE, branching=RULE)
+SAMPLER = Greedy(NOTHING, width=64).sampler
+TASK = task(SAMPLER)
 Path = tuple[int, ...]
 
 
@@ -201,7 +201,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
     """The likeliest guess ends the text: it is proposed, its siblings are continued, and it is not."""
 
     def guess(**more: frozenset[int]) -> set[Path]:
-        row = FakeSequence([5, 6, 7], task=task(RULE, branching=RULE, **more))
+        row = FakeSequence([5, 6, 7], task=task(SAMPLER, **more))
         session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
         return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
 
@@ -231,7 +231,7 @@ def test_chains_and_trees_in_turn(name: str) -> None:
         for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
             if branches == 1:
                 assert tree.is_chain
-                alone = FakeSequence(list(row.tokens), task=task(RULE))
+                alone = FakeSequence(list(row.tokens), task=task(SAMPLER))
                 [chain] = ModelDraft(LanguageModel(model)).start(64).propose([alone], [plan])
                 assert tree.tokens == chain.tokens
             else:
@@ -245,10 +245,10 @@ def test_chains_and_trees_in_turn(name: str) -> None:
 def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     """The first node is the one that a chain has, for every way to guess that repeats itself."""
     drafter = ModelDraft(LanguageModel(tiny("llama")))
-    rule = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).rule
+    sampler = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).sampler
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
-    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule, branching=rule))], [plan])
-    [theirs] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule))], [Limit(3, branches=1)])
+    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])
+    [theirs] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [Limit(3, branches=1)])
     if kind is Rejection:
         assert ours.is_chain
         assert ours.q is not None

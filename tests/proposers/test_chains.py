@@ -24,7 +24,7 @@ from specdec.decoding import noise
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
 from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
-from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
+from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.proposers import ModelDraft
 from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
 
@@ -117,26 +117,26 @@ class ChainingModel(FakeModel):
         return self.sessions[-1]
 
 
-RULES = choosing(50)
-TOGETHER = [(plan, name) for name in RULES for plan in (PLANS if name in ("likeliest", "warped") else PLANS[2:5:2])]
+SAMPLERS = choosing(50)
+TOGETHER = [(plan, name) for name in SAMPLERS for plan in (PLANS if name in ("likeliest", "warped") else PLANS[2:5:2])]
 
 
 @pytest.mark.parametrize(
-    ("plan", "rule"), [(plan, RULES[name]) for plan, name in TOGETHER], ids=[n for _, n in TOGETHER]
+    ("plan", "sampler"), [(plan, SAMPLERS[name]) for plan, name in TOGETHER], ids=[n for _, n in TOGETHER]
 )
-def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
+def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
     models = FakeModel(), ChainingModel()
     sessions = [ModelDraft(model).start(50) for model in models]
-    rows = [FakeSequence([7, 3, 9], task=replace(task(rule), ends=frozenset({11, 30}))) for _ in models]
+    rows = [FakeSequence([7, 3, 9], task=replace(task(sampler), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
     for _ in range(60):
         trees = [session.propose([row], [plan])[0] for session, row in zip(sessions, rows, strict=True)]
         one, other = trees
         assert one.tokens == other.tokens
         assert one.confidence == pytest.approx(other.confidence)
-        assert (one.q is None) == (other.q is None) == (not rule.needs_q or not one.tokens)
+        assert (one.q is None) == (other.q is None) == (not sampler.needs_q or not one.tokens)
         if one.q is not None:
             torch.testing.assert_close(other.q, one.q)
         lengths.add(len(one))
@@ -152,15 +152,17 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
 
 
 def test_several_rows_at_once() -> None:
-    """Rows with plans and rules of their own: the proposals of passes, and one call a round as long as all allow it."""
-    rules, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
+    """Rows with plans and samplers of their own: the proposals of passes, and one call a round as long as all
+    allow it.
+    """
+    samplers, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
     models = FakeModel(), ChainingModel()
     sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
     rows = [
         [
-            FakeSequence([*text], id=key, task=task(rule))
-            for key, (text, rule) in enumerate(zip(texts, rules, strict=True))
+            FakeSequence([*text], id=key, task=task(sampler))
+            for key, (text, sampler) in enumerate(zip(texts, samplers, strict=True))
         ]
         for _ in models
     ]
@@ -194,7 +196,7 @@ def test_no_guess() -> None:
             return self.sessions[-1]
 
     session = ModelDraft(Model()).start(50)
-    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
+    row = FakeSequence([7, 3], task=task(GreedySampler(Processors(), 50)))
     [tree] = session.propose([row], [Limit(5)])
     assert tree.tokens == [5]
     follow(session, row, tree.tokens, 1, 8)
@@ -212,33 +214,36 @@ def test_limits_of_another_kind() -> None:
     """Are asked after every guess."""
     model = ChainingModel()
     session = ModelDraft(model).start(50)
-    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
+    row = FakeSequence([7, 3], task=task(GreedySampler(Processors(), 50)))
     assert len(session.propose([row], [Impatient(5)])[0]) == 2
     assert not model.sessions[-1].calls
 
 
-class Contrary(GreedyRule):
-    """A rule of another kind."""
+class Contrary(GreedySampler):
+    """Picks in a way of its own."""
+
+    def pick(self, seq: Any, guesses: list[int], logits: Tensor, **more: Any) -> tuple[int, float, None]:
+        return int(logits.argmin()), 0.5, None
 
 
 ASKED = {
-    "own code": GreedyRule(Processors((lambda ids, logits: logits,)), 50),
-    "own rule": Contrary(Processors(), 50),
-    "typical": GreedyRule(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
-    "least probability": GreedyRule(Processors((stock.MinPLogitsWarper(0.1),)), 50),
-    "repetitions": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
-    "one of two": GreedyRule(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
-    "after the begin": GreedyRule(Processors((Timestamps(40, 3, 30),)), 50),
+    "own code": GreedySampler(Processors((lambda ids, logits: logits,)), 50),
+    "own sampler": Contrary(Processors(), 50),
+    "typical": GreedySampler(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
+    "least probability": GreedySampler(Processors((stock.MinPLogitsWarper(0.1),)), 50),
+    "repetitions": GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "one of two": GreedySampler(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
+    "after the begin": GreedySampler(Processors((Timestamps(40, 3, 30),)), 50),
     "no say": None,
 }
 
 
-@pytest.mark.parametrize("rule", ASKED.values(), ids=ASKED)
-def test_who_must_be_asked(rule: GreedyRule | None) -> None:
-    """Rules that numbers do not say."""
+@pytest.mark.parametrize("sampler", ASKED.values(), ids=ASKED)
+def test_who_must_be_asked(sampler: GreedySampler | None) -> None:
+    """Samplers that numbers do not say."""
     model = ChainingModel()
     session = ModelDraft(model).start(50)
-    row = FakeSequence([7, 3], task=task(rule)) if rule else FakeSequence([7, 3])
+    row = FakeSequence([7, 3], task=task(sampler)) if sampler else FakeSequence([7, 3])
     assert session.propose([row], [Limit(5)])[0] is not EMPTY
     assert not model.sessions[-1].calls
 
@@ -248,15 +253,15 @@ def test_what_numbers_say() -> None:
     row = FakeSequence([7, 3, 9], prompt_length=1)
     over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), TopP(0.5)))
     said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
-    assert GreedyRule(over, 50).choice(row) == Choice(said)
+    assert GreedySampler(over, 50).choice(row) == Choice(said)
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
     said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
-    assert GreedyRule(begin, 50).choice(row) == Choice(said)
+    assert GreedySampler(begin, 50).choice(row) == Choice(said)
     for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
-        stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
+        stamps = GreedySampler(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
-    drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
+    drawn = CoupledSampler(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
     said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]
     assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
-    own = SampledRule(Processors(), 50, seed=2).choice(row)
+    own = DrawnSampler(Processors(), 50, seed=2).choice(row)
     assert own == Choice([], noise.key(2, noise.DRAFT, 2), 0)

@@ -146,7 +146,7 @@ def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
 
 
 def test_q_has_one_row_per_node() -> None:
-    """Where the rule needs q the tree carries `[nodes, vocab]` of it."""
+    """Where the sampler needs q the tree carries `[nodes, vocab]` of it."""
     model, row = FakeModel(), FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
     [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(3)])
     assert tree.q is not None
@@ -157,27 +157,14 @@ def test_q_has_one_row_per_node() -> None:
 
 @pytest.mark.parametrize("target_vocab", [40, 50, 64])
 def test_padded_vocabularies(target_vocab: int) -> None:
-    """The rule sees logits at the target's width, and no guess lies outside either vocabulary."""
-    rule, model = Greedy(needs_q=True), FakeModel(50)
-    row = FakeSequence([1, 2], task=task(rule))
+    """The sampler sees logits at the target's width, and no guess lies outside either vocabulary."""
+    sampler, model = Greedy(needs_q=True), FakeModel(50)
+    row = FakeSequence([1, 2], task=task(sampler))
     [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakePlan(8)])
-    assert rule.widths == {target_vocab}
+    assert sampler.widths == {target_vocab}
     assert tree.q is not None
     assert tree.q.shape == (8, target_vocab)
     assert max(tree.tokens) < min(target_vocab, 50)
-
-
-def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
-    """Text outside the draft's vocabulary leaves its row without proposals; the other row goes on."""
-    model = FakeModel(50)
-    session = ModelDraft(model).start(60)
-    rows = [FakeSequence([1, 55], 0), FakeSequence([3, 4], 1)]
-    for _ in range(3):
-        strange, plain = session.propose(rows, [FakePlan(3)] * 2)
-        assert not strange.tokens
-        assert plain.tokens == model.greedy(rows[1].tokens, 3)
-        for row in rows:
-            row.tokens += [5]
 
 
 def test_a_forced_token_the_draft_cannot_read_ends_its_chain() -> None:
@@ -211,7 +198,7 @@ def test_stops_at_the_drafts_last_position() -> None:
 
 
 def test_a_failure_leaves_the_session_usable() -> None:
-    """An exception in a pass or in the rule does not corrupt the next proposal."""
+    """An exception in a pass or in the sampler does not corrupt the next proposal."""
     model = FakeModel()
 
     class Failing(Greedy):
@@ -222,17 +209,17 @@ def test_a_failure_leaves_the_session_usable() -> None:
                 raise KeyError("no")
             return super().pick(row, guesses, logits)
 
-    rule = Failing()
-    session, row = ModelDraft(model).start(50), FakeSequence([1, 2, 3], task=task(rule))
+    sampler = Failing()
+    session, row = ModelDraft(model).start(50), FakeSequence([1, 2, 3], task=task(sampler))
     for fail_in in (1, 2, 3):
         model.fail_in = fail_in
         with pytest.raises(ZeroDivisionError):
             one(session, row)
         follow(session, row, one(session, row), 2)
-    rule.fails = True
+    sampler.fails = True
     with pytest.raises(KeyError):
         one(session, row)
-    rule.fails = False
+    sampler.fails = False
     row.tokens += [9]
     assert one(session, row) == model.greedy(row.tokens, 5)
 

@@ -1,4 +1,4 @@
-"""Decoding strategies, the draft rules that agree with them, and when a sequence ends.
+"""Decoding strategies, the samplers of drafts that agree with them, and when a sequence ends.
 
 A new strategy is a class with `serves(options)` and `of(setup)`, and a line in `STRATEGIES`; a way of sampling has its
 name in `specdec.options.fields.SAMPLING` as well.
@@ -24,6 +24,7 @@ from specdec.decoding.strategies.rejection import Rejection
 from specdec.errors import OptionError
 
 STRATEGIES: tuple[type[Strategy], ...] = (
+    Greedy,
     Contrastive,
     GroupSearch,
     ConstrainedSearch,
@@ -32,7 +33,6 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Match,
     Rejection,
     Block,
-    Greedy,
 )
 """Every strategy; the first that serves the options of a sequence decodes it."""
 

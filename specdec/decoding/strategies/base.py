@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BranchRule, DraftRule, SequenceView
+from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step, TopTokens
 from specdec.core.work import Logits
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
-from specdec.decoding.samplers import GreedyRule, process, process_all
+from specdec.decoding.samplers import GreedySampler, process, process_all
 from specdec.decoding.stopping import Stopping
 from specdec.options.generate import Options
 
@@ -85,9 +85,9 @@ class StrategyBase:
         return f"{type(self).__name__}({self.processors!r})"
 
     @property
-    def rule(self) -> DraftRule | None:
+    def sampler(self) -> Sampler | None:
         """How a draft guesses so that it tends to agree: by default, its likeliest token."""
-        return GreedyRule(self.processors.drafting, self.width)
+        return GreedySampler(self.processors.drafting, self.width)
 
     def guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
         """Classifier-free guidance (arXiv 2306.17806): `logits` `[..., vocab]`, away from the unconditional ones."""
@@ -125,12 +125,6 @@ class TextStrategy(StrategyBase):
     def keeps(self) -> bool:
         """Whether a step holds more than its token."""
         return self.keep_scores or self.keep_logits or self.ranked
-
-    @property
-    def branching(self) -> BranchRule:
-        """The rule guesses trees too."""
-        rule: Any = self.rule
-        return rule
 
     def begin(self) -> None:
         """No scores yet."""

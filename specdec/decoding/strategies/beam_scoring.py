@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.drafts import Branch, BranchRule, Plan, SequenceView
+from specdec.core.drafts import Branch, Plan, SequenceView
 from specdec.core.strategies import View
 from specdec.decoding import device_reads
-from specdec.decoding.samplers import fit
+from specdec.decoding.samplers import GreedySampler, fit
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import Progress
@@ -171,10 +171,12 @@ class Scoring(StrategyBase):
         return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
 
     @property
-    def branching(self) -> BranchRule:
-        """A draft with branches runs the search's own steps."""
-        search: Any = self
-        return search
+    def sampler(self) -> SearchSampler:
+        return SearchSampler(self.processors.drafting, self.width, search=self)
+
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The search's step on a draft's logits (`Sampler.expand`)."""
+        raise NotImplementedError
 
     def candidates(self, beams: int) -> int:
         """How many continuations to consider, so that `beams` go on even if the best ones end."""
@@ -182,7 +184,7 @@ class Scoring(StrategyBase):
 
     def ahead(self, plan: Plan) -> int:
         """How many branches a draft considers."""
-        return plan.branches or LOOK * self.num_beams
+        return plan.branches or self.sampler.branches
 
     def horizon(self, length: int) -> int:
         """The length at which a live beam of `length` tokens is judged."""
@@ -241,6 +243,20 @@ class Scoring(StrategyBase):
             scores = drafting(_texts(seq, ends) if drafting.reads_ids else None, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
+
+
+@dataclass(frozen=True)
+class SearchSampler(GreedySampler):
+    """Guesses branches by the `search`'s own steps, and one path after its best branch by the likeliest tokens."""
+
+    search: Scoring = field(kw_only=True)
+
+    @property
+    def branches(self) -> int:
+        return LOOK * self.search.num_beams
+
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        return self.search.expand(seq, ends, logits, plan)
 
 
 def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:

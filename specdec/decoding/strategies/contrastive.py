@@ -69,8 +69,7 @@ class Contrastive(StrategyBase):
     name: ClassVar[str] = "contrastive"
     is_search: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = True
-    rule: ClassVar[None] = None
-    branching: ClassVar[None] = None
+    sampler: ClassVar[None] = None
 
     @classmethod
     def serves(cls, options: Options) -> bool:

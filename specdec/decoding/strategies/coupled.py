@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.core.drafts import DraftRule, SequenceView
+from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.work import Logits
 from specdec.decoding import noise
-from specdec.decoding.samplers import CoupledRule, generated
+from specdec.decoding.samplers import CoupledSampler, generated
 from specdec.decoding.strategies.base import TextStrategy, paths
 from specdec.options.generate import Options
 
@@ -27,8 +27,8 @@ class Coupled(TextStrategy):
         return options.samples and (options.sampling or "coupled") == cls.name
 
     @property
-    def rule(self) -> DraftRule | None:
-        return CoupledRule(self.processors.drafting, self.width, self.seed)
+    def sampler(self) -> Sampler | None:
+        return CoupledSampler(self.processors.drafting, self.width, self.seed)
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(seq) + len(new)))
@@ -44,4 +44,4 @@ class Match(Coupled):
 
     name = "match"
 
-    rule = TextStrategy.rule
+    sampler = TextStrategy.sampler

@@ -19,22 +19,18 @@ class Greedy(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return not options.samples
+        return not (options.samples or options.beams > 1 or options.contrastive or options.constrained)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
-        if plain and device_reads.is_local(out.logits):
-            return Step(self._best(out, node - out.first))
-        return super().emit(seq, new, out, node)
-
-    def _best(self, out: Logits, at: int) -> int:
-        """The likeliest token of logits number `at` (of equals the first); in small passes computed for all at once."""
-        if out.logits.numel() > SMALL:
-            return device_reads.first_best(out.logits[at])
-        if "best" not in out.cache:
-            out.cache["best"] = device_reads.first_bests(out.logits)
-        best: list[int] = out.cache["best"]
-        return best[at]
+        at, best = node - out.first, out.cache.get("best")
+        if best is None:
+            plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
+            if not (plain and device_reads.is_local(out.logits)):
+                return super().emit(seq, new, out, node)
+            if out.logits.numel() > SMALL:
+                return Step(device_reads.first_best(out.logits[at]))
+            best = out.cache["best"] = device_reads.first_bests(out.logits)
+        return Step(best[at])
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         return device_reads.first_best(processed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import DraftRule, SequenceView
+from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
-from specdec.decoding.samplers import SampledRule, generated
+from specdec.decoding.samplers import DrawnSampler, generated
 from specdec.decoding.strategies.base import paths
 from specdec.decoding.strategies.coupled import Coupled
 
@@ -51,8 +51,8 @@ class Rejection(Coupled):
     name = "rejection"
 
     @property
-    def rule(self) -> DraftRule | None:
-        return SampledRule(self.processors.drafting, self.width, self.seed)
+    def sampler(self) -> Sampler | None:
+        return DrawnSampler(self.processors.drafting, self.width, self.seed)
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""

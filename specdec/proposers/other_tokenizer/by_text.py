@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftTask, Plan, Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
@@ -44,7 +44,7 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
     return first, decode(tokenizer, ids[first:])
 
 
-class _Likeliest(DraftRule):
+class _Likeliest(Sampler):
     """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
 
     Always computes the probability, as the translated guess gets the geometric mean.
@@ -88,7 +88,7 @@ class TextBridgeProposer(OtherTokenizerProposer):
     def task(self, seq: SequenceView) -> DraftTask:
         end = self._draft_tokenizer.eos_token_id
         ends = frozenset[int]() if end is None else frozenset({end})
-        return replace(seq.task, rule=_Likeliest(), branching=None, ends=ends)
+        return replace(seq.task, sampler=_Likeliest(), ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds the text up to its last complete character."""

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Draft, DraftRule, DraftTask, Plan, SequenceView
+from specdec.core.drafts import Draft, DraftTask, Plan, Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
@@ -70,15 +70,15 @@ def _space_sign(tokenizer: Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
-class _MappedRule(DraftRule):
+class _MappedSampler(Sampler):
     """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
-    rule: DraftRule
+    sampler: Sampler
     proposer: IntersectionProposer
 
     @property
     def needs_q(self) -> bool:
-        return self.rule.needs_q
+        return self.sampler.needs_q
 
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
@@ -87,7 +87,7 @@ class _MappedRule(DraftRule):
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
         guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)
-        token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
+        token, confidence, q = self.sampler.pick(seq.outer, guessed, wide, confident=confident)
         return self.proposer.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
@@ -102,7 +102,7 @@ class IntersectionProposer(OtherTokenizerProposer):
 
     def task(self, seq: SequenceView) -> DraftTask:
         ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
-        return replace(seq.task, rule=_MappedRule(seq.task.rule, self), branching=None, ends=ends)
+        return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds shared tokens by id, and the others through their text."""
