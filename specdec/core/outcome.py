@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
@@ -18,6 +18,7 @@ from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
+_MOST_HELD = 8  # times its own bytes that a view may keep in memory
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +61,7 @@ class Outcome:
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
         own = _run([node - work.num_cached for node in nodes])
         assert self.out.hidden_states is not None
-        states = torch.stack([self.out.hidden_states[layer][own] for layer in layers], dim=1)
-        return Hidden(max(first, 0), work.num_cached, states)
+        return Hidden(max(first, 0), work.num_cached, [_part(self.out.hidden_states[layer], own) for layer in layers])
 
     def apply(self) -> None:
         """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""
@@ -192,6 +192,12 @@ def _run(numbers: list[int]) -> list[int] | slice:
     """Consecutive numbers as a slice, which copies nothing."""
     together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return slice(numbers[0], numbers[-1] + 1) if together else numbers
+
+
+def _part(states: Tensor, own: list[int] | slice) -> Tensor:
+    """These rows of a layer's states; a copy where a view would keep far more of the pass in memory."""
+    part = states[own]
+    return part.clone() if part.untyped_storage().nbytes() > _MOST_HELD * part.nbytes else part
 
 
 def _common(paths: list[list[int]]) -> list[int]:
