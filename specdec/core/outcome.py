@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
-
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
@@ -61,7 +59,10 @@ class Outcome:
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
         own = _run([node - work.num_cached for node in nodes])
         assert self.out.hidden_states is not None
-        return Hidden(max(first, 0), work.num_cached, [_part(self.out.hidden_states[layer], own) for layer in layers])
+        parts = [self.out.hidden_states[layer][own] for layer in layers]
+        if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
+            parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
+        return Hidden(max(first, 0), work.num_cached, parts)
 
     def apply(self) -> None:
         """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""
@@ -192,12 +193,6 @@ def _run(numbers: list[int]) -> list[int] | slice:
     """Consecutive numbers as a slice, which copies nothing."""
     together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return slice(numbers[0], numbers[-1] + 1) if together else numbers
-
-
-def _part(states: Tensor, own: list[int] | slice) -> Tensor:
-    """These rows of a layer's states; a copy where a view would keep far more of the pass in memory."""
-    part = states[own]
-    return part.clone() if part.untyped_storage().nbytes() > _MOST_HELD * part.nbytes else part
 
 
 def _common(paths: list[list[int]]) -> list[int]:

@@ -152,7 +152,8 @@ class HeadProposer(ModelProposer):
             known.unheard.append((path, text, hidden))
             if hidden.first + len(hidden.layers[0]) - known.unheard[0][2].first > _UNHEARD:
                 long.append(seq)
-        self._catch_up(long)
+        if long:
+            self._catch_up(long)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         super().drop(seq_ids)
