@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -205,14 +206,19 @@ class DraftTask:
 class Hidden(NamedTuple):
     """The target's hidden states of one pass, for a draft with `hidden_layers`.
 
-    `states` `[tokens, layers, width]`, on the target's device: of the sequence's newly read tokens from number `first`
+    `layers`, each `[tokens, width]`, on the target's device: of the sequence's newly read tokens from number `first`
     on, then one state for each node of `path` whose number is at least `num_cached`, in the order of `path`; lower ones
     came in earlier commits.
     """
 
     first: int
     num_cached: int
-    states: Tensor
+    layers: Sequence[Tensor]
+
+    @property
+    def states(self) -> Tensor:
+        """All layers `[tokens, layers, width]`; joined here, since a draft that is not asked need not read them."""
+        return torch.stack(list(self.layers), dim=1)
 
 
 class Commit(NamedTuple):

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-import torch
-
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
@@ -17,6 +15,7 @@ from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
+_MOST_HELD = 8  # times its own bytes that a view may keep in memory
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +58,10 @@ class Outcome:
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
         own = _run([node - work.num_cached for node in nodes])
         assert self.out.hidden_states is not None
-        states = torch.stack([self.out.hidden_states[layer][own] for layer in layers], dim=1)
-        return Hidden(max(first, 0), work.num_cached, states)
+        parts = [self.out.hidden_states[layer][own] for layer in layers]
+        if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
+            parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
+        return Hidden(max(first, 0), work.num_cached, parts)
 
     def apply(self) -> None:
         """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""

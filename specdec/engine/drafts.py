@@ -75,13 +75,17 @@ class OpenDrafts:
         """The proposals by sequence id, for sequences with a draft.
 
         While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
-        has read the prompt, unless the target is offloaded, whose pass takes far longer.
+        has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no plan allows a guess,
+        only a draft that copies is asked: it goes on learning how often it would be right.
         """
         proposals: dict[int, Tree] = {}
         for draft, group in self._grouped(seqs):
             if reading and not (draft.drafter.instant or self._is_offloaded):
                 continue
             plans = self._plans(group)
+            copies = draft.drafter.instant or draft.drafter.reads_predictions
+            if not copies and all(plan.limit <= 0 for plan in plans.values()):
+                continue
             group = [seq for seq in group if seq.id in plans]
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = [group]
@@ -93,11 +97,7 @@ class OpenDrafts:
         return proposals
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
-        """One draft's proposals by sequence id.
-
-        It is asked with plans that allow no guess too: a draft that copies goes on learning how often it would be
-        right.
-        """
+        """One draft's proposals by sequence id."""
         found: dict[int, Tree] = {}
         for seq, plan, tree in zip(seqs, plans, _trees(proposer, seqs, plans), strict=True):
             with self._blamed([seq]):

@@ -277,7 +277,9 @@ class Engine:
         for request, seqs in grouped([one.seq for one in outcomes], lambda seq: self._requests[seq.id]):
             request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
             request.rounds.append(round_.of([rounds[seq.id] for seq in seqs if seq.id in rounds]))
-        decided = [one.seq for one in outcomes if one.seq.id in rounds]
+        decided = [
+            one.seq for one in outcomes if one.seq.id in rounds and self._requests[one.seq.id].drafter is not None
+        ]
         for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._blamed(seqs):
                 pacing.schedule = pacing.schedule.after(round_.of([rounds[seq.id] for seq in seqs]))

@@ -37,6 +37,7 @@ class RaggedForward:
             raise UnsupportedError(f"{type(language.model).__name__} {reason}")
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
+        self._first = torch.zeros(1, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
         self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
@@ -64,7 +65,7 @@ class RaggedForward:
         returned = self._returned(inputs.ids.shape[1], layers)
         logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, returned))
         wanted = zip(states, returned, strict=True) if layers else ()
-        return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
+        return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in wanted)
 
     def compilation(self) -> CompiledForward:
         return CompiledForward(self.model, self.joined)
@@ -104,8 +105,11 @@ class RaggedForward:
 
     def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """The nodes to return of each hidden state: all `count` of `layers`, none of others."""
-        none, every = self._none, torch.arange(count if layers else 0, device=self._none.device)
-        return [every if layers is True or (layers and layer in layers) else none for layer in range(self.model.states)]
+        none = self._none
+        if not layers:
+            return [none] * self.model.states
+        every = torch.arange(count, device=none.device) if count > 1 else self._first
+        return [every if layers is True or layer in layers else none for layer in range(self.model.states)]
 
     @torch.no_grad()
     def _agrees(self) -> bool:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Block, Head, Stages
 
 
-_PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
+_UNREAD = 64  # tokens whose features are known; above, they are read in a pass of their own
+_UNHEARD = 1024  # tokens whose hidden states are kept until a guess is wanted; above, they are read without one
 
 
 class HeadDraft(Draft):
@@ -45,15 +46,17 @@ class HeadDraft(Draft):
 
 @dataclass(eq=False, slots=True)
 class _KnownText:
-    """What the head may read of a sequence: features `states` `[tokens, width]` of its tokens from number `first` on.
+    """What the head may read of `seq`: features `states`, each `[width]`, of its tokens from number `first` on.
 
-    `branches`: the features of the sequence's own branches. `written`: by stage and node (-1: the end of the text), the
-    features that stages wrote in this round. `texts`: by stage, except the last, the features that it wrote at the
-    tokens of the text, for the next stage.
+    `unheard`: rounds that are not among them yet. `branches`: the features of the sequence's own branches. `written`:
+    by stage and node (-1: the end of the text), the features that stages wrote in this round. `texts`: by stage, except
+    the last, the features that it wrote at the tokens of the text, for the next stage.
     """
 
+    seq: SequenceView
     first: int
-    states: Tensor
+    states: list[Tensor] = field(default_factory=list)
+    unheard: list[tuple[list[int], int, Hidden]] = field(default_factory=list)
     branches: list[Tensor] = field(default_factory=list)
     written: list[dict[int, Tensor]] = field(default_factory=list)
     texts: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -63,14 +66,34 @@ class _KnownText:
         """The number of the first token after `states`."""
         return self.first + len(self.states)
 
+    def add(self, features: Tensor, path: list[int], text: int, hidden: Hidden) -> None:
+        """Stores the `features` of `hidden`: of text read before the path, and of its nodes, as text or branches."""
+        fresh = [node for node in path if node >= hidden.num_cached]
+        unread = len(features) - len(fresh)
+        rows = list(features)
+        of = dict(zip(fresh, rows[unread:], strict=True))
+        kept = [of[node] if node in of else self.branches[node] for node in path]
+        if not self.first <= hidden.first <= self.end:  # read again, or features are missing between
+            self.first, self.states = hidden.first, []
+        if unread:
+            self.states[hidden.first - self.first :] = rows[:unread]
+        self.states += kept[:text]
+        self.branches = kept[text:]
+
+    def forget(self, count: int) -> None:
+        """Drops the features of the first `count` tokens."""
+        if (gone := count - self.first) > 0:
+            self.first += gone
+            del self.states[:gone]
+
     @property
     def bytes(self) -> int:
         """Bytes of `texts`."""
         return sum(one.nbytes for states in self.texts.values() for one in states)
 
-    def beginning(self, count: int) -> _KnownText:
+    def beginning(self, seq: SequenceView, count: int) -> _KnownText:
         """A copy for a text with the same first `count` tokens, without features of its own."""
-        known = _KnownText(count - 1, self.states[:0].clone())
+        known = _KnownText(seq, count - 1)
         known.texts.update((stage, [*torch.stack(states[:count])]) for stage, states in self.texts.items() if states)
         return known
 
@@ -90,6 +113,12 @@ class HeadProposer(ModelProposer):
         # A token is fed with the feature of the token this far before it.
         self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}
+        self._blank = torch.zeros(head.feature_width, dtype=head.dtype, device=head.device)
+
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """As any model's; of a sequence that may have no guess, it reads nothing."""
+        self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
+        return super().propose(seqs, plans)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -102,63 +131,64 @@ class HeadProposer(ModelProposer):
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
         self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
-        self._known[seq.id] = known.beginning(count)
+        self._known[seq.id] = known.beginning(seq, count)
         return count - 1
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        """Copies what the cache holds, without reading more."""
-        cached, known = self._cached.get(seq.id), self._known.get(seq.id)
-        self._settle([seq])
-        if cached is None or known is None or (count := min(length, cached.text)) < 2:
+        count = min(length, self._num_read(seq.id))
+        if count < 2:
             return None
-        prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
+        prefix = self._session.keep_prefix(self._cached[seq.id].cache_row, count)
+        known = self._known[seq.id].beginning(seq, count)
         return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def update(self, commits: Sequence[Commit]) -> None:
-        """Takes in the features of new text and forgets guesses; prompts are read as their chunks come."""
-        read = []
+        """Keeps hidden states until a guess is wanted, and reads those of long texts."""
+        long = []
         for seq, path, text, hidden in commits:
-            if seq.id not in self._cached:
-                if hidden is None:
-                    continue
-                self._admit([seq])
-            if hidden is not None:
-                known = self._add_features(seq, path, text, hidden)
-                if known.end < len(seq.tokens) - 1 or known.end - self._cached[seq.id].text > _PENDING:
-                    read.append(seq)
-        self._settle([commit.seq for commit in commits])
-        self._read_known(read)
+            if hidden is None:
+                continue
+            known = self._known.setdefault(seq.id, _KnownText(seq, hidden.first))
+            known.unheard.append((path, text, hidden))
+            if hidden.first + len(hidden.layers[0]) - known.unheard[0][2].first > _UNHEARD:
+                long.append(seq)
+        if long:
+            self._catch_up(long)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         super().drop(seq_ids)
         for seq_id in seq_ids:
             self._known.pop(seq_id, None)
 
-    def _add_features(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _KnownText:
-        """Stores the features of text read before the path, and of the path's nodes, as text or branches."""
-        features = self._head.features(hidden.states)
-        fresh = [node for node in path if node >= hidden.num_cached]
-        unread = len(features) - len(fresh)
-        known = self._known.setdefault(seq.id, _KnownText(hidden.first, features[:0]))
-        of = dict(zip(fresh, features[unread:], strict=True))
-        kept = [of[node] if node in of else known.branches[node] for node in path]
-        if not known.first <= hidden.first <= known.end:  # read again, or features are missing between
-            known.first, known.states = hidden.first, features[:0]
-        before = known.states[: hidden.first - known.first] if unread else known.states
-        known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
-        known.branches = kept[text:]
-        if (gone := self._cached[seq.id].text - 2 - known.first) > 0:  # the last token may have to be fed again
-            known.first, known.states = known.first + gone, known.states[gone:]
-        return known
+    def _catch_up(self, seqs: Sequence[SequenceView]) -> None:
+        """Takes in the features of these sequences' texts and forgets guesses; much text is read at once."""
+        seqs = [seq for seq in seqs if seq.id in self._known]
+        self._admit(seqs)
+        for seq in seqs:
+            self._hear(self._known[seq.id])
+        self._settle(seqs)
+        self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].text > _UNREAD])
+        for seq in seqs:
+            self._known[seq.id].forget(self._cached[seq.id].text - 2)  # the last token may have to be fed again
+
+    def _hear(self, known: _KnownText) -> None:
+        """Takes in the features of the rounds since the last guess."""
+        unheard, known.unheard = known.unheard, []
+        if unheard:
+            states = [hidden.states for _, _, hidden in unheard]
+            features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
+            for own, (path, text, hidden) in zip(features, unheard, strict=True):
+                known.add(own, path, text, hidden)
 
     def _num_read(self, seq_id: int) -> int:
         """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
-        cached = self._cached.get(seq_id)
-        if cached is None or not self._can_read(cached.seq):
+        if (known := self._known.get(seq_id)) is None:
             return 0
-        if seq_id in self._known:
-            self._settle([cached.seq])
-            self._read_known([cached.seq])
+        self._catch_up([known.seq])
+        cached = self._cached[seq_id]
+        if not self._can_read(known.seq):
+            return 0
+        self._read_known([known.seq])
         return cached.text
 
     def _read_known(self, seqs: Sequence[SequenceView]) -> None:
@@ -219,7 +249,7 @@ class HeadProposer(ModelProposer):
         known = self._known[feed.seq.id]
         if source < 0:
             return torch.cat([self._text_features(feed, feed.work.num_text), *self._branch_features(feed)])
-        written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
+        written, blank = known.written[source], self._blank
         before = feed.work.tree.parents[feed.work.num_cached :]
         texts, length = known.texts[source], feed.cached.text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
@@ -228,9 +258,10 @@ class HeadProposer(ModelProposer):
     def _text_features(self, feed: Feed, count: int) -> Tensor:
         """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
         known, begin = self._known[feed.seq.id], feed.cached.text
-        first = known.states.new_zeros(int(count > 0 and begin < self._shift), known.states.shape[1])
+        first = [self._blank] * (count > 0 and begin < self._shift)
         at = begin - self._shift + len(first) - known.first
-        return torch.cat([first, known.states[at : at + count - len(first)]])
+        rows = [*first, *known.states[at : at + count - len(first)]]
+        return torch.stack(rows) if rows else self._blank.new_empty(0, len(self._blank))
 
     def _branch_features(self, feed: Feed) -> list[Tensor]:
         """The target's features `[1, width]` for the sequence's own branches that are fed."""

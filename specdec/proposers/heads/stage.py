@@ -238,6 +238,7 @@ class Head:
         self.stages = [_language_model(stage, backend) for stage in stages]
         self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
+        self.feature_width = stages[0].width
 
     def __repr__(self) -> str:
         stage = self.stages[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
-from specdec.core.drafts import SequenceView
+from specdec.core.drafts import Commit, SequenceView
 from specdec.core.rounds import Round
 from specdec.core.work import Work
 from specdec.errors import LoadError, OptionError, UnsupportedError
@@ -292,14 +292,15 @@ def test_text_that_grows_long_without_the_head(
     more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
     folder, kept = eagle_folder(tmp_path / "head", **more), []
     model, reference = target(), Eagle(folder)
-    add = HeadProposer._add_features
+    update = HeadProposer.update
 
-    def noted(self: HeadProposer, *given: Any) -> Any:
-        kept.append(len(add(self, *given).states))
-        return self._known[given[0].id]
+    def noted(self: HeadProposer, commits: Sequence[Commit]) -> None:
+        update(self, commits)
+        kept.extend(len(known.states) + len(known.unheard) for known in self._known.values())
 
-    monkeypatch.setattr(HeadProposer, "_add_features", noted)
-    monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)
+    monkeypatch.setattr(HeadProposer, "update", noted)
+    monkeypatch.setattr("specdec.proposers.heads.proposer._UNREAD", 8)
+    monkeypatch.setattr("specdec.proposers.heads.proposer._UNHEARD", 6)
     out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
     assert out.sequences.tolist() == plain.sequences.tolist()

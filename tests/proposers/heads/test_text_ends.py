@@ -18,13 +18,14 @@ from specdec.core.drafts import Commit, Hidden, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.proposers.heads.proposer import HeadProposer
+from specdec.proposers.heads.stage import Head
 from specdec.proposers.hybrid import HybridProposer
 from tests.heads import dflash_folder, eagle_folder, spy_on_proposals
 from tests.proposers.fakes import FakeSequence
 from tests.proposers.heads.test_blocks import PEAGLE
 from tests.proposers.heads.test_gemma4 import _all_shared, pair  # noqa: F401
 from tests.proposers.heads.test_heads import KINDS as LAYERS
-from tests.proposers.heads.test_heads import RUN, target
+from tests.proposers.heads.test_heads import RUN, Late, target
 from tests.proposers.heads.test_mtp import with_layers
 
 LIMIT = 3
@@ -60,7 +61,7 @@ def states_of(model: Any, layers: Sequence[int], tokens: Sequence[int]) -> Tenso
 def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
     """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
     session, seq = drafter.start(64), FakeSequence(list(tokens))
-    session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1]))])
+    session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1].unbind(1)))])
     tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
     assert tokens
     return tokens
@@ -84,10 +85,12 @@ class Played:
         first, length = self.fed, len(self.seq.tokens)
         if length - first > chunk:
             self.fed += chunk
-            return Commit(self.seq, [], 0, Hidden(first, 0, self.states[first : self.fed]))
+            return Commit(self.seq, [], 0, Hidden(first, 0, self.states[first : self.fed].unbind(1)))
         self.seq.tokens += self.whole[length : length + accepted + 1]
         self.fed = len(self.seq.tokens) - 1
-        return Commit(self.seq, list(range(accepted)), accepted, Hidden(first, 0, self.states[first : self.fed]))
+        return Commit(
+            self.seq, list(range(accepted)), accepted, Hidden(first, 0, self.states[first : self.fed].unbind(1))
+        )
 
 
 @dataclass
@@ -228,3 +231,41 @@ def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypat
         states = states_of(model, generator.drafter.hidden_layers, text)
         for tokens, guesses in seen:
             assert guesses_anew(generator.drafter, tokens, states)[: len(guesses)] == guesses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_sleep(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not asked for twenty rounds, a head reads nothing; then it guesses what one guesses that was always asked.
+
+    What slept to the end of its text goes on from it in the next request. (A head read along in every round.)
+    """
+    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    generator = SpecGenerator(model, draft, prefix_cache=True)
+    head = generator.drafter
+    assert head is not None
+    awake = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
+    run, prompt = {**RUN, "max_new_tokens": 30}, [(7 * i) % 50 + 5 for i in range(20)]
+    constant = {"schedule": "constant", "num_assistant_tokens": LIMIT}
+    SpecGenerator(model, head, prefix_cache=False).generate([prompt], **run, **constant)
+    always = {tuple(text): tree.tokens for text, tree in awake}
+    awake.clear()
+    heard: list[int] = []
+    features = Head.features
+    monkeypatch.setattr(Head, "features", lambda *given: heard.append(len(awake)) or features(*given))
+    generator.generate([prompt], **run, schedule=Late(41))
+    woken = {tuple(text): tree.tokens for text, tree in awake}
+    assert min(map(len, woken)) == 41
+    assert len(heard) <= 10  # once for all of the text until then, and in the rounds since
+    assert {text: guesses for text, guesses in woken.items() if always.get(text, guesses) != guesses} == {}
+    assert len(woken.keys() & always.keys()) > 3
+    other = prompt[::-1]
+    heard.clear()
+    slept = generator.generate([other], **run, schedule=Late(99)).sequences[0].tolist()
+    assert len(heard) == 1  # to be kept
+    awake.clear()
+    out = generator.generate([slept], **run, **constant)
+    assert out.stats.cached_prompt_tokens > 40
+    with torch.no_grad():
+        for text, tree in list(awake):
+            assert guesses_anew(head, text, states_of(model, head.hidden_layers, text))[: len(tree)] == tree.tokens
+    assert awake
