@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -89,6 +90,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4, help="of each client in a turn, at one client twice that")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="a file of speeds by title, for docs/make/figures.py")
+    parser.add_argument("--title", default="the bundled pair, its draft model", help="in that file")
     args = parser.parse_args()
     draft = ["--method", "suffix"] if args.draft == "suffix" else ["--draft-model", args.draft]
     commands = {
@@ -126,6 +129,10 @@ def main() -> None:
     header = ["clients", "tokens per second", "over transformers", "first token, ms (p50, p90, p99)"]
     print(table([*header, "ms per token after it (p50, p90, p99)", "errors"], rows))
     print(f"\n{watch.verdict()}")
+    if args.json:
+        speeds = {name: [[load.concurrency, round(_speed(found[name, load]))] for load in loads] for name in commands}
+        known = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
+        args.json.write_text(json.dumps({**known, args.title: speeds}, indent=1) + "\n", encoding="utf-8")
 
 
 def _count(load: Load, requests: int) -> int:

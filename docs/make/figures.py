@@ -1,4 +1,4 @@
-"""The picture, the plot and the tables of the documents, made from recorded results.
+"""The picture, the plots and the tables of the documents, made from recorded results.
 
     python docs/make/figures.py            # from benchmarks/results and docs/make/round.json
     python docs/make/figures.py --record   # plays the picture's round again first, with the package's pair
@@ -143,6 +143,37 @@ def scaling_plot(theme: Theme) -> str:
     return svg(under + 52, f"{2**doublings} workers do {ends_at}", parts)
 
 
+def clients_plot(theme: Theme) -> str:
+    """Tokens per second of two servers over their clients, a panel for each model."""
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = json.loads((RESULTS / "servers.json").read_text())
+    top, tall, wide, gap = 78, 150, 190, 90
+    under = top + tall + 14
+    parts = [text(0, 18, "Tokens per second of a server", theme.text, size=15, weight=600)]
+    for panel, (title, curves) in enumerate(panels.items()):
+        left, most = 34 + panel * (wide + gap), max(speed for curve in curves.values() for _, speed in curve)
+        steps = log2(max(clients for curve in curves.values() for clients, _ in curve))
+        parts.append(text(left, 48, title, theme.faint, size=12))
+        parts.append(f'<path d="M{left} {under}h{wide}" stroke="{theme.line}"/>')
+        for (system, curve), colour in zip(curves.items(), (theme.other, theme.own), strict=True):
+            at = [(left + wide * log2(n) / steps, top + tall * (1 - speed / most)) for n, speed in curve]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            above = -8 if system == "specdec" else 17
+            for (x, y), (n, speed) in zip(at, curve, strict=True):
+                parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+                parts.append(text(x, y + above, f"{speed:.0f}", theme.text, size=12, anchor="middle"))
+                parts.append(text(x, under + 20, str(n), theme.faint, size=12, anchor="middle"))
+            x, y = at[-1]
+            parts.append(text(x + 14, y + 4, system, theme.text, size=12))
+    parts.append(text(34, under + 42, "clients at a time, each with one request", theme.faint, size=12))
+    ends = (
+        f"{title}, {curve[-1][0]} clients: {system} {curve[-1][1]:.0f}"
+        for title, curves in panels.items()
+        for system, curve in curves.items()
+    )
+    return svg(under + 52, f"Tokens per second. {'; '.join(ends)}", parts, width=620)
+
+
 # the table
 
 
@@ -284,11 +315,11 @@ def box(x: float, y: float, width: float, height: float, fill: str, line: str = 
     return f'<rect {place} rx="4" fill="{fill}" stroke="{line}"/>'
 
 
-def svg(height: float, label: str, parts: Sequence[str]) -> str:
+def svg(height: float, label: str, parts: Sequence[str], width: int = WIDTH) -> str:
     """A picture, which readers of screens are told of by its label."""
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
         f'height="{height:.0f}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>\n'
     )
 
@@ -296,7 +327,7 @@ def svg(height: float, label: str, parts: Sequence[str]) -> str:
 def pictures() -> dict[Path, str]:
     """Every picture by its file."""
     assets = ROOT / "docs" / "assets"
-    makers = {"round": round_picture, "speed": plot, "scaling": scaling_plot}
+    makers = {"round": round_picture, "speed": plot, "scaling": scaling_plot, "clients": clients_plot}
     return {
         assets / f"{name}-{shade}.svg": make(theme) for name, make in makers.items() for shade, theme in THEMES.items()
     }

@@ -13,7 +13,7 @@ import typer.main
 import yaml
 
 import specdec
-from docs.make import figures
+from docs.make import demo, figures
 from docs.make import pages as made
 from recipes import functions
 from specdec import errors
@@ -48,6 +48,14 @@ def test_the_plot_shows_the_results() -> None:
     for width, row in zip(widths, rows.values(), strict=True):
         assert width == pytest.approx(unit * figures.speed(row), abs=0.5)
         assert f">{row['ms per token']} ms<" in figures.plot(figures.THEMES["light"])
+
+
+def test_the_recording_is_that_of_the_cast() -> None:
+    """`python docs/make/demo.py` would change nothing; the last screen has the last line of the demo."""
+    cast = demo.CAST.read_text(encoding="utf-8")
+    picture = demo.PICTURE.read_text(encoding="utf-8")
+    assert picture == demo.picture(cast)
+    assert "identical: yes" in picture
 
 
 def test_the_picture_is_a_round_that_happened() -> None:

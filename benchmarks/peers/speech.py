@@ -1,0 +1,234 @@
+"""Whisper in several engines, in turn on the same recording, from samples to text: one table.
+
+    python benchmarks/peers/speech.py TALK*.flac --target WHISPER --ct2 CT2 --python faster-whisper=FW/bin/python \\
+        --openvino OV_WHISPER --python openvino=OV/bin/python
+
+The recordings are heard as one. Everything is greedy, in English, with timestamps and without a second try at another
+temperature. Each engine is a process of its own, which sleeps while another works. Ratios are those of medians.
+"words" is the word error rate beside specdec's text without a draft. An engine whose model is not named is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RATE = 16_000
+Hear = Callable[[Any], str]
+"""From samples `[length]`, 16,000 a second, to their text."""
+
+
+def specdec(task: dict[str, Any], draft: str | None, backend: str) -> Hear:
+    """This package."""
+    from specdec import Transcriber
+
+    how = {"dtype": "float32", "backend": backend}
+    transcriber = Transcriber.from_pretrained(task["target"], draft, **how)
+    transcriber.generator.wait_until_compiled()
+    asked = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": 1}
+    return lambda sound: transcriber(sound, return_timestamps=True, generate_kwargs=dict(asked))["text"]
+
+
+def transformers(task: dict[str, Any]) -> Hear:
+    """transformers' pipeline, window by window."""
+    import torch
+    from transformers import pipeline
+
+    hear = pipeline("automatic-speech-recognition", model=task["target"], dtype=torch.float32)
+    asked = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": 1}
+    return lambda sound: hear(sound.copy(), return_timestamps=True, generate_kwargs=dict(asked))["text"]
+
+
+def faster_whisper(task: dict[str, Any], kind: str) -> Hear:
+    """faster-whisper, with the threads that the other engines have."""
+    from faster_whisper import WhisperModel
+
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    model = WhisperModel(task["ct2"], device="cpu", compute_type=kind, cpu_threads=threads)
+    asked = {"language": "en", "beam_size": 1, "temperature": 0.0, "condition_on_previous_text": False}
+    return lambda sound: "".join(segment.text for segment in model.transcribe(sound, **asked)[0])
+
+
+def openvino(task: dict[str, Any]) -> Hear:
+    """OpenVINO GenAI's Whisper pipeline."""
+    import openvino_genai
+
+    how: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        how["INFERENCE_NUM_THREADS"] = int(threads)
+    hear = openvino_genai.WhisperPipeline(task["openvino"], "CPU", **how)
+    asked = {"language": "<|en|>", "task": "transcribe", "return_timestamps": True}
+    return lambda sound: hear.generate(sound.tolist(), **asked).texts[0]
+
+
+# By name: the engine, its distribution, the model that it needs, and how it starts.
+SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
+    "specdec, no draft": ("specdec", "torch", "target", lambda task: specdec(task, None, "packed")),
+    "specdec, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "packed")),
+    "specdec compiled, no draft": ("specdec", "torch", "target", lambda task: specdec(task, None, "compiled")),
+    "specdec compiled, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "compiled")),
+    "transformers": ("transformers", "transformers", "target", transformers),
+    "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "float32")),
+    "faster-whisper, int8": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "int8")),
+    "OpenVINO GenAI": ("openvino", "openvino-genai", "openvino", openvino),
+}
+
+
+class Worker:
+    """One system in its own process, stopped while it is not asked; raises RuntimeError with its words."""
+
+    def __init__(self, python: str, task: dict[str, Any]) -> None:
+        where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([python, __file__, "--work"], text=True, env=where, **pipes)
+        self.texts: list[str] = []
+        self.seconds: list[float] = []
+        try:
+            self.version = self._ask(json.dumps(task))["ready"]
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def __call__(self) -> None:
+        """Hears the recording once."""
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            answer = self._ask("again")
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+        self.texts.append(answer["text"])
+        self.seconds.append(answer["seconds"])
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def work() -> None:
+    """Loads the system that the first line names and hears the recording for every further one."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    try:
+        import numpy as np
+
+        task = json.loads(sys.stdin.readline())
+        _, distribution, _, start = SYSTEMS[task["system"]]
+        hear, sound = start(task), np.load(task["sound"])
+        answer(ready=f"{distribution} {version(distribution)}")
+        for _ in sys.stdin:
+            began = time.perf_counter()
+            text = hear(sound)
+            answer(text=text, seconds=time.perf_counter() - began)
+    except Exception as error:
+        answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+
+
+def words(text: str) -> str:
+    """Small letters and digits alone."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def arguments() -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("audio", nargs="+", help="recordings, heard as one")
+    parser.add_argument("--target", required=True, help="folder or hub id of a Whisper")
+    parser.add_argument("--ct2", help="the same from ct2-transformers-converter")
+    parser.add_argument("--openvino", help="the same from optimum-cli")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Starts all systems, gives them turns, prints the table."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import numpy as np
+    from measure import Watch, table
+
+    from specdec.pipelines.speech.audio import read_audio
+    from specdec.pipelines.speech.word_errors import error_rate
+
+    args, watch = arguments(), Watch()
+    pythons = dict(entry.split("=", 1) for entry in args.python)
+    sound = np.concatenate([read_audio(file, RATE).samples for file in args.audio]).astype(np.float32)
+    workers: dict[str, Worker] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(f"{folder}/sound.npy", sound)
+        models = {"target": args.target, "ct2": args.ct2, "openvino": args.openvino}
+        try:
+            for name in args.only:
+                engine, _, needs, _ = SYSTEMS[name]
+                if models[needs] is None:
+                    continue
+                task = {"system": name, "sound": f"{folder}/sound.npy", **models}
+                try:
+                    worker = Worker(pythons.get(engine, sys.executable), task)
+                    workers[name] = worker
+                    worker()  # does not count
+                    worker.texts.clear()
+                    worker.seconds.clear()
+                except (RuntimeError, OSError) as error:
+                    failed[name] = str(error)
+                    if worker := workers.pop(name, None):
+                        worker.end()
+            for turn in range(args.repeats):
+                names = list(workers)
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    time.sleep(0.3)  # threads of the engine before come to rest
+                    watch.look()
+                    workers[name]()
+        finally:
+            for worker in workers.values():
+                worker.end()
+    if not workers:
+        sys.exit(f"no system ran: {failed}")
+    first = next(iter(workers.values()))
+    middle = {name: statistics.median(worker.seconds) for name, worker in workers.items()}
+    rows = [
+        [
+            name,
+            f"{middle[name]:.2f}",
+            f"{min(worker.seconds):.2f} to {max(worker.seconds):.2f}",
+            f"{middle['transformers'] / middle[name]:.2f}x" if "transformers" in middle else "",
+            f"{error_rate([worker.texts[0]], [first.texts[0]], words):.1%}",
+        ]
+        for name, worker in workers.items()
+    ]
+    print(f"{len(sound) / RATE:.0f} s of sound, {args.repeats} repeats, ", end="")
+    print(", ".join(dict.fromkeys(worker.version for worker in workers.values())), end="\n\n")
+    print(table(["system", "seconds", "range", "over transformers", "words"], rows))
+    for name, error in failed.items():
+        print(f"\n{name} did not run: {error}")
+    print(f"\n{watch.verdict()}", flush=True)
+
+
+if __name__ == "__main__":
+    work() if sys.argv[1:] == ["--work"] else main()
