@@ -91,7 +91,7 @@ def test_stopping(page: Any, server: Process) -> None:
     api.expect(page.locator("#figures")).to_have_text("stopped")
     api.expect(page.locator("#now-queue")).to_have_text("0 and 0", timeout=15_000)
     with server.client() as client:
-        assert 'requests_aborted_total{endpoint="/v1/chat/completions"}' in client.get("/metrics").text
+        assert 'requests_aborted_total{endpoint="/v1/completions"}' in client.get("/metrics").text
 
 
 def test_chatting(page: Any) -> None:
