@@ -1,4 +1,4 @@
-"""Measures one group: plain decoding and all cells in turn; compares their texts, and records one round by round."""
+"""Measures one group, plain decoding and all cells in turn, and compares their texts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from functools import partial
 from typing import Any
 
 from specdec.bench.compare import differences, explain
-from specdec.bench.figures import per_token
 from specdec.bench.imports import place_of
 from specdec.bench.machine import Watch
 from specdec.bench.prompts import PromptText
-from specdec.bench.samples import Failure, Key, Sample, Store, Strip
+from specdec.bench.samples import Failure, Key, Sample, Store
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDraft
-from specdec.bench.systems import Measured, Systems, measure, strip
+from specdec.bench.systems import Measured, Systems, measure
 from specdec.errors import SpecdecError
 from specdec.generator.generator import SpecGenerator
 
 WARM_UP = 16  # new tokens of a warm-up call
-STRIP = 64  # new tokens of the text that is recorded round by round
 
 
 @dataclass
@@ -45,13 +43,12 @@ class GroupRun:
         return [None, *self.group.cells]
 
     def is_finished(self) -> bool:
-        """Whether all samples exist, all differences are explained and a text was recorded."""
-        if len(self.store.samples.keys() & set(self._keys())) < self.size:
-            return False
-        return all(map(self._is_explained, self._keys())) and not self._lacks_strip(self._systems)
+        """Whether all samples exist and all differences are explained."""
+        is_measured = len(self.store.samples.keys() & set(self._keys())) == self.size
+        return is_measured and all(map(self._is_explained, self._keys()))
 
     def run(self, systems: Systems, watch: Watch) -> None:
-        """Measures, compares and records what is missing."""
+        """Measures and compares what is missing."""
         alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
         if None not in alive:
             return
@@ -61,7 +58,6 @@ class GroupRun:
             for cell in alive[first:] + alive[:first]:
                 self._attempt(cell, partial(self._sample, systems, watch, cell, batch, repeat))
         self._compare(systems)
-        self._show(systems, alive)
 
     def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
         """Runs `action` unless the system failed before; returns whether it succeeded, and notes the failure."""
@@ -137,25 +133,6 @@ class GroupRun:
             for batch in range(len(self.batches)):
                 for repeat in range(self.suite.repeats):
                     yield Key(self.group.label, name_of(cell), batch, repeat)
-
-    def _lacks_strip(self, alive: Sequence[Cell | None]) -> bool:
-        """Whether a text is to be recorded; those of searches do not grow round by round."""
-        has_one = any(kept.group == self.group.label for kept in self.store.strips)
-        return len(alive) > 1 and self.group.strategy.grows and not has_one
-
-    def _show(self, systems: Systems, alive: Sequence[Cell | None]) -> None:
-        """Shows the fastest cell, one with a real draft if possible."""
-        if not self._lacks_strip(alive):
-            return
-        real = [cell for cell in alive[1:] if cell is not None and not cell.is_synthetic] or alive[1:]
-        best = min(real, key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
-        self._attempt(best, partial(self._record, systems, best))
-
-    def _record(self, systems: Systems, best: Cell | None) -> None:
-        """Records the first prompt's text by `best`, round by round."""
-        prompts = self.batches[0][:1]
-        rounds = strip(self._generator(systems, best, 0), self._call(best, prompts, most=STRIP))
-        self.store.add(Strip(self.group.label, name_of(best), prompts[0].text, rounds))
 
 
 def name_of(cell: Cell | None) -> str:

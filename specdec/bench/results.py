@@ -57,7 +57,6 @@ def exit_state(found: Results) -> str:
 def _group(outcome: Outcome, group: Group) -> Results:
     plain = outcome.store.of(group.label, PLAIN)
     systems = [_system(outcome, group, cell, plain) for cell in (None, *group.cells)]
-    shown = next((asdict(strip) for strip in outcome.store.strips if strip.group == group.label), None)
     return {
         "label": group.label,
         "target": group.target,
@@ -69,7 +68,6 @@ def _group(outcome: Outcome, group: Group) -> Results:
         "comparable": group.strategy.comparable,
         "systems": [system for system in systems if system is not None],
         "sweeps": _sweeps(outcome, group, plain),
-        "strip": shown,
     }
 
 

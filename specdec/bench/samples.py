@@ -94,24 +94,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """One text round by round (see `systems.strip`)."""
-
-    group: str
-    system: str
-    prompt: str
-    rounds: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Run:
     """One start of the benchmark (see `machine.provenance`)."""
 
     provenance: dict[str, Any]
 
 
-Record = Sample | Mismatch | Strip | Run
-_KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Sample, Mismatch, Strip, Run)}
+Record = Sample | Mismatch | Run
+_KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Sample, Mismatch, Run)}
 
 
 _ANEW = "choose another --out, or pass --restart to begin anew"
@@ -127,7 +117,6 @@ class Store:
         self._file = folder / "samples.jsonl"
         self.samples: dict[Key, Sample] = {}
         self.mismatches: list[Mismatch] = []
-        self.strips: list[Strip] = []
         self.runs: list[Run] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +151,6 @@ class Store:
                 self.samples[record.key] = record
             case Mismatch():
                 self.mismatches.append(record)
-            case Strip():
-                self.strips.append(record)
             case Run():
                 self.runs.append(record)
 

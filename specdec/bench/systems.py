@@ -11,8 +11,6 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDraft, passes_of
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
-from specdec.core.tree import EMPTY, Tree
 from specdec.errors import LoadError, OptionError
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
@@ -21,8 +19,6 @@ from specdec.models import LanguageModel
 from specdec.options import bundled_models
 from specdec.options.load import Loading, Vocabulary
 from specdec.proposers import COPYING, is_word
-
-_IN_VAIN = 24  # characters shown of drafted text that was not accepted
 
 
 class Systems:
@@ -134,63 +130,3 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     for (before, _), (time, count) in pairwise(arrivals):
         gaps += [(time - before) / count] * count
     return gaps
-
-
-class _Recording(Draft, Proposer):
-    """A draft that records its proposals, for one row."""
-
-    def __init__(self, drafter: Draft) -> None:
-        self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
-        self.guesses_trees, self.reads_predictions = drafter.guesses_trees, drafter.reads_predictions
-        self.hidden_layers = drafter.hidden_layers
-        self.proposed: list[Tree] = []
-        self._last = EMPTY
-
-    def start(self, vocab_size: int) -> Proposer:
-        self._proposer = self._drafter.start(vocab_size)
-        return self
-
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        [self._last] = trees = self._proposer.propose(rows, plans)
-        return trees
-
-    @property
-    def cache(self) -> Any:
-        return self._proposer.cache
-
-    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return self._proposer.fork(seq, source, length)
-
-    def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._proposer.save(seq, length)
-
-    def update(self, commits: Sequence[Commit]) -> None:
-        [commit] = commits
-        if len(commit.seq.tokens) > commit.seq.prompt_length:  # no chunk of a prompt
-            self.proposed.append(self._last)
-            self._last = EMPTY
-        self._proposer.update(commits)
-
-    def drop(self, seq_ids: Sequence[int]) -> None:
-        self._proposer.drop(seq_ids)
-
-
-def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One text by rounds: `tokens`, how many the draft had (`accepted`), and the drafted text that was not (`vain`)."""
-    assert generator.drafter is not None
-    recording = _Recording(generator.drafter)
-    tokenizer = generator.tokenizer
-    shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer, prefix_cache=False)
-    rounds = []
-    for number, event in enumerate(shown.stream(**call)):
-        proposed = recording.proposed[number]
-        left = proposed.tokens[event.accepted :]
-        vain = tokenizer.decode(left).replace("\n", "↵") if proposed.is_chain else f"({len(left)} more)"
-        rounds.append(
-            {
-                "tokens": [tokenizer.decode([i]) for i in event.token_ids],
-                "accepted": event.accepted,
-                "vain": vain if len(vain) <= _IN_VAIN else f"{vain[:_IN_VAIN]}…",
-            }
-        )
-    return rounds

@@ -92,7 +92,7 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
     assert "<tiny>" in page.text
     assert "<tiny>" not in html
     assert all(sentence in page.text for sentence in found["summary"])
-    for words in ("peak", "p99", "identical", "Theorem 3.8", "drafted in vain", "flags", "threads"):
+    for words in ("peak", "p99", "identical", "Theorem 3.8", "flags", "threads"):
         assert words in page.text
     assert found["fingerprint"] in page.text
     assert page.text.count("eager, draft packed") == 6
@@ -103,7 +103,6 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
             assert number(system["token_ms"]["p99"]) in page.text
         assert [backends(system) for system in group["systems"]] == ["eager", *["eager, draft packed"] * 3]
         assert [sweep["k"] for sweep in group["sweeps"]] == [[1, 3]]
-        assert html.count('class="own"') >= sum(len(r["tokens"]) - r["accepted"] for r in group["strip"]["rounds"])
 
 
 @pytest.mark.slow
