@@ -139,7 +139,7 @@ def picture(cast: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
         f'height="{height}" role="img" aria-label="{label}">\n<style>{style}</style>\n'
         f'<rect width="100%" height="100%" rx="8" fill="{GROUND}"/>\n'
-        f'<clipPath id="screen"><rect width="100%" y="{EDGE - 4}" height="{ROWS * LINE + 8}"/></clipPath>\n'
+        f'<clipPath id="screen"><rect width="100%" y="{EDGE}" height="{ROWS * LINE + 4}"/></clipPath>\n'
         f'<g clip-path="url(#screen)"><g class="up">\n' + "\n".join(body) + "\n</g></g>\n</svg>\n"
     )
 

@@ -174,6 +174,38 @@ def clients_plot(theme: Theme) -> str:
     return svg(under + 52, f"Tokens per second. {'; '.join(ends)}", parts, width=620)
 
 
+def sizes_plot(theme: Theme) -> str:
+    """Milliseconds per token over parameters; both axes are logarithmic."""
+    found = json.loads((RESULTS / "sizes.json").read_text(encoding="utf-8"))
+    sizes: list[dict[str, float]] = found["sizes"]
+    left, top, wide, tall = 44, 44, 340, 180
+    slowest = max(max(one["transformers"], one["specdec"]) for one in sizes)
+    fastest = min(min(one["transformers"], one["specdec"]) for one in sizes)
+    ends = [log2(sizes[0]["parameters"]), log2(sizes[-1]["parameters"])]
+
+    def place(one: Mapping[str, float], system: str) -> tuple[float, float]:
+        across = (log2(one["parameters"]) - ends[0]) / (ends[1] - ends[0] or 1)
+        return left + wide * across, top + tall * log2(slowest / one[system]) / log2(slowest / fastest)
+
+    parts = [text(0, 18, "Milliseconds per token, without a draft", theme.text, size=15, weight=600)]
+    parts.append(f'<path d="M{left} {top + tall + 18}h{wide}" stroke="{theme.line}"/>')
+    for system, colour, above in (("transformers", theme.other, -8), ("specdec", theme.own, 17)):
+        points = [place(one, system) for one in sizes]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for (x, y), one in zip(points, sizes, strict=True):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+            parts.append(text(x, y + above, f"{one[system]:.1f}", theme.text, size=12, anchor="middle"))
+        parts.append(text(points[-1][0] + 18, points[-1][1] + 4, system, theme.text, size=12))
+    for one in sizes:
+        x, _ = place(one, "specdec")
+        parts.append(text(x, top + tall + 38, f"{one['parameters'] / 1e6:.0f}", theme.faint, size=12, anchor="middle"))
+    under = f"million parameters. {found['processor'].strip()}, {found['threads']} threads, float32"
+    parts.append(text(left, top + tall + 60, under, theme.faint, size=12))
+    label = "; ".join(f"{one['parameters'] / 1e6:.0f} M: {one['transformers']}, {one['specdec']}" for one in sizes)
+    return svg(top + tall + 70, f"Milliseconds per token, transformers and specdec: {label}", parts)
+
+
 # the table
 
 
@@ -328,6 +360,8 @@ def pictures() -> dict[Path, str]:
     """Every picture by its file."""
     assets = ROOT / "docs" / "assets"
     makers = {"round": round_picture, "speed": plot, "scaling": scaling_plot, "clients": clients_plot}
+    if (RESULTS / "sizes.json").is_file():
+        makers["sizes"] = sizes_plot
     return {
         assets / f"{name}-{shade}.svg": make(theme) for name, make in makers.items() for shade, theme in THEMES.items()
     }
