@@ -220,16 +220,16 @@ def test_states_that_somebody_else_wants_too() -> None:
 @pytest.mark.skipif(OLD, reason="transformers keeps them all")
 def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass keeps the layers of its drafts, and nothing where no draft asks."""
-    from specdec.models.backends import outputs
+    from specdec.models.backends import padded
 
     seen = []
-    extras = outputs._extras
+    extras = padded._extras
 
     def spied(output: Any, *rest: Any) -> Any:
         seen.append([layer is not None for layer in output.get("hidden_states") or ()])
         return extras(output, *rest)
 
-    monkeypatch.setattr(outputs, "_extras", spied)
+    monkeypatch.setattr(padded, "_extras", spied)
     drafter = Listener()
     drafter.hidden_layers = (1,)
     SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
