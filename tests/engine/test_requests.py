@@ -287,6 +287,30 @@ def test_what_fails_in_one_request_ends_it_alone(name: str, draft: Any, kind: st
                     assert result(call).sequences.tolist() == expected[i], (place, at)
 
 
+@pytest.mark.parametrize("reading", [False, True])
+def test_what_fails_in_a_pass_ends_all_that_take_part(reading: bool) -> None:
+    """All requests of a round, or of the prompts that are read, with their rows that run already; later ones go on."""
+    generator = SpecGenerator(tiny("llama"))
+    engine, run = engine_of(generator), engine_of(generator).target.run
+    calls = [submit(generator, [[5, 9], *LONG], prefill_chunk_size=64), submit(generator, [[6, 7]])]
+    for _ in range(2 if reading else 8):
+        engine.step()
+    running = [seq.prompt_length for seq in engine.running]
+    assert running == [2, 2] if reading else len(running) == 3
+
+    def fails(works: Any, **more: Any) -> Any:
+        if bool(engine.prefilling) == reading and (works[0].text_length or not reading):
+            raise Trouble("out of memory")
+        return run(works, **more)
+
+    engine.target.run = fails  # type: ignore[method-assign]
+    engine.step()
+    engine.target.run = run  # type: ignore[method-assign]
+    assert [isinstance(call.request.error, Trouble) for call in calls] == [True, not reading]
+    finish(engine)
+    assert new_tokens(calls[1]) == 24 or not reading
+
+
 class Clinging(Draft, Proposer):
     """Cannot let go of a sequence; notes whom each of its proposers was asked about."""
 
