@@ -259,8 +259,8 @@ class Proposer(ABC):
         """One tree per sequence, possibly empty, from the sequence's leaves.
 
         A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
-        be 0 or less. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read shows
-        which guesses stayed.
+        be 0 or less; where it is for all, only drafts that copy are asked. A sequence with an unknown `seq.id` is new.
+        A comparison of `seq.tokens` with what was read shows which guesses stayed.
         """
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:

@@ -250,6 +250,18 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
         assert drafted >= 17
 
 
+def test_chains_of_a_batch_end_together() -> None:
+    """A draft pass takes as long for one row as for eight. (A row went on alone for fifteen, at an eighth of each.)"""
+    acceptance = Acceptance().after([(0.75, i < 75) for i in range(100)], 100)
+    cost = replace(fitted(0.02), drafts={"model": LinearFit().add(1, 0.15)}, acceptance=acceptance)
+    alone, *_ = cost.plan([Key(0)])
+    batch = cost.plan([Key(row) for row in range(8)])
+    assert alone.limit == 16
+    assert {plan.limit for plan in batch} <= {5, 6, 7}
+    sure = replace(cost, acceptance=Acceptance().after([(0.99, True)] * 100, 100))
+    assert [plan.limit for plan in sure.plan([Key(0), Key(1)])] == [16, 16]
+
+
 def test_cost_tries_again_when_passes_get_dearer() -> None:
     """Drafting that lost beside fast passes is tried again soon after they become slow, as when files turn cold."""
     schedule = tried(Cost(), 200, 3, 0.5, accepted=1, belief=0.7, hidden=0.5)

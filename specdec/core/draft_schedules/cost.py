@@ -81,6 +81,20 @@ class CostPlan:
         shorter = length < self.limit and self.branches in (None, 1)
         return replace(self, limit=length) if shorter else self
 
+    @property
+    def shared_length(self) -> int:
+        """The length up to which passes over chains of several sequences pay; each pays its share, if all go on.
+
+        Those whose guesses are right so far are, at a level, the mean acceptance to the power of those before it. One
+        that went on alone would take a whole draft pass for each of its tokens.
+        """
+        mean = self.acceptance.mean
+        gain = mean - self.verify_cost
+        if gain <= self.draft_cost:
+            return 1
+        longest = math.log(self.draft_cost / gain) / math.log(mean) if self.draft_cost and mean < 1 else self.limit
+        return 1 + int(min(longest, self.limit))
+
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         """Whether the next draft pass pays: its tokens, of unknown confidence, must be worth their whole cost."""
         if max(map(len, paths)) >= self.limit:
@@ -220,7 +234,8 @@ class Cost:
         # Only the slowest source asks before each pass; text drafts have no passes.
         dearest = max(self.drafts.values(), key=lambda line: line.at(1))
         draft_pass, node = dearest.at(0) / (seqs + self._drafting_seqs), self.passes.slope + dearest.slope
-        return self._plan(self.k, rate * draft_pass, rate * node)
+        plan = self._plan(self.k, rate * draft_pass, rate * node)
+        return plan.up_to(plan.shared_length) if seqs + self._drafting_seqs > 1 else plan
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
         # A try of a single token needs no tree.
