@@ -26,6 +26,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -317,10 +318,10 @@ void multiply(const Packed& packed, Rows<typename Kind::Row> rows, int64_t count
 }
 
 #if defined(__AVX512BF16__)
-constexpr int64_t STEP = 2 * TILE_ROWS;    // columns whose weights are two tiles
-constexpr int64_t PANEL = 512;             // columns whose weights stay in the first cache
+constexpr int64_t STEP = 2 * TILE_ROWS;      // columns whose weights are two tiles
+constexpr int64_t PANEL = 512;               // columns whose weights stay in the first cache
 constexpr int64_t TOGETHER = 2 * TILE_ROWS;  // rows that share a read of the weights
-constexpr int64_t TILED = 256;             // rows whose sums wait in the second cache
+constexpr int64_t TILED = 256;               // rows whose sums wait in the second cache
 
 // The weights of columns `[begin, end)` as chunks of bfloat16, with zeros up to whole steps: as they lie, or in `room`.
 template <class Kind>
@@ -388,7 +389,8 @@ inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<a
                       const float* own, float* sums) {
   auto at = (block * packed.groups() + group) * BLOCK;
   for (int v = 0; v < VECTORS; v++) {
-    auto scale = floats(packed.scales + at + v * LANES), min = packed.mins ? floats(packed.mins + at + v * LANES) : scale;
+    auto scale = floats(packed.scales + at + v * LANES);
+    auto min = packed.mins ? floats(packed.mins + at + v * LANES) : Floats{};
     for (int64_t r = 0; r < count; r++) {
       auto place = r * BLOCK + v * LANES;
       auto total = load<Floats>(sums + place) + load<Floats>(own + place) * scale;
@@ -520,7 +522,7 @@ struct Fastest {
 std::array<Fastest, 16> measured;
 
 Fastest& measured_of(at::ScalarType weight, bool grouped, bool wide) {
-  return measured[columns_of_chunk(weight) / 2 * 4 - (weight == at::kByte) * 4 + grouped * 2 + wide];
+  return measured[std::countr_zero(static_cast<uint64_t>(columns_of_chunk(weight))) * 4 + grouped * 2 + wide];
 }
 
 template <class Kind>
@@ -553,7 +555,8 @@ at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fast
   way = way_of<Kind>(packed, way, count, fastest);
   if (way == UNPACKED) {
     std::optional<at::Tensor> bias;
-    if (packed.bias) bias = at::from_blob(const_cast<float*>(packed.bias), {packed.outputs}, at::kFloat).to(x.options());
+    auto numbers = const_cast<float*>(packed.bias);
+    if (numbers) bias = at::from_blob(numbers, {packed.outputs}, at::kFloat).to(x.options());
     return at::linear(x, unpacked<Single, In>(packed, x.options()), bias);
   }
   auto sizes = x.sizes().vec();
@@ -569,10 +572,7 @@ at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fast
   if (packed.mins) rows.in_group = in_group.const_data_ptr<float>();
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Row, at::BFloat16>)
-    if (way == TILES_ALONE) {
-      multiply_by_tiles<Kind>(packed, rows, count, y.mutable_data_ptr<In>());
-      return y;
-    }
+    if (way == TILES_ALONE) return multiply_by_tiles<Kind>(packed, rows, count, y.mutable_data_ptr<In>()), y;
 #endif
   multiply<Kind>(packed, rows, count, y.mutable_data_ptr<In>());
   return y;

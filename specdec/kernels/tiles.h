@@ -80,11 +80,10 @@ struct Tiles {
  private:
   static float normal(float number) { return std::fabs(number) < FLT_MIN ? 0 * number : number; }
   static float half_of(const uint8_t* row, int pair, int half) {
-    auto word = load<uint32_t>(row + pair * 4);
-    return normal(load<float>(&(word = half ? word & 0xffff0000u : word << 16)));
+    auto word = ::load<uint32_t>(row + pair * 4);
+    word = half ? word & 0xffff0000u : word << 16;
+    return normal(::load<float>(&word));
   }
-  template <class T>
-  static T load(const void* from) { T value; std::memcpy(&value, from, sizeof value); return value; }
 };
 
 thread_local Tiles tiles;
@@ -97,11 +96,13 @@ thread_local Tiles tiles;
 #define TILE_RELEASE() (void)0
 
 inline bool has_tiles() { return false; }
-#if defined(__AVX512BF16__)  // the library reads weights in pairs
-inline bool runs_tiles() { return true; }
+inline bool runs_tiles() {
+#if defined(__AVX512BF16__)  // weights are read in pairs
+  return true;
 #else
-inline bool runs_tiles() { return false; }
+  return false;
 #endif
+}
 
 #endif
 
