@@ -406,6 +406,7 @@ void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int
   alignas(64) Words room[PANEL / 2 * VECTORS];
   alignas(64) float own[TOGETHER * BLOCK];  // of a group, in integers' units
   auto panel = packed.scales ? PANEL / packed.group * packed.group : PANEL;
+  int64_t sized = 0;  // rows for which tiles are set
   std::fill_n(sums, count * BLOCK, 0.0f);
   for (int64_t begin = 0; begin < packed.columns; begin += panel) {
     auto end = std::min(begin + panel, packed.columns), unit = packed.scales ? packed.group : panel;
@@ -415,7 +416,7 @@ void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int
       auto add = now > TILE_ROWS ? add_steps<true> : add_steps<false>;
       auto from = rows.from(row, packed);
       auto ahead = row || weights == reinterpret_cast<const char*>(room) ? 0 : AHEAD;
-      set_sizes(now);
+      if (now != sized) set_sizes(sized = now);
       for (auto first = begin; first < end; first += unit) {
         auto to = packed.scales ? own : sums + row * BLOCK;
         if (packed.scales) std::fill_n(own, now * BLOCK, 0.0f);
