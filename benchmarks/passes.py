@@ -2,6 +2,7 @@
 
 python benchmarks/passes.py --linears
 python benchmarks/passes.py --attention
+python benchmarks/passes.py --prompts HuggingFaceTB/SmolLM2-135M-Instruct
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
 weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `backend="compiled"` run
@@ -12,6 +13,10 @@ in turn.
 
 Attention of one layer over a cache, copies of which take turns too: of `rows` texts, each with tokens that see all
 columns before them; ours beside torch's with repeated keys and a mask.
+
+Reading a prompt: one pass that returns the last token's logits, beside transformers' own pass in turn, integers beside
+transformers' in bfloat16. Each cell is milliseconds, and the median of the ratios to transformers' time of the same
+turn.
 """
 
 from __future__ import annotations
@@ -20,18 +25,23 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measure import Watch, interleaved, table
+from measure import Watch, interleaved, ratio, table
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
+from specdec import SpecGenerator
 from specdec.bench.machine import provenance
+from specdec.core.work import Work
 from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, passes, to_int4, to_int8, why_not
+from specdec.models.cache.session import Session
 
 BUFFER_BYTES = 512 << 20
 LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hold
@@ -267,14 +277,65 @@ def attention(name: str, repeats: int, wanted: str) -> None:
     print(table(["us", *columns], rows), flush=True)
 
 
+PROMPTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8-weight": {"dtype": "bfloat16", "quantization": "int8-weight"},
+    "int4-weight": {"dtype": "bfloat16", "quantization": "int4-weight"},
+}
+
+
+def prompts(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
+    """Prints a table for each kind of weights."""
+    for kind, how in PROMPTS.items():
+        backends = [backend for backend in ("eager", "packed", "compiled") if wanted in f"{kind}, {backend}"]
+        if not backends:
+            continue
+        given = torch.randint(1000, 40000, (1, max(counts)), generator=torch.Generator().manual_seed(0))
+        theirs = AutoModelForCausalLM.from_pretrained(name, dtype=FLOATS[how["dtype"]]).eval()
+        systems: dict[str, Callable[[int], object]] = {"transformers": partial(read_theirs, theirs, given)}
+        for backend in backends:
+            generator = SpecGenerator.from_pretrained(name, backend=backend, **how)
+            if backend == "compiled":
+                generator.wait_until_compiled()
+            systems[backend] = partial(read, generator.target.session(), given[0].tolist())
+        with torch.inference_mode():
+            for system in systems.values():
+                for count in counts:
+                    system(count)
+            seconds = interleaved(systems, counts, repeats, Watch())
+        rows = []
+        for system_name, times in seconds.items():
+            pairs = zip(times, seconds["transformers"], strict=True)
+            cells = [f"{median(own) * 1e3:.0f}, {ratio([[x] for x in own], [[x] for x in other]):.2f}"
+                     for own, other in pairs]  # fmt: skip
+            rows.append([system_name, *cells])
+        print(f"\n{kind}\n\n" + table(["ms, share", *(f"{count} tokens" for count in counts)], rows), flush=True)
+
+
+def read_theirs(model: Any, tokens: Tensor, count: int) -> Tensor:
+    """The same as transformers reads prompts."""
+    logits: Tensor = model(tokens[:, :count], use_cache=True, logits_to_keep=1).logits
+    return logits
+
+
+def read(session: Session, tokens: list[int], count: int) -> Tensor:
+    """The logits after the first `count` tokens, in one pass of a session that has read others before."""
+    row = session.add(1)[0]
+    logits = session.run([Work.text(row, tokens[:count])])[0].logits
+    session.remove([row])
+    return logits
+
+
 def main() -> None:
     """Prints one table per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--linears", action="store_true")
     what.add_argument("--attention", action="store_true")
+    what.add_argument("--prompts", metavar="MODEL")
     parser.add_argument("--models", nargs="+", choices=[*MODELS, *HEADS], help="all by default")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", nargs="+", type=int, help="or tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ways", default="", help="only those with this in their name")
     given = parser.parse_args()
@@ -282,9 +343,11 @@ def main() -> None:
         print(f"no kernels of ours: {reason}")
     found = provenance()
     print(f"{found['processor']}, {found['threads']} threads, torch {found['versions']['torch']}")
+    if given.prompts:
+        return prompts(given.prompts, given.rows or [128, 512, 1024], given.repeats, given.ways)
     for name in given.models or (MODELS if given.linears else HEADS):
         if given.linears:
-            linears(name, given.rows, given.repeats, given.ways)
+            linears(name, given.rows or [1, 2, 4, 8, 16, 32, 64], given.repeats, given.ways)
         else:
             attention(name, given.repeats, given.ways)
 

@@ -12,19 +12,27 @@
 //
 // Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
 // rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
-// step takes two columns where the processor multiplies pairs of bfloat16.
+// step takes two columns where the processor multiplies pairs of bfloat16, and 32 where it has tiles (AMX), which read
+// chunks of bfloat16 as they lie: 16 of them are two tiles of 16 pairs times 16 outputs. Tiles round otherwise than
+// vectors, and torch's own product over the unpacked weight otherwise again: `Way` says which of them is taken.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <bit>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <utility>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -71,7 +79,8 @@ struct Packed {
   const char* chunks;
   const at::Half *scales, *mins;
   const float *factors, *bias;
-  int64_t inputs, outputs, columns, group;  // columns: inputs and padding; group: columns of one scale, or all
+  // columns: inputs and padding; group: columns of one scale, or all; width: numbers from a row to the next
+  int64_t inputs, outputs, columns, group, width;
 
   template <class Kind>
   int64_t offset(int64_t block, int64_t column) const {
@@ -111,6 +120,16 @@ struct Int4 : Float32 {
   Weights weights(const char* chunk, int i, int v) const {
     auto lanes = load<Words>(chunk + v * sizeof(Words)) >> (i / 2 + i % 2 * 4) * 4;
     return floats((Ints)(lanes & 15)) - zero;
+  }
+};
+
+struct BFloat16Singles : Float32 {
+  static constexpr int COLUMNS = 2;
+
+  using Float32::Float32;
+  Weights weights(const char* chunk, int i, int v) const {
+    auto pairs = load<Words>(chunk + v * sizeof(Words));
+    return (Floats)(i ? pairs & 0xffff0000u : pairs << 16);
   }
 };
 
@@ -160,27 +179,18 @@ struct Int4Pairs : Pairs {
   }
 };
 #else
-struct BFloat16 : Float32 {
-  static constexpr int COLUMNS = 2;
-
-  using Float32::Float32;
-  Weights weights(const char* chunk, int i, int v) const {
-    auto pairs = load<Words>(chunk + v * sizeof(Words));
-    return (Floats)(i ? pairs & 0xffff0000u : pairs << 16);
-  }
-};
-
+using BFloat16 = BFloat16Singles;
 using Int8Pairs = Int8;
 using Int4Pairs = Int4;
 #endif
 
 template <class Row>
 struct Rows {
-  const Row* x;           // [rows, columns]
+  const Row* x;           // [rows, width]
   const float* in_group;  // [rows, groups]: the sum of a row over a group's columns, where there are mins
 
   Rows from(int64_t row, const Packed& packed) const {
-    return {x + row * packed.columns, in_group ? in_group + row * packed.groups() : nullptr};
+    return {x + row * packed.width, in_group ? in_group + row * packed.groups() : nullptr};
   }
 };
 
@@ -212,7 +222,7 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
           UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk + b * next, i, v);
           UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)
-              sum[b][r][v] = Kind::add(sum[b][r][v], rows.x + r * packed.columns + column + i, weights[v]);
+              sum[b][r][v] = Kind::add(sum[b][r][v], rows.x + r * packed.width + column + i, weights[v]);
         }
     }
 
@@ -307,15 +317,173 @@ void multiply(const Packed& packed, Rows<typename Kind::Row> rows, int64_t count
   });
 }
 
-// `[rows, inputs]` as `[rows, columns]` of the type that the kind reads, zeros in the padding.
+#if defined(__AVX512BF16__)
+constexpr int64_t STEP = 2 * TILE_ROWS;      // columns whose weights are two tiles
+constexpr int64_t PANEL = 512;               // columns whose weights stay in the first cache
+constexpr int64_t TOGETHER = 2 * TILE_ROWS;  // rows that share a read of the weights
+constexpr int64_t TILED = 256;               // rows whose sums wait in the second cache
+
+// The weights of columns `[begin, end)` as chunks of bfloat16, with zeros up to whole steps: as they lie, or in `room`.
+template <class Kind>
+const char* as_pairs(const Packed& packed, int64_t block, int64_t begin, int64_t end, Words* room) {
+  auto chunk = packed.chunks + packed.offset<Kind>(block, begin);
+  if (std::is_same_v<Kind, BFloat16> && (end - begin) % STEP == 0) return chunk;
+  const Kind kind(packed);
+  auto to = room;
+  for (auto column = begin; column < end; column += Kind::COLUMNS, chunk += CHUNK) {
+    __builtin_prefetch(chunk + AHEAD);
+    __builtin_prefetch(chunk + AHEAD + CHUNK / 2);
+    UNROLL for (int i = 0; i < Kind::COLUMNS; i += 2)
+      UNROLL for (int v = 0; v < VECTORS; v++) *to++ = kind.weights(chunk, i, v);
+  }
+  std::fill(to, room + (end - begin + STEP - 1) / STEP * STEP / 2 * VECTORS, Words{});
+  return reinterpret_cast<const char*>(room);
+}
+
+// Adds the products of up to TOGETHER rows and the weights of `steps` steps to `sums` `[rows, 32]`; prefetches what
+// lies `ahead`, if that is not 0. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
+template <bool BOTH>
+void add_steps(const at::BFloat16* x, int64_t width, const char* weights, int64_t steps, int64_t ahead, float* sums) {
+  constexpr int64_t LINE = BLOCK * sizeof(float), NEXT = TILE_ROWS * BLOCK;
+  auto bytes = width * static_cast<int64_t>(sizeof *x);
+  TILE_LOAD(0, sums, LINE);
+  TILE_LOAD(1, sums + TILE_ROWS, LINE);
+  if (BOTH) {
+    TILE_LOAD(2, sums + NEXT, LINE);
+    TILE_LOAD(3, sums + NEXT + TILE_ROWS, LINE);
+  }
+  for (int64_t step = 0; step < steps; step++, x += STEP, weights += TILE_ROWS * CHUNK) {
+    if (ahead)
+      for (int64_t line = 0; line < TILE_ROWS * CHUNK; line += 64) __builtin_prefetch(weights + ahead + line);
+    TILE_LOAD(4, x, bytes);
+    TILE_LOAD(6, weights, CHUNK);
+    TILE_LOAD(7, weights + TILE_BYTES, CHUNK);
+    TILE_ADD_PAIRS(0, 4, 6);
+    TILE_ADD_PAIRS(1, 4, 7);
+    if (BOTH) {
+      TILE_LOAD(5, x + TILE_ROWS * width, bytes);
+      TILE_ADD_PAIRS(2, 5, 6);
+      TILE_ADD_PAIRS(3, 5, 7);
+    }
+  }
+  TILE_STORE(0, sums, LINE);
+  TILE_STORE(1, sums + TILE_ROWS, LINE);
+  if (BOTH) {
+    TILE_STORE(2, sums + NEXT, LINE);
+    TILE_STORE(3, sums + NEXT + TILE_ROWS, LINE);
+  }
+}
+
+// Tiles for `rows` rows, up to TOGETHER.
+inline void set_sizes(int64_t rows) {
+  TileSizes sizes;
+  std::fill_n(sizes.bytes, 8, TILE_BYTES);
+  std::fill_n(sizes.rows, 8, TILE_ROWS);
+  for (int tile : {0, 1, 4}) sizes.rows[tile] = std::min(rows, TILE_ROWS);
+  for (int tile : {2, 3, 5}) sizes.rows[tile] = std::max<int64_t>(rows - TILE_ROWS, 1);
+  TILE_SIZES(sizes);
+}
+
+// Scales the sums `own` of a group, and adds them to the `sums` `[rows, 32]` of one block.
+inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<at::BFloat16> rows, int64_t count,
+                      const float* own, float* sums) {
+  auto at = (block * packed.groups() + group) * BLOCK;
+  for (int v = 0; v < VECTORS; v++) {
+    auto scale = floats(packed.scales + at + v * LANES);
+    auto min = packed.mins ? floats(packed.mins + at + v * LANES) : Floats{};
+    for (int64_t r = 0; r < count; r++) {
+      auto place = r * BLOCK + v * LANES;
+      auto total = load<Floats>(sums + place) + load<Floats>(own + place) * scale;
+      if (packed.mins) total += rows.in_group[r * packed.groups() + group] * min;
+      store(sums + place, total);
+    }
+  }
+}
+
+// The sums `[rows, 32]` of one block, by tiles.
+template <class Kind>
+void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int64_t count, float* sums) {
+  alignas(64) Words room[PANEL / 2 * VECTORS];
+  alignas(64) float own[TOGETHER * BLOCK];  // of a group, in integers' units
+  auto panel = packed.scales ? PANEL / packed.group * packed.group : PANEL;
+  int64_t sized = 0;  // rows for which tiles are set
+  std::fill_n(sums, count * BLOCK, 0.0f);
+  for (int64_t begin = 0; begin < packed.columns; begin += panel) {
+    auto end = std::min(begin + panel, packed.columns), unit = packed.scales ? packed.group : panel;
+    auto weights = as_pairs<Kind>(packed, block, begin, end, room);
+    for (int64_t row = 0; row < count; row += TOGETHER) {
+      auto now = std::min(TOGETHER, count - row);
+      auto add = now > TILE_ROWS ? add_steps<true> : add_steps<false>;
+      auto from = rows.from(row, packed);
+      auto ahead = row || weights == reinterpret_cast<const char*>(room) ? 0 : AHEAD;
+      if (now != sized) set_sizes(sized = now);
+      for (auto first = begin; first < end; first += unit) {
+        auto to = packed.scales ? own : sums + row * BLOCK;
+        if (packed.scales) std::fill_n(own, now * BLOCK, 0.0f);
+        add(from.x + first, packed.width, weights + (first - begin) / 2 * CHUNK,
+            (std::min(first + unit, end) - first + STEP - 1) / STEP, ahead, to);
+        if (packed.scales) add_group(packed, block, first / packed.group, from, now, own, sums + row * BLOCK);
+      }
+    }
+  }
+}
+
+template <class Kind, class Out>
+void multiply_by_tiles(const Packed& packed, Rows<at::BFloat16> rows, int64_t count, Out* y) {
+  at::parallel_for(0, (packed.outputs + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[TILED * BLOCK];
+    for (auto block = begin; block < end; block++)
+      for (int64_t row = 0; row < count; row += TILED) {
+        auto now = std::min(TILED, count - row);
+        add_tiles<Kind>(packed, block, rows.from(row, packed), now, sums);
+        finish(packed, block, sums, now, y + row * packed.outputs);
+      }
+    TILE_RELEASE();
+  });
+}
+#endif
+
+// The weight `[outputs, inputs]`, row by row; `Kind` takes columns one by one.
+template <class Kind, class Out>
+at::Tensor unpacked(const Packed& packed, at::TensorOptions options) {
+  at::Tensor weight = at::empty({packed.outputs, packed.inputs}, options);
+  auto all_rows = weight.mutable_data_ptr<Out>();
+  at::parallel_for(0, (packed.outputs + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+    const Kind kind(packed);
+    for (auto block = begin; block < end; block++)
+      for (int64_t column = 0; column < packed.inputs; column += LANES) {
+        auto count = std::min<int64_t>(LANES, packed.inputs - column);
+        for (int v = 0; v < VECTORS; v++) {
+          Words columns[LANES] = {};
+          for (int j = 0; j < count; j++) {
+            auto chunk = packed.chunks + packed.offset<Kind>(block, (column + j) / Kind::COLUMNS * Kind::COLUMNS);
+            auto values = kind.weights(chunk, (column + j) % Kind::COLUMNS, v);
+            auto at = (block * packed.groups() + (column + j) / packed.group) * BLOCK + v * LANES;
+            if (packed.scales) values *= floats(packed.scales + at);
+            if (packed.mins) values += floats(packed.mins + at);
+            columns[j] = (Words)values;
+          }
+          transpose(columns);
+          auto first = block * BLOCK + v * LANES;
+          for (int64_t output = first; output < std::min(first + LANES, packed.outputs); output++) {
+            auto row = (Floats)columns[output - first] * (packed.factors ? packed.factors[output] : 1.0f);
+            for (int j = 0; j < count; j++) all_rows[output * packed.inputs + column + j] = static_cast<Out>(row[j]);
+          }
+        }
+      }
+  });
+  return weight;
+}
+
+// `[rows, inputs]` as `[rows, width]` of the type that the kind reads, zeros in the padding.
 template <class Row, class In>
 at::Tensor padded(const at::Tensor& x, int64_t rows, const Packed& packed) {
-  at::Tensor wide = at::empty({rows, packed.columns}, x.options().dtype(c10::CppTypeToScalarType<Row>::value));
+  at::Tensor wide = at::empty({rows, packed.width}, x.options().dtype(c10::CppTypeToScalarType<Row>::value));
   auto from = x.const_data_ptr<In>();
   auto to = wide.mutable_data_ptr<Row>();
-  for (int64_t row = 0; row < rows; row++, from += packed.inputs, to += packed.columns) {
+  for (int64_t row = 0; row < rows; row++, from += packed.inputs, to += packed.width) {
     for (int64_t k = 0; k < packed.inputs; k++) to[k] = static_cast<Row>(from[k]);
-    std::fill(to + packed.inputs, to + packed.columns, Row(0));
+    std::fill(to + packed.inputs, to + packed.width, Row(0));
   }
   return wide;
 }
@@ -334,20 +502,79 @@ at::Tensor group_sums(const Row* x, int64_t rows, const Packed& packed) {
   return sums;
 }
 
-template <class Kind, class In>
-at::Tensor linear_of(Packed packed, const at::Tensor& x) {
+int64_t columns_of_chunk(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return 1;
+    case at::kBFloat16: return 2;
+    case at::kChar: return 4;
+    case at::kByte: return 8;
+    default: TORCH_CHECK_VALUE(false, "`weight` must be packed float32, bfloat16, int8 or uint8, got ", type);
+  }
+}
+
+// How rows are multiplied: as is fastest for their number, or all alike, or in one way that a measurement names.
+enum Way : int64_t { FASTEST, ALIKE, VECTORS_ALONE, TILES_ALONE, UNPACKED };
+
+// From how many rows on another way than vectors is the fastest, as `set_ways` was told; by what is multiplied.
+constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+struct Fastest {
+  std::atomic<int64_t> tiles = NEVER, unpacked = NEVER;
+};
+std::array<Fastest, 16> measured;
+
+Fastest& measured_of(at::ScalarType weight, bool grouped, bool wide) {
+  return measured[std::countr_zero(static_cast<uint64_t>(columns_of_chunk(weight))) * 4 + grouped * 2 + wide];
+}
+
+template <class Kind>
+bool takes_tiles(const Packed& packed) {
+#if defined(__AVX512BF16__)
+  auto whole_steps = !packed.scales || (packed.group % STEP == 0 && packed.group <= PANEL);
+  return std::is_same_v<typename Kind::Row, at::BFloat16> && whole_steps && runs_tiles();
+#else
+  return false;
+#endif
+}
+
+template <class Kind>
+int64_t way_of(const Packed& packed, int64_t way, int64_t count, const Fastest& fastest) {
+  auto tiles = takes_tiles<Kind>(packed);
+  TORCH_CHECK_VALUE(way != TILES_ALONE || tiles, "`way` must be possible here, got tiles: take another one");
+  if (way == ALIKE) return tiles && has_tiles() ? TILES_ALONE : VECTORS_ALONE;
+  if (way != FASTEST) return way;
+  if (count >= fastest.unpacked) return UNPACKED;
+  return tiles && count >= fastest.tiles ? TILES_ALONE : VECTORS_ALONE;
+}
+
+// `Single` takes columns one by one.
+template <class Kind, class Single, class In>
+at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fastest& fastest) {
   using Row = typename Kind::Row;
-  packed.columns *= Kind::COLUMNS;
+  packed.width = packed.columns *= Kind::COLUMNS;
   if (!packed.scales) packed.group = std::max<int64_t>(packed.columns, 1);
+  auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
+  way = way_of<Kind>(packed, way, count, fastest);
+  if (way == UNPACKED) {
+    std::optional<at::Tensor> bias;
+    auto numbers = const_cast<float*>(packed.bias);
+    if (numbers) bias = at::from_blob(numbers, {packed.outputs}, at::kFloat).to(x.options());
+    return at::linear(x, unpacked<Single, In>(packed, x.options()), bias);
+  }
   auto sizes = x.sizes().vec();
   sizes.back() = packed.outputs;
   at::Tensor y = at::empty(sizes, x.options());
-  auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
-  auto as_it_is = std::is_same_v<Row, In> && packed.columns == packed.inputs;
+#if defined(__AVX512BF16__)
+  if (way == TILES_ALONE) packed.width = (packed.columns + STEP - 1) / STEP * STEP;
+#endif
+  auto as_it_is = std::is_same_v<Row, In> && packed.width == packed.inputs;
   at::Tensor wide = as_it_is ? x : padded<Row, In>(x, count, packed);
   Rows<Row> rows{wide.const_data_ptr<Row>(), nullptr};
   at::Tensor in_group = packed.mins ? group_sums(rows.x, count, packed) : at::Tensor();
   if (packed.mins) rows.in_group = in_group.const_data_ptr<float>();
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Row, at::BFloat16>)
+    if (way == TILES_ALONE) return multiply_by_tiles<Kind>(packed, rows, count, y.mutable_data_ptr<In>()), y;
+#endif
   multiply<Kind>(packed, rows, count, y.mutable_data_ptr<In>());
   return y;
 }
@@ -361,16 +588,6 @@ void check(const char* name, const std::optional<at::Tensor>& tensor, at::Scalar
   if (tensor)
     TORCH_CHECK_VALUE(tensor->scalar_type() == type && tensor->sizes() == sizes && tensor->is_contiguous(), "`", name,
                       "` must be contiguous ", type, " ", sizes, ", got ", tensor->scalar_type(), " ", tensor->sizes());
-}
-
-int64_t columns_of_chunk(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return 1;
-    case at::kBFloat16: return 2;
-    case at::kChar: return 4;
-    case at::kByte: return 8;
-    default: TORCH_CHECK_VALUE(false, "`weight` must be packed float32, bfloat16, int8 or uint8, got ", type);
-  }
 }
 
 void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
@@ -397,22 +614,34 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
                          const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group) {
+                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group, int64_t way) {
   check(x, weight, factors, scales, mins, bias, outputs, group);
   Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<at::Half>(mins),
-                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), group};
+                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), group, 0};
   auto rows = x.expect_contiguous();
   auto wide = x.scalar_type() == at::kFloat;
+  auto& fastest = measured_of(weight.scalar_type(), scales.has_value(), wide);
+  auto run = [&](auto linear) { return linear(packed, *rows, way, fastest); };
   switch (weight.scalar_type()) {
-    case at::kFloat: return linear_of<Float32, float>(packed, *rows);
-    case at::kBFloat16: return linear_of<BFloat16, at::BFloat16>(packed, *rows);
-    case at::kChar:
-      return wide ? linear_of<Int8, float>(packed, *rows) : linear_of<Int8Pairs, at::BFloat16>(packed, *rows);
-    default:
-      return wide ? linear_of<Int4, float>(packed, *rows) : linear_of<Int4Pairs, at::BFloat16>(packed, *rows);
+    case at::kFloat: return run(linear_of<Float32, Float32, float>);
+    case at::kBFloat16: return run(linear_of<BFloat16, BFloat16Singles, at::BFloat16>);
+    case at::kChar: return run(wide ? linear_of<Int8, Int8, float> : linear_of<Int8Pairs, Int8, at::BFloat16>);
+    default: return run(wide ? linear_of<Int4, Int4, float> : linear_of<Int4Pairs, Int4, at::BFloat16>);
   }
+}
+
+// From how many rows on a weight of this type is multiplied by tiles, and unpacked, with rows in bfloat16 or `wide`.
+void set_ways(at::ScalarType weight, bool grouped, bool wide, int64_t tiles, int64_t unpacked) {
+  auto& fastest = measured_of(weight, grouped, wide);
+  fastest.tiles = tiles, fastest.unpacked = unpacked;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("packed_linear", packed_linear); }
+
+TORCH_LIBRARY_IMPL(specdec, CompositeExplicitAutograd, m) {
+  m.impl("set_ways", set_ways);
+  m.impl("has_tiles", has_tiles);
+  m.impl("runs_tiles", runs_tiles);
+}

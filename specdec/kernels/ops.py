@@ -20,8 +20,11 @@ from specdec.kernels.quantized import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
-_LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int group) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int group, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs, int group) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
+_LIBRARY.define("runs_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
@@ -33,7 +36,7 @@ _LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: igno
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _packed_linear(x: Tensor, weight: Tensor, factors: object, scales: object, mins: object, bias: object, outputs: int,
-                   group: int) -> Tensor:  # fmt: skip
+                   group: int, way: int = 0) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], outputs))
 
 
@@ -137,12 +140,26 @@ them, the highest ids first among equals, and at least `least` (arXiv 1904.09751
 """
 
 packed_linear = torch.ops.specdec.packed_linear.default
-"""`(x, weight, factors, scales, mins, bias, outputs, group)`: `x` `[..., inputs]` to `[..., outputs]`.
+"""`(x, weight, factors, scales, mins, bias, outputs, group, way=FASTEST)`: `x` `[..., inputs]` to `[..., outputs]`.
 
-`weight`, `scales` and `mins` are packed (`layout.py`); `factors` and `bias` float32 `[outputs]`; `group` is 0 without
-`scales`. A row's result does not depend on its neighbours, bit for bit. Raises ValueError for arguments that do not
-fit.
+`weight`, `scales` and `mins` are packed (`packed_layout.py`); `factors` and `bias` float32 `[outputs]`; `group` is 0
+without `scales`. In each way but FASTEST and UNPACKED a row's result does not depend on its neighbours, bit for bit.
+Raises ValueError for arguments that do not fit.
 """
+
+FASTEST, ALIKE, VECTORS, TILES, UNPACKED = range(5)
+"""Ways to multiply, as linear.cpp names them: as is the fastest for this number of rows, in one way for all numbers of
+rows, by the processor's vectors, by its tiles (AMX), over the weight unpacked."""
+
+set_ways = torch.ops.specdec.set_ways.default
+"""`(weight, grouped, wide, tiles, unpacked)`: from how many rows on a weight of this dtype is FASTEST by tiles and
+unpacked, with `scales` if `grouped`, for rows in float32 if `wide`, else in bfloat16."""
+
+has_tiles = torch.ops.specdec.has_tiles.default
+"""Whether the processor has tiles (AMX), and the system lets this process use them."""
+
+runs_tiles = torch.ops.specdec.runs_tiles.default
+"""Whether TILES works: on tiles, or where the library was built for a processor without them, emulated and slow."""
 
 packed_rows = torch.ops.specdec.packed_rows.default
 """`(ids, weight, factors, scales, mins, inputs, group)`: rows of the weight, `ids` `[...]` to `[..., inputs]`.

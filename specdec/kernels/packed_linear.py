@@ -21,8 +21,10 @@ INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
 KINDS = (*FLOATS, *INTEGERS)
 _HELD = ("packed", "factors", "scales", "mins", "bias")
 _FEW = 8  # rows for which oneDNN reorders a weight
-_MANY = 64  # rows beyond which unpacking the weight may pay
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
+_TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
+_EVEN, _WINS = 1.1, 0.9  # shares of the time that tiles may take, which suit all numbers of rows, and unpacked weights
+_NEVER = 2**63 - 1  # rows
 
 Weight = Tensor | Quantized
 
@@ -82,9 +84,6 @@ class AnyLinear(nn.Module, ABC):
     def extra_repr(self) -> str:
         return f"{self.kind}, inputs={self.inputs}, outputs={self.outputs}, bias={self.bias is not None}"
 
-    def _plain(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight().to(x.dtype), self._bias_as(x.dtype))
-
     def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.bias is None else self.bias.to(dtype)
 
@@ -95,8 +94,8 @@ class AnyLinear(nn.Module, ABC):
 class PackedLinear(AnyLinear):
     """Runs on the kernels: passes over a few rows read the weight at the speed of the memory.
 
-    A row's result does not depend, bit for bit, on the rows beside it nor on the number of threads, except for more
-    than 64 rows of a dtype in `unpacks`, for which this machine is faster with the weight unpacked.
+    A row's result does not depend, bit for bit, on the rows beside it nor on the number of threads, if `way` is
+    `ops.ALIKE`. By default it may differ where this machine is faster in another way from some number of rows on.
     """
 
     packed: Tensor
@@ -104,9 +103,9 @@ class PackedLinear(AnyLinear):
     scales: Tensor | None
     mins: Tensor | None
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, unpacks: tuple[torch.dtype, ...] = ()) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, way: int = ops.FASTEST) -> None:
         super().__init__(weight, bias)
-        self.unpacks = unpacks
+        self.way = way
         if isinstance(weight, Quantized):
             self.group = weight.group or 0
             packed = packed_layout.packed(weight.values, INTEGERS[self.kind], self.group)
@@ -124,7 +123,7 @@ class PackedLinear(AnyLinear):
     def can_join(layers: Sequence[PackedLinear]) -> bool:
         """Whether these layers can be joined: alike, and made of whole blocks."""
         kinds = {
-            (one.kind, one.inputs, one.group, one.unpacks, *(one._buffers[name] is None for name in _HELD[:-1]))
+            (one.kind, one.inputs, one.group, one.way, *(one._buffers[name] is None for name in _HELD[:-1]))
             for one in layers
         }
         return len(kinds) == 1 and all(one.outputs % packed_layout.BLOCK == 0 for one in layers)
@@ -134,7 +133,7 @@ class PackedLinear(AnyLinear):
         """One layer with the outputs of all these, whose tensors become views of its own; see `can_join`."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        for name in ("kind", "takes", "inputs", "group", "unpacks"):
+        for name in ("kind", "takes", "inputs", "group", "way"):
             setattr(made, name, getattr(layers[0], name))
         sizes = [one.outputs for one in layers]
         made.outputs = sum(sizes)
@@ -152,11 +151,9 @@ class PackedLinear(AnyLinear):
         return made
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        if self.unpacks and x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:
-            return self._plain(x)
         # Attribute lookups, one by one, would cost as much as the dispatch.
         packed, factors, scales, mins, bias = map(self._buffers.get, _HELD)
-        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.group)
+        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.group, self.way)
 
     def weight(self) -> Tensor:
         return self.rows(torch.arange(self.outputs))
@@ -170,9 +167,9 @@ class PackedLinear(AnyLinear):
 
     def cut(self, ids: Tensor) -> PackedLinear:
         if self.kind in FLOATS:
-            return PackedLinear(self.rows(ids), self._bias_of(ids), self.unpacks)
+            return PackedLinear(self.rows(ids), self._bias_of(ids), self.way)
         held = self.packed, self.factors, self.scales, self.mins
-        return PackedLinear(ops.quantized_rows(ids, *held, self.inputs, self.group), self._bias_of(ids), self.unpacks)
+        return PackedLinear(ops.quantized_rows(ids, *held, self.inputs, self.group), self._bias_of(ids), self.way)
 
 
 class HeldLinear(AnyLinear):
@@ -183,7 +180,7 @@ class HeldLinear(AnyLinear):
         self.held = weight if isinstance(weight, Quantized) else weight.detach()
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        return self._plain(x)
+        return F.linear(x, self.weight().to(x.dtype), self._bias_as(x.dtype))
 
     def weight(self) -> Tensor:
         return self.held.weight() if isinstance(self.held, Quantized) else self.held
@@ -227,7 +224,8 @@ def pack(weight: Weight, bias: Tensor | None = None, *, lookup: bool = False) ->
     """
     if build.available():
         grouped = isinstance(weight, Quantized) and weight.groups > 0
-        return PackedLinear(weight, bias, unpacks(kind_of(weight), grouped))
+        measure_ways(kind_of(weight), grouped)
+        return PackedLinear(weight, bias)
     if isinstance(weight, Tensor) and not lookup and reorders(weight.dtype):
         return ReorderedLinear(weight, bias)
     return HeldLinear(weight, bias)
@@ -249,15 +247,39 @@ def reorders(dtype: torch.dtype) -> bool:
 
 
 @cache
-def unpacks(kind: str, grouped: bool) -> tuple[torch.dtype, ...]:
-    """The dtypes for which many rows are faster with the weight unpacked; measured once, in some 50 ms."""
+def measure_ways(kind: str, grouped: bool) -> None:
+    """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once, in some 50 ms.
+
+    All layers follow, those of compiled passes too.
+    """
     sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE).view(_SAMPLE, _SAMPLE)
     if kind in FLOATS:
         packed = PackedLinear(sample.to(FLOATS[kind]))
     else:
         packed = PackedLinear(to_int8(sample, 32 if grouped else None) if kind == "int8" else to_int4(sample))
-    inputs = [torch.ones(4 * _MANY, _SAMPLE, dtype=dtype) for dtype in packed.takes]
-    return tuple(x.dtype for x in inputs if best_seconds(partial(packed._plain, x)) < best_seconds(partial(packed, x)))
+    for dtype in packed.takes:
+        tiles = _NEVER
+        if dtype == torch.bfloat16 and ops.has_tiles():
+            tiles = _since(packed, dtype, ops.TILES, ops.VECTORS, _TILED, _EVEN)
+        best = ops.VECTORS if tiles == _NEVER else ops.TILES
+        unpacked = _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)
+        ops.set_ways(packed.packed.dtype, packed.group > 0, dtype == torch.float32, tiles, unpacked)
+
+
+def _since(packed: PackedLinear, dtype: torch.dtype, way: int, other: int, counts: Sequence[int], share: float) -> int:
+    """From how many rows on, of these `counts`, one way takes less than this `share` of the other's time."""
+
+    def seconds(way: int, rows: Tensor) -> float:
+        packed.way = way
+        return best_seconds(partial(packed, rows))
+
+    since = _NEVER
+    for count in reversed(counts):
+        rows = torch.ones(count, _SAMPLE, dtype=dtype)
+        if seconds(way, rows) > share * seconds(other, rows):
+            break
+        since = count
+    return since
 
 
 def best_seconds(work: Callable[[], object], times: int = 4) -> float:

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -81,6 +82,47 @@ inline Floats exponential(Floats x) {
     sum = fused(sum, rest, all(next));
   auto scale = (Floats)(((Words)rounded << 23) + 0x3f800000u);
   return x < all(-87.3f) ? Floats{} : sum * scale;
+}
+
+// Entry i of the result is entry INDEX(i) of a and, behind it, b.
+template <auto INDEX, int... I>
+Words picked(Words a, Words b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, INDEX(I)...);
+#else
+  return __builtin_shuffle(a, b, Words{INDEX(I)...});
+#endif
+}
+
+template <auto INDEX>
+Words picked(Words a, Words b) {
+  return picked<INDEX>(a, b, std::make_integer_sequence<int, LANES>());
+}
+
+// Rows become columns. Processors shuffle fastest within 128 bits, and these as a whole: so every four rows become
+// columns within them first, and then the four columns of each group find each other.
+inline void transpose(Words (&rows)[LANES]) {
+  constexpr auto low = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES; };
+  constexpr auto high = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES + 2; };
+  constexpr auto low_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES; };
+  constexpr auto high_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES + 2; };
+  UNROLL for (int g = 0; g < LANES; g += 4) {
+    auto a = picked<low>(rows[g], rows[g + 1]), b = picked<high>(rows[g], rows[g + 1]);
+    auto c = picked<low>(rows[g + 2], rows[g + 3]), d = picked<high>(rows[g + 2], rows[g + 3]);
+    rows[g] = picked<low_pair>(a, c), rows[g + 1] = picked<high_pair>(a, c);
+    rows[g + 2] = picked<low_pair>(b, d), rows[g + 3] = picked<high_pair>(b, d);
+  }
+  constexpr auto even = [](unsigned i) { return i / 4 * 8 + i % 4; };
+  constexpr auto odd = [](unsigned i) { return i / 4 * 8 + i % 4 + 4; };
+  UNROLL for (int groups = LANES / 4; groups > 1; groups /= 2) {
+    Words next[LANES];
+    UNROLL for (int i = 0; i < LANES / 2; i++) {
+      auto from = i / 4 * 8 + i % 4;
+      next[i] = picked<even>(rows[from], rows[from + 4]);
+      next[i + LANES / 2] = picked<odd>(rows[from], rows[from + 4]);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
 }
 
 }  // namespace

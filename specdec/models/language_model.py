@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import AnyLinear, PackedLinear
+from specdec.kernels import ALIKE, AnyLinear, PackedLinear
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
@@ -344,7 +344,7 @@ class LanguageModel:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
         for module in self.model.modules():  # they project encodings
             if isinstance(module, PackedLinear):
-                module.unpacks = ()
+                module.way = ALIKE
         self.wait_until_compiled()
         if reason := strict_obstacle(self):
             other = "" if is_packed(self.model) else "`backend`='packed' packs them, or "

@@ -75,7 +75,7 @@ def rounded(weight: Tensor, kind: str, group: int | None = None, mins: bool = Tr
 def layer_of(kind: str, options: dict, outputs: int, inputs: int, *, bias: bool = True) -> PackedLinear:
     layer = pack(rounded(numbers(outputs, inputs), kind, **options), numbers(outputs, seed=1) if bias else None)
     assert isinstance(layer, PackedLinear)
-    layer.unpacks = ()
+    layer.way = ops.ALIKE
     return layer
 
 
@@ -190,16 +190,72 @@ def test_any_shape() -> None:
     assert torch.equal(layer(turned), layer(turned.contiguous()))
 
 
-def test_many_rows_unpacked() -> None:
-    """Where that is faster, many rows go through F.linear with the weight unpacked; few rows never do."""
-    layer = pack(to_int8(numbers(40, 72)), numbers(40))
-    assert isinstance(layer, PackedLinear)
-    few, many = numbers(64, 72), numbers(65, 72)
-    layer.unpacks = (FLOATS,)
-    assert torch.equal(layer(many), F.linear(many, layer.weight(), layer.bias))
-    layer.unpacks, kept = (), layer(few)
-    layer.unpacks = (FLOATS,)
-    assert torch.equal(layer(few), kept)
+@cases
+def test_tiles(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """Tiles, emulated where the processor has none, compute the same for 1 to 48 rows, each alone and among others."""
+    for outputs, inputs in SHAPES:
+        layer = layer_of(kind, options, outputs, inputs)
+        if not tiled(layer, dtype):
+            refused("way", lambda layer=layer: layer(numbers(1, layer.inputs, dtype=dtype)), ValueError)
+            continue
+        x = numbers(48, inputs, seed=2, dtype=dtype)
+        parts = [one.double() for one in (x, layer.weight(), layer.bias)]
+        exact, size = F.linear(*parts), F.linear(*(one.abs() for one in parts))
+        y = layer(x)
+        assert ((y - exact).abs() / size).max() < 4e-3
+        for rows in range(1, 48):
+            assert torch.equal(layer(x[:rows]), y[:rows])
+            assert torch.equal(layer(x[rows:]), y[rows:])
+
+
+def tiled(layer: PackedLinear, dtype: torch.dtype) -> bool:
+    """Whether rows of this dtype go through tiles, as the layer multiplies from now on."""
+    if not ops.runs_tiles():
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    layer.way = ops.TILES
+    return dtype == HALVES
+
+
+def test_many_rows_by_tiles() -> None:
+    """More rows and columns than are summed up at a time; groups that are no whole steps have no tiles."""
+    layer = layer_of("int8", {"group": 128}, 40, 1200)
+    x = numbers(300, 1200, dtype=HALVES)
+    expected = F.linear(x.float(), layer.weight(), layer.bias)
+    assert tiled(layer, HALVES)
+    torch.testing.assert_close(layer(x).float(), expected, rtol=2e-2, atol=2e-1)
+    assert torch.equal(layer(x[255:258]), layer(x)[255:258])
+    other = layer_of("int8", {"group": 40}, 40, 120)
+    other.way = ops.TILES
+    refused("way", lambda: other(numbers(1, 120, dtype=HALVES)), ValueError)
+
+
+@cases
+def test_unpacked(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """A product over the unpacked weight is torch's own."""
+    for outputs, inputs in SHAPES:
+        layer, x = layer_of(kind, options, outputs, inputs), numbers(5, inputs, seed=2, dtype=dtype)
+        expected = F.linear(x, layer.weight().to(dtype), layer.bias.to(dtype))
+        layer.way = ops.UNPACKED
+        torch.testing.assert_close(
+            layer(x), expected, **({"rtol": 0, "atol": 0} if kind in ("float32", "bfloat16") else {})
+        )
+
+
+def test_the_fastest_way() -> None:
+    """From a measured number of rows on, rows are multiplied in the other way; layers that must be alike are not."""
+    layer, x = layer_of("int8", {}, 40, 72), numbers(65, 72)
+    ways = {way: ops.packed_linear(x, layer.packed, layer.factors, None, None, layer.bias, 40, 0, way)
+            for way in (ops.VECTORS, ops.UNPACKED)}  # fmt: skip
+    never = 2**63 - 1
+    ops.set_ways(torch.int8, False, True, never, 65)
+    try:
+        layer.way = ops.FASTEST
+        assert torch.equal(layer(x), ways[ops.UNPACKED])
+        assert torch.equal(layer(x[:64]), ways[ops.VECTORS][:64])
+        layer.way = ops.ALIKE
+        assert torch.equal(layer(x), ways[ops.VECTORS])
+    finally:
+        ops.set_ways(torch.int8, False, True, never, never)
 
 
 def refused(name: str, do: Callable[[], object], error: type[Exception] = OptionError) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.kernels import PackedLinear, pack, to_int4, to_int8
+from specdec.kernels import ALIKE, FASTEST, PackedLinear, pack, to_int4, to_int8
 from specdec.models import LanguageModel
 from specdec.models.backends.fused_linear import Joint, Part
 from tests.models.exact import twin_of
@@ -136,10 +136,10 @@ def test_a_strict_model_over_the_same_layers() -> None:
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
     for layer in (m for model in (first.model, first.ragged.model) for m in model.modules()):
         if isinstance(layer, PackedLinear):
-            layer.unpacks = (torch.float32,)
+            layer.way = FASTEST
     joined = [first.ragged.joined()]
     joined.append(LanguageModel(first.model, exactness="strict").ragged.joined())
     one, other = ([m.layer for m in model.modules() if isinstance(m, Joint)] for model in joined)
-    assert {layer.unpacks for layer in one} == {(torch.float32,)}
-    assert {layer.unpacks for layer in other} == {()}
+    assert {layer.way for layer in one} == {FASTEST}
+    assert {layer.way for layer in other} == {ALIKE}
     assert [layer.packed.data_ptr() for layer in one] == [layer.packed.data_ptr() for layer in other]

@@ -89,9 +89,9 @@ def join(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
     joined = _JOINED.get(_addresses(layers))
     if joined is None:
         joined = PackedLinear.join(layers)
-    elif joined.unpacks != layers[0].unpacks:
+    elif joined.way != layers[0].way:
         joined = shallow_copy(joined)
-        joined.unpacks = layers[0].unpacks
+        joined.way = layers[0].way
     _JOINED[_addresses(layers)] = joined
     joint, begin = Joint(joined), 0
     for name, layer in zip(names, layers, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from specdec.kernels import PackedLinear
+from specdec.kernels import ALIKE, PackedLinear
 
 
 class Sigmoid(nn.Module):
@@ -50,4 +50,4 @@ def make_order_free(model: nn.Module) -> None:
         if type(module) in _ORDER_FREE:
             model.set_submodule(name, _ORDER_FREE[type(module)])
         elif isinstance(module, PackedLinear):
-            module.unpacks = ()
+            module.way = ALIKE
