@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 from collections import defaultdict
 from typing import Any
 
@@ -72,6 +74,17 @@ def test_the_files_agree_with_the_server() -> None:
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     [job] = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_image_is_built() -> None:
+    """Where Docker runs and reaches its registry."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("there is no Docker here")
+    subprocess.run(["docker", "build", "-t", "specdec-test", "."], cwd=ROOT, check=True)
+    shown = subprocess.check_output(["docker", "run", "--rm", "specdec-test", "--version"], text=True)
+    assert shown.startswith("specdec ")
 
 
 def test_every_variable_is_explained() -> None:

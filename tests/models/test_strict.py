@@ -247,6 +247,15 @@ def test_layers_that_are_not_packed(dtype: torch.dtype) -> None:
     refused(tiny("mixtral").to(dtype), r"`model\.layers\.0\.mlp\.\w+` is no packed layer")
 
 
+def test_llm_int8() -> None:
+    """It looks at all rows of a pass, and its layers are not ours."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny("llama")
+    model.model.layers[0].mlp.up_proj = bitsandbytes.nn.Linear8bitLt(32, 48, bias=False, has_fp16_weights=False)
+    with pytest.raises(UnsupportedError):
+        LanguageModel(model, exactness="strict")
+
+
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mamba"])
 def test_models_without_attention_of_ours(name: str) -> None:
     """They say so."""
@@ -285,3 +294,21 @@ def test_nothing_of_the_model_is_changed() -> None:
     assert strict_obstacle(LanguageModel(model, exactness="strict")) is None
     assert list(model.modules()) == modules
     assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_prompts(kind: str) -> None:
+    """Not one token differs, whatever the draft, schedule, batch and draws."""
+    target = strict("llama", kind)
+    turn = itertools.cycle(
+        itertools.product((tiny("llama"), tiny("llama", seed=1), "suffix"), SCHEDULES, (1, 4, 7), HOWS)
+    )
+    left = prompts(200, seed=1)
+    while left:
+        draft, schedule, rows, how = next(turn)
+        here, left = left[:rows], left[rows:]
+        given = {"input_ids": here, **COMMON, "max_new_tokens": 48, **how}
+        out = SpecGenerator(target, draft).generate(**given, schedule=schedule)
+        assert texts(out) == texts(SpecGenerator(target).generate(**given)), (draft, schedule, how)
