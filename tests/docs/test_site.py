@@ -167,7 +167,7 @@ def test_the_extra_docs_builds_the_site(tmp_path: Path) -> None:
     """`pip install '.[docs]' && mkdocs build` works alone."""
     venv.create(tmp_path / "venv", with_pip=True)
     python, site = tmp_path / "venv" / "bin" / "python", tmp_path / "site"
-    install = [python, "-m", "pip", "install", "--retries", "1", "-c", "constraints.txt", ".[docs]"]
+    install = [python, "-m", "pip", "install", "--retries", "1", "-c", "constraints.txt", "-e", ".[docs]"]
     installed = subprocess.run(install, cwd=ROOT, capture_output=True, text=True)
     if installed.returncode:
         pytest.skip(f"pip could not install them: {installed.stderr.strip().splitlines()[-1]}")
