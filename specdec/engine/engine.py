@@ -187,9 +187,12 @@ class Engine:
                 continue
             size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
             widest, tokens = max(widest, size), tokens + size
-            if batch and (len(batch) + 1) * widest > min(chunk, 2 * tokens):
+            sees = self.scheduler.sees(seq)
+            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
                 break
             batch.append(seq)
+            if sees:
+                break  # an error in a pass over pictures is one of its request alone
         return batch
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
@@ -218,7 +221,8 @@ class Engine:
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
         unread = max(map(self.scheduler.unread, seq.batch_seqs))
-        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
+        ends = unread <= chunk and not self.scheduler.sees(seq)
+        return ends and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""

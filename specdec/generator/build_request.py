@@ -192,6 +192,8 @@ class Call:
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
             inputs = [prompt.embeds]
+        if prompt.pictures is not None:
+            inputs = [value for _, value in sorted(prompt.pictures.inputs.items())]
         seq.context = Context(model, salt, b"".join(map(digest, inputs)))
         if seq.unconditional is not None:
             seq.unconditional.context = Context(model, salt)
@@ -214,6 +216,7 @@ class Call:
             encoder_tokens=prompt.encoder_ids,
             prediction=prompt.prediction,
             embeds=prompt.embeds,
+            pictures=prompt.pictures,
             unconditional=None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common),
             **common,
         )

@@ -8,8 +8,11 @@ from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
+from specdec.models.pictures import NAMES as PICTURES
+from specdec.models.pictures import read_pictures
 
 __all__ = [
+    "PICTURES",
     "Capability",
     "Encoding",
     "LanguageModel",
@@ -20,5 +23,6 @@ __all__ = [
     "load",
     "plain_modes",
     "prefix_bytes",
+    "read_pictures",
     "unwrapped",
 ]

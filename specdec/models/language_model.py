@@ -30,6 +30,7 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
+from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.checks import is_list, is_whole
 
@@ -49,8 +50,9 @@ class LanguageModel:
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches. `change` is applied after the layers are in their backend, before passes are made.
-    `is_sharded`: other processes hold parts of its weights. Raises OptionError for a model in training mode and unknown
-    backends, UnsupportedError for one without a language head, and for an impossible backend or exactness.
+    `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
+    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head, and
+    for an impossible backend or exactness.
     """
 
     is_sharded = False
@@ -78,6 +80,7 @@ class LanguageModel:
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model.config)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
+        self.sees = sees(model, self.input_names)
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.capability = replace(

@@ -25,6 +25,7 @@ class ModelSpec(Protocol):
     dtype: torch.dtype
     is_encoder_decoder: bool
     is_strict: bool
+    sees: bool
 
     @property
     def decoder(self) -> Any: ...

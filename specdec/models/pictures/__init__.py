@@ -1,0 +1,7 @@
+"""Pictures and recordings in the prompts of decoder-only models: which arguments they are, and which row reads
+which.
+"""
+
+from specdec.models.pictures.places import NAMES, read_pictures, sees
+
+__all__ = ["NAMES", "read_pictures", "sees"]
