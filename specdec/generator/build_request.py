@@ -126,6 +126,7 @@ class Call:
                 source=(serial, place),
                 inputs=self.prompts.encoder,
                 encoder_row=place,
+                pictures=prompt.pictures,
                 allowed=allowed,
             )
             seqs.append(self._sequence(prompt, strategy, task, stop.max_length or limit))

@@ -19,7 +19,7 @@ from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, unwrapped
+from specdec.models import LanguageModel, sees_alike, unwrapped
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.checks import is_whole
@@ -199,7 +199,7 @@ class Drafts:
                 "name a decoder-only model, or 'suffix'"
             )
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
-        drafter = ModelDraft(model, shared_encoder=shared)
+        drafter = ModelDraft(model, shared_encoder=shared, sees=sees_alike(model, target))
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
             return drafter

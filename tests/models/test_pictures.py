@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
@@ -13,6 +14,7 @@ from specdec import SpecGenerator
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.pictures import FAMILIES, VOCAB, batch, prompt, seeing
+from tests.tiny import tiny
 
 LENGTH = 16
 BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
@@ -79,3 +81,51 @@ def test_samples_and_layers_of_our_own(family: str) -> None:
     sampled = endless(LENGTH, do_sample=True, seed=3, num_return_sequences=2)
     plain = SpecGenerator(model).generate(**inputs, **sampled)
     assert packed.generate(**inputs, **sampled).sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "paligemma"])
+def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
+    """A copy of the target guesses all; another model, layers of the target and a model of text alone change
+    nothing.
+    """
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    drafts = {
+        "same": seeing(family),
+        "other": seeing(family, seed=1),
+        "early_exit:1": "early_exit:1",
+        "text": tiny("llama"),
+    }
+    for name, draft in drafts.items():
+        out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
+        assert new(out.sequences) == new(expected(family)), name
+        if name == "same":
+            assert out.stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3", "paligemma", "mistral3"])
+def test_a_prefix_is_shared_with_the_same_pictures_alone(family: str) -> None:
+    """By content: another picture in the same text shares nothing; a text that goes on after the same one does."""
+    model, longer = model_of(family), [*ENDING, *range(20, 40)]
+    generator = SpecGenerator(model, "suffix")
+    for parts in ((BEGINNING, 0, longer), (BEGINNING, 3, longer), (BEGINNING, 0, longer)):
+        row = prompt(family, *parts)
+        out = generator.generate(**row, **endless(LENGTH))
+        assert new(out.sequences) == new(reference(model, row)), parts
+    width = row["input_ids"].shape[1]
+    assert out.stats.cached_prompt_tokens == width - 1
+    row = prompt(family, BEGINNING, 0, [*longer, 30, 31])
+    out = generator.generate(**row, **endless(LENGTH))
+    assert new(out.sequences) == new(reference(model, row))
+    assert out.stats.cached_prompt_tokens == (0 if family == "paligemma" else width)  # read in both directions
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_long_prompts_are_read_in_chunks(family: str) -> None:
+    """What follows the last picture; guidance reads its negative prompt without the picture."""
+    model, row = model_of(family), prompt(family, BEGINNING, 1, MIDDLE, 2, [*range(5, 45)])
+    out = SpecGenerator(model, "suffix").generate(**row, **endless(LENGTH, prefill_chunk_size=7))
+    assert new(out.sequences) == new(reference(model, row))
+    assert out.stats.num_target_passes >= 6
+    guided = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[5, 6, 7]])}
+    plain = SpecGenerator(model).generate(**row, **endless(8, **guided))
+    assert SpecGenerator(model, "suffix").generate(**row, **endless(8, **guided)).sequences.equal(plain.sequences)

@@ -144,6 +144,8 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
         raise UnsupportedError("`inputs_embeds` is not supported for targets with an encoder: pass ids or features")
     if not target.sees and (odd := sorted(PICTURES - FEATURES.keys() & given.keys())):
         raise UnsupportedError(f"`{odd[0]}` is for models that see pictures; this target does not: leave it out")
+    if "inputs_embeds" in given and (odd := sorted(PICTURES & given.keys())):
+        raise OptionError(f"`{odd[0]}` and `inputs_embeds` both stand for parts of the prompt: pass ids and pictures")
     others = () if target.sees else FEATURES
     for name in (*others, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
         if name in given and not target.is_encoder_decoder:

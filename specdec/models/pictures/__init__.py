@@ -2,6 +2,6 @@
 which.
 """
 
-from specdec.models.pictures.places import NAMES, read_pictures, sees
+from specdec.models.pictures.places import NAMES, read_pictures, sees, sees_alike
 
-__all__ = ["NAMES", "read_pictures", "sees"]
+__all__ = ["NAMES", "read_pictures", "sees", "sees_alike"]

@@ -38,6 +38,8 @@ _PER_ROW = ("batch_num_images",)
 NAMES = frozenset({*_PER_TOKEN, *_PER_ROW, *(name for kind in _KINDS.values() for name in (kind.main, *kind.beside))})
 """The arguments of models beside ids and masks."""
 
+_SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_ratio")
+
 # model_type -> their prompts are read in both directions, if token types mark them
 _TWO_WAYS = {"paligemma"}
 
@@ -45,6 +47,16 @@ _TWO_WAYS = {"paligemma"}
 def sees(model: Any, input_names: frozenset[str]) -> bool:
     """Whether a model continues text and reads pictures or recordings in it."""
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
+
+
+def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two models read the same arguments, with as many tokens for each picture."""
+    configs = model.model.config, other.model.config
+    eyes = [[getattr(getattr(config, "vision_config", None), name, None) for name in _SIZES] for config in configs] + [
+        [getattr(config, name, None) for name in _SIZES] for config in configs
+    ]
+    same = eyes[0] == eyes[1] and eyes[2] == eyes[3] and configs[0].model_type == configs[1].model_type
+    return model.sees and other.sees and same
 
 
 def read_pictures(

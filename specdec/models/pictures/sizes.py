@@ -13,6 +13,8 @@ from torch import Tensor
 from specdec.errors import OptionError
 from specdec.models.hf.spec import ModelSpec
 
+_FIXED = {"llava", "paligemma", "gemma3", "internvl", "idefics3", "smolvlm"}
+
 
 def picture_tokens(
     language: ModelSpec,
@@ -26,7 +28,7 @@ def picture_tokens(
     `places`: placeholders in each row of text. Raises OptionError for sizes that the model cannot read.
     """
     config, value = language.model.config, given[main]
-    _check_shape(config, main, given)
+    _check_shape(language, main, given)
     grid = next((tensor for name, tensor in given.items() if name.endswith("_grid_thw")), None)
     if grid is not None:
         return _of_grid(config, main, value, grid)
@@ -43,13 +45,28 @@ def picture_tokens(
         real = (value != 0).flatten(2).any(-1).sum(1).tolist()
         if len(value) != len(places):
             raise OptionError.of(main, f"of shape [{len(places)}, pictures, channels, height, width]", [*value.shape])
-        each = sum(places) // max(sum(real), 1)
+        each = _known(config) or sum(places) // max(sum(real), 1)
         fits = [n * each for n in real] == list(places)
         return (list(places) if fits else [each] * sum(real)), []
+    if (known := _known(config)) and main == "pixel_values":
+        return [known] * count, []
     each, rest = divmod(sum(places), count)
     if rest or any(own % each for own in places):
         return _runs(count, places), []
     return [each] * count, []
+
+
+def _known(config: Any) -> int | None:
+    """The tokens of every picture of a fixed size; None for families that are not known."""
+    if config.model_type not in _FIXED:
+        return None
+    vision = config.vision_config
+    count = (_side(vision.image_size) // _side(vision.patch_size)) ** 2
+    count = getattr(config, "mm_tokens_per_image", None) or count // (getattr(config, "scale_factor", None) or 1) ** 2
+    if config.model_type == "llava":  # the first position of some towers is no part of the picture
+        cut = config.vision_feature_select_strategy == "default"
+        count += ("clip" in vision.model_type) - cut
+    return int(count * (getattr(config, "downsample_ratio", None) or 1) ** 2)
 
 
 def _of_grid(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[int], list[int]]:
@@ -84,11 +101,19 @@ def _runs(count: int, places: Sequence[int]) -> list[int]:
     return read if len(read) == count else [sum(places)] if count == 1 else [-1] * count
 
 
-def _check_shape(config: Any, main: str, given: Mapping[str, Tensor]) -> None:
-    """Raises OptionError unless pictures of a fixed size have that size."""
-    value, vision = given[main], getattr(config, "vision_config", None)
+def _check_shape(language: ModelSpec, main: str, given: Mapping[str, Tensor]) -> None:
+    """Raises OptionError unless pictures of a fixed size have that size, and others come with theirs."""
+    value, vision = given[main], getattr(language.model.config, "vision_config", None)
     if not value.numel():
         raise OptionError.of(main, "at least one picture", list(value.shape))
+    packs = hasattr(language.model.base_model, "pack_image_features")
+    needed = {
+        "image_grid_thw": main == "pixel_values" and "image_grid_thw" in language.input_names,
+        "video_grid_thw": main == "pixel_values_videos" and "video_grid_thw" in language.input_names,
+        "image_sizes": main == "pixel_values" and (packs or getattr(vision, "model_type", None) == "pixtral"),
+    }
+    if missing := [name for name, is_needed in needed.items() if is_needed and name not in given]:
+        raise OptionError(f"`{main}` came without `{missing[0]}`: pass all that the processor returned")
     if main != "pixel_values" or vision is None or value.dim() < 4 or "pixel_attention_mask" in given:
         return
     size = getattr(vision, "image_size", None)
