@@ -37,6 +37,12 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
     return ["bench", target, "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
 
 
+@pytest.fixture
+def by_no_clock(arguments: list[str]) -> list[str]:
+    """The same with a schedule that drafts however slow the machine is."""
+    return [*arguments, "--schedule", "constant"]
+
+
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
     return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
@@ -74,15 +80,15 @@ def test_a_draft_of_ones_own(
     del sys.modules["own_echo"]
 
 
-def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(by_no_clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
-    assert run(arguments) == 0
+    assert run(by_no_clock) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"suffix, auto +\d+\.\d\d ms per token  eager.*  acceptance length \d\.\d\d\n", out)
+    assert re.search(r"suffix, constant +\d+\.\d\d ms per token  eager.*  acceptance length \d\.\d\d\n", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
-    assert run(arguments) == 0
+    assert run(by_no_clock) == 0
     assert capsys.readouterr().out == out
 
 
