@@ -175,7 +175,8 @@ class RunningSequence:
         # branches without their text: the row was emptied, to be read again
         num_cached = 0 if text else self.num_cached
         embeds = self._embeds_at(length, num_text)
-        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, embeds=embeds)
+        given: dict[str, Any] = {"embeds": embeds, "pictures": self.unread_pictures(length)}
+        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, **given)
 
     def _embeds_at(self, begin: int, count: int) -> Tensor | None:
         """The embeddings among `count` positions; None without any."""

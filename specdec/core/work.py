@@ -13,10 +13,9 @@ from specdec.core.tree import EMPTY, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The beginning of a prompt that a model reads in one pass of its own code: to the last picture, or recording.
+    """The first `length` tokens of a prompt, to the last picture or recording, which a model reads in one pass.
 
-    `inputs`: arguments of its forward, ids included. Its first `length` positions are kept; the others, which it sees
-    without seeing a picture in them, are read again. `shift`: what is added to positions after them, where a picture
+    `inputs`: arguments of its forward, ids included. `shift`: what is added to positions after them, where a picture
     takes fewer than it has tokens.
     """
 

@@ -216,13 +216,15 @@ class Engine:
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
         asked = [seq for seq in seqs if seq.tokens and (chunk is None or self._ends(seq, chunk))]
+        asked = [seq for seq in asked if not self.scheduler.sees(seq)]
         return self.drafts.propose(asked, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
         unread = max(map(self.scheduler.unread, seq.batch_seqs))
-        ends = unread <= chunk and not self.scheduler.sees(seq)
-        return ends and (unread <= 1 or not self.scheduler.leads(seq))
+        if seq.pictures is not None and self.scheduler.sees(seq):
+            return seq.pictures.length == unread
+        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""

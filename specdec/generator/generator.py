@@ -274,6 +274,10 @@ class SpecGenerator:
             model.state("draft")
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
+        if any(row.pictures is not None for row in prompts.rows):
+            for model in () if drafter is None else drafter.models:
+                if model.sees:
+                    model.see()
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
 
         def schedule(learned: Schedule | None) -> Schedule:

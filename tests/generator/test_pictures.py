@@ -64,12 +64,6 @@ def test_wrong_pictures(family: str, changes: dict[str, Any], kind: type[Excepti
         generator.generate(**changed(family, **changes), **COMMON)
 
 
-def test_a_prompt_that_ends_in_a_picture() -> None:
-    """The last token is read as text."""
-    with pytest.raises(UnsupportedError, match="ends with a picture"):
-        SpecGenerator(seeing("llava")).generate(**prompt("llava", TEXT, 0), **COMMON)
-
-
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "token_type_ids"])
 def test_a_model_of_text_alone(name: str) -> None:
     """It says that it does not see."""

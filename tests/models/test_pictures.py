@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from specdec import SpecGenerator
+from specdec.models.pictures.parts import eyes
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.pictures import FAMILIES, VOCAB, batch, prompt, seeing
@@ -26,8 +28,8 @@ def model_of(family: str) -> Any:
 
 
 def rows_of(family: str) -> list[dict[str, Tensor]]:
-    """Text alone, a picture at the beginning, one in text, and two."""
-    parts = [(BEGINNING, ENDING), ([1], 0, ENDING), (BEGINNING, 0, ENDING), (BEGINNING, 1, MIDDLE, 2, ENDING)]
+    """Text alone, a picture at the end, one in text, and two."""
+    parts = [(BEGINNING, ENDING), (BEGINNING, 0), (BEGINNING, 0, ENDING), (BEGINNING, 1, MIDDLE, 2, ENDING)]
     return [prompt(family, *row) for row in parts]
 
 
@@ -106,17 +108,18 @@ def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
 def test_a_prefix_is_shared_with_the_same_pictures_alone(family: str) -> None:
     """By content: another picture in the same text shares nothing; a text that goes on after the same one does."""
     model, longer = model_of(family), [*ENDING, *range(20, 40)]
+    reads_twice = family == "paligemma"  # in both directions, to the prompt's end
     generator = SpecGenerator(model, "suffix")
     for parts in ((BEGINNING, 0, longer), (BEGINNING, 3, longer), (BEGINNING, 0, longer)):
         row = prompt(family, *parts)
         out = generator.generate(**row, **endless(LENGTH))
         assert new(out.sequences) == new(reference(model, row)), parts
     width = row["input_ids"].shape[1]
-    assert out.stats.cached_prompt_tokens == width - 1
+    assert out.stats.cached_prompt_tokens == (0 if reads_twice else width - 1)
     row = prompt(family, BEGINNING, 0, [*longer, 30, 31])
     out = generator.generate(**row, **endless(LENGTH))
     assert new(out.sequences) == new(reference(model, row))
-    assert out.stats.cached_prompt_tokens == (0 if family == "paligemma" else width)  # read in both directions
+    assert out.stats.cached_prompt_tokens == (0 if reads_twice else width)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
@@ -129,3 +132,27 @@ def test_long_prompts_are_read_in_chunks(family: str) -> None:
     guided = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[5, 6, 7]])}
     plain = SpecGenerator(model).generate(**row, **endless(8, **guided))
     assert SpecGenerator(model, "suffix").generate(**row, **endless(8, **guided)).sequences.equal(plain.sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_path: Path) -> None:
+    """Text needs none of their memory; a draft of the target's layers gets them as well."""
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    model.save_pretrained(tmp_path)
+    generator = SpecGenerator(str(tmp_path), "early_exit:1", backend=backend)
+    target = generator.target
+    text = prompt(family, BEGINNING, [*ENDING, *range(20, 40)])
+    for _ in range(2):
+        out = generator.generate(**text, **endless(LENGTH))
+        assert new(out.sequences) == new(reference(model, text))
+        assert not eyes(target.model)
+        assert type(target.model) is type(model)
+    for _ in range(3):
+        out = generator.generate(**inputs, **endless(LENGTH))
+        assert new(out.sequences) == new(expected(family))
+    assert eyes(target.model).keys() == eyes(model).keys()
+    assert target.weight_bytes <= sum(weight.nbytes for weight in model.get_decoder().parameters()) * 2
+    longer = prompt(family, BEGINNING, 0, [*ENDING, *range(20, 40)])
+    generator.generate(**longer, **endless(LENGTH))
+    assert generator.generate(**longer, **endless(LENGTH)).stats.cached_prompt_tokens

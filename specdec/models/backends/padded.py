@@ -58,18 +58,18 @@ class PaddedPasses:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
         pictures = work.pictures
         assert pictures is not None
-        assert not row.columns.top
-        assert not work.num_logits
+        assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
-        self._cache.buffers.point(self._cache.index(row.number), 0, pictures.inputs["input_ids"].shape[1])
+        self._cache.buffers.point(self._cache.index(row.number), 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
         output = self._language.model(
             **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept
         )
         self.passes += 1
         hidden = output.get("hidden_states")
-        states = hidden and tuple(None if layer is None else layer[0, : work.num_new] for layer in hidden)
-        return Logits(work, output.logits[0, :0], hidden_states=states, passes=(self.passes,))
+        states = hidden and tuple(None if layer is None else layer[0] for layer in hidden)
+        logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
+        return Logits(work, logits, hidden_states=states, passes=(self.passes,))
 
     def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""

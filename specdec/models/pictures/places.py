@@ -65,7 +65,7 @@ def read_pictures(
     """What each row of a batch reads beside its text; None for rows of text alone.
 
     `rows` hold ids without padding, `masks` those given ids that were kept. Raises OptionError where places and
-    pictures do not fit, UnsupportedError for a prompt that ends in a picture and for models that cannot go on in text.
+    pictures do not fit, UnsupportedError for models that cannot go on in text.
     """
     tensors = {name: _tensor(name, given[name]) for name in sorted(NAMES & given.keys())}
     if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
@@ -91,6 +91,8 @@ def read_pictures(
     if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
+    if any(found):
+        language.see()
     return found
 
 
@@ -169,9 +171,6 @@ def _add_types(name: str, types: Tensor, parts: list[dict[str, Tensor]], masks: 
 
 def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int) -> Pictures:
     """A row's pictures, which the first `end` of its ids are read with."""
-    length = min(end, len(ids) - 1)
-    if end == len(ids) and end and not _is_text(language.model.config, ids[-1]):
-        raise UnsupportedError("the prompt ends with a picture: let at least one token of text follow the last one")
     inputs = {"input_ids": torch.tensor([ids[:end]]), "attention_mask": torch.ones(1, end, dtype=torch.long), **part}
     for name in _PER_TOKEN:
         if name in inputs:
@@ -190,11 +189,7 @@ def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int
         name: value.to(language.device, language.dtype if value.is_floating_point() and value.dim() > 1 else None)
         for name, value in inputs.items()
     }
-    return Pictures(placed, length, shift)
-
-
-def _is_text(config: Any, token: int) -> bool:
-    return not any(place for kind in _KINDS for place in _places(config, kind, [[token]]))
+    return Pictures(placed, end, shift)
 
 
 def _types(config: Any, ids: Tensor) -> Tensor:
