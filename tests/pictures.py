@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
 from specdec.models.hf.tiny_models import WINDOW, shake
+from tests.folders import WIDTH, byte_tokenizer
 
 VOCAB, IMAGE, VIDEO, BREAK, BEGIN, END = 64, 60, 61, 57, 58, 59
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -91,17 +92,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _PLACE = dict.fromkeys(("smolvlm", "idefics3", "gemma3", "internvl"), "image_token_id")
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}. {% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _SHAPES = [(32, 32), (16, 32), (32, 16)]  # of the pictures of models that take several
 
 
-def seeing(family: str, seed: int = 0, **options: Any) -> Any:
-    """A tiny model of a family in float32, whose text no token ends; pictures are loud in it."""
+def seeing(family: str, seed: int = 0, *, place: int = IMAGE, **options: Any) -> Any:
+    """A tiny model of a family in float32, whose text no token ends; pictures are loud in it.
+
+    `place`: the placeholder's token; `options` of the text model.
+    """
     own = deepcopy(FAMILIES[family])
     kind = own.pop("model_type", family)
-    place = _PLACE.get(family, "image_token_id" if kind.startswith("qwen") else "image_token_index")
+    name = _PLACE.get(family, "image_token_id" if kind.startswith("qwen") else "image_token_index")
     own["text_config"] |= options
     # tied weights would make the tiny models of some families repeat a token, whatever they see
-    config = AutoConfig.for_model(kind, **own, **{place: IMAGE, "tie_word_embeddings": False})
+    config = AutoConfig.for_model(kind, **own, **{name: place, "tie_word_embeddings": False})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -170,6 +179,15 @@ def prompt(family: str, *parts: list[int] | int) -> dict[str, Tensor]:
     return inputs
 
 
+def processor() -> Any:
+    """LLaVA's processor for the tiny model: a byte is a token, and a picture of 16 x 16 pixels is four."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    eyes = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(eyes, tokenizer, chat_template=_TEMPLATE, image_token="<image>", **how)
+
+
 def batch(family: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The inputs of several rows, padded on the left, as a processor stacks them."""
     width = max(row["input_ids"].shape[1] for row in rows)
@@ -184,3 +202,10 @@ def batch(family: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             given = [torch.cat([one, one.new_zeros(1, most - one.shape[1], 3, 16, 16)], 1) for one in given]
         inputs[name] = torch.cat(given)
     return inputs
+
+
+def with_processor(seed: int = 0) -> tuple[Any, Any]:
+    """A tiny LLaVA and its processor."""
+    made = processor()
+    place = made.tokenizer.convert_tokens_to_ids("<image>")
+    return seeing("llava", seed, place=place, vocab_size=WIDTH + 1), made

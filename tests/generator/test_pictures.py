@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
+from transformers import GenerationMixin
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from tests.engine.test_threads import is_clean, together
 from tests.generator.conftest import idle
 from tests.matrix import endless
-from tests.pictures import IMAGE, prompt, seeing
+from tests.pictures import IMAGE, prompt, seeing, with_processor
 from tests.tiny import silent
 
 COMMON = endless(8)
+SMALL = Image.new("RGB", (20, 30), "teal")
 TEXT = [5, 6, 7]
 
 
@@ -97,3 +103,66 @@ def test_a_picture_that_cannot_be_read_ends_its_own_request(monkeypatch: pytest.
     assert found[1] == "a broken picture"
     assert IMAGE not in found[2][0]
     assert is_clean(generator)
+
+
+def asked(image: Any, text: str = "What is it?") -> list[dict[str, Any]]:
+    """A conversation about a picture."""
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_messages_with_pictures(tmp_path: Path) -> None:
+    """A path, an image and a data URL are the same picture, to `generate`, `stream` and `submit`; folders bring their
+    processor.
+    """
+    model, processor = with_processor()
+    made = processor(text="user: <image>What is it?. assistant:", images=SMALL, return_tensors="pt")
+    expected = GenerationMixin.generate(model, **made, max_new_tokens=8, do_sample=False).tolist()
+    SMALL.save(file := tmp_path / "teal.png")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    for generator in (SpecGenerator(model, "suffix", tokenizer=processor), SpecGenerator(str(tmp_path / "model"))):
+        for image in (str(file), file, SMALL, data_url(SMALL)):
+            assert generator.generate(messages=asked(image), **COMMON).sequences.tolist() == expected
+        several = generator.generate(messages=[asked(SMALL), asked(SMALL, "Is it teal or is it blue?")], **COMMON)
+        assert several.sequences[0, -8:].tolist() == expected[0][-8:]
+        tokens = [token for event in generator.stream(messages=asked(SMALL), **COMMON) for token in event.token_ids]
+        assert tokens == expected[0][-8:]
+        assert generator.generate(**made, **COMMON).sequences.tolist() == expected
+        assert generator.generate(made, **COMMON).sequences.tolist() == expected
+        plain = generator.generate(messages=[{"role": "user", "content": "Hello"}], **COMMON)
+        assert plain.texts
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("missing.png", "missing.png.* cannot be opened"),
+        ("https://example.org/cat.png", "fetch_pictures=True"),
+        ("data:image/png;base64,%%%", "no base64"),
+        ("data:image/png,abc", "must be base64"),
+        ("data:image/png;base64,iVBORw0KGgo=", "cannot be opened"),
+        (data_url(SMALL)[:-60] + "AAAA", "cannot be opened"),
+        (3, "a path, a PIL image or a data URL"),
+        (Image.new("1", (2**14, 2**13)), "has 16384 x 8192 pixels"),
+    ],
+)
+def test_broken_pictures(image: Any, words: str) -> None:
+    """Each is named, before any pass."""
+    model, processor = with_processor()
+    generator = SpecGenerator(silent(model), "suffix", tokenizer=processor)
+    with pytest.raises(OptionError, match=words):
+        generator.generate(messages=asked(image), **COMMON)
+
+
+def test_pictures_without_a_processor() -> None:
+    """A tokenizer alone cannot read them."""
+    model, processor = with_processor()
+    with pytest.raises(OptionError, match="need the model's processor"):
+        SpecGenerator(silent(model), tokenizer=processor.tokenizer).generate(messages=asked(SMALL), **COMMON)

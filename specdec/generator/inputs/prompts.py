@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.inputs.pictures import has_pictures, with_pictures
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.inputs.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
@@ -82,10 +83,14 @@ def read_prompts(
     options: Options,
     target: LanguageModel,
     tokenizer: Any,
+    processor: Any = None,
+    *,
+    fetch: bool = False,
 ) -> Prompts:
     """The prompts of a call; `given` are the model inputs among its keyword arguments.
 
-    `prompt` may be a tokenizer's output, a mapping with `input_ids` and `attention_mask`. Raises OptionError for
+    `prompt` may be the output of a tokenizer or processor, a mapping with `input_ids`. The `processor` puts pictures
+    into `messages`, by URL where it may `fetch` them. Raises OptionError for
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
@@ -95,7 +100,12 @@ def read_prompts(
     given = _without_idle(given, options)
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
-    if messages is not None:
+    own_template = getattr(tokenizer, "chat_template", None) is not None or processor is None
+    if messages is not None and (has_pictures(messages) or not own_template):
+        made = with_pictures(messages, processor, fetch=fetch)
+        value = made.pop("input_ids")
+        given = {**given, **{name: tensor for name, tensor in made.items() if name in NAMES}}
+    elif messages is not None:
         value = _chat(messages, tokenizer)
     how = given, options, target, tokenizer
     if target.is_encoder_decoder:
