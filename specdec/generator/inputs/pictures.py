@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -28,17 +28,24 @@ def has_pictures(messages: Any) -> bool:
     return any(part.get("type") in _KINDS for conversation in _conversations(messages) for part in _parts(conversation))
 
 
-def with_pictures(messages: Any, processor: Any, *, fetch: bool = False) -> dict[str, Any]:
+def with_pictures(
+    messages: Any, processor: Any, *, fetch: bool = False, pixels: int = PIXELS, **template: Any
+) -> dict[str, Any]:
     """The model's inputs for conversations with pictures: ids with their mask, and what the processor makes beside.
 
     A picture is a part `{"type": "image", "image": …}` of a message's content: a path, a PIL image, a data URL, or with
-    `fetch` any URL. Raises OptionError for pictures that cannot be opened, and for what the template refuses.
+    `fetch` any URL; of at most `pixels` pixels. `template`: arguments of the chat template. Raises OptionError for
+    pictures that cannot be opened, and for what the template refuses.
     """
     if processor is None:
         raise OptionError("pictures in `messages` need the model's processor: pass it to SpecGenerator as `tokenizer=`")
-    conversations = [[_opened(message, fetch) for message in one] for one in _conversations(messages)]
+
+    def opened(source: Any) -> Any:
+        return open_picture(source, fetch=fetch, pixels=pixels)
+
+    conversations = [[_opened(message, opened) for message in one] for one in _conversations(messages)]
     how: dict[str, Any] = {"padding": True} if len(conversations) > 1 else {}
-    how |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    how |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
     try:
         return dict(processor.apply_chat_template(conversations, **how))
     except Exception as error:  # whatever a template or a processor raises
@@ -104,18 +111,18 @@ def _parts(conversation: Any) -> Iterator[Mapping[str, Any]]:
         yield from (part for part in (content if isinstance(content, list) else ()) if isinstance(part, Mapping))
 
 
-def _opened(message: Mapping[str, Any], fetch: bool) -> dict[str, Any]:
+def _opened(message: Mapping[str, Any], opened: Callable[[Any], Any]) -> dict[str, Any]:
     """A message with its pictures opened, and all its content in parts, as templates of models that see expect."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**message, "content": [_part(part, fetch) for part in parts]}
+    return {**message, "content": [_part(part, opened) for part in parts]}
 
 
-def _part(part: Any, fetch: bool) -> Any:
+def _part(part: Any, opened: Callable[[Any], Any]) -> Any:
     if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
         return part
     names = [name for name in ("image", "image_url", "path", "url") if name in part]
     if len(names) != 1:
         raise OptionError.of("image", "one picture in a part of type 'image'", sorted(part))
     found = part[names[0]]
-    return {"type": "image", "image": open_picture(found["url"] if isinstance(found, Mapping) else found, fetch=fetch)}
+    return {"type": "image", "image": opened(found["url"] if isinstance(found, Mapping) else found)}
