@@ -20,7 +20,7 @@ from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import read_prediction, read_prompt, read_request
+from specdec.cli.request import read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
@@ -149,6 +149,10 @@ def generate(
         bool, typer.Option("--chat", help="Treat the prompt as a message and apply the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; implies --chat.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Picture, for a model that sees; repeatable; implies --chat."),
+    ] = None,
     prediction: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."),
@@ -211,13 +215,14 @@ def generate(
     request = read_request(ctx.params)
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
+    asked = with_images(text, image or [])
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with stop_on_interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
-        chat = chat or system is not None
+        chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]
-        call |= {"messages": [*before, {"role": "user", "content": text}]} if chat else {"prompt": text}
+        call |= {"messages": [*before, {"role": "user", "content": asked}]} if chat else {"prompt": text}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
             out = printer.follow(generator.stream(**call))
