@@ -22,6 +22,10 @@ LENGTH = 16
 BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
 
 
+QUICK = ("qwen2_5_vl", "gemma3", "paligemma")
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
 @cache
 def model_of(family: str) -> Any:
     return seeing(family)
@@ -65,7 +69,7 @@ def test_greedy_equals_transformers(family: str) -> None:
             assert out.stats.draft_acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_beams_equal_transformers(family: str) -> None:
     """Of two pictures in one text, with a draft."""
     model, row = model_of(family), rows_of(family)[3]
@@ -74,7 +78,7 @@ def test_beams_equal_transformers(family: str) -> None:
     assert out.sequences.tolist() == reference(model, row, max_new_tokens=8, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_samples_and_layers_of_our_own(family: str) -> None:
     """Packed passes write the same greedy text; a seed's text is the same with and without a draft."""
     model, inputs = model_of(family), batch(family, rows_of(family))
@@ -85,7 +89,7 @@ def test_samples_and_layers_of_our_own(family: str) -> None:
     assert packed.generate(**inputs, **sampled).sequences.tolist() == plain.sequences.tolist()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "paligemma"])
+@pytest.mark.parametrize("family", SOME)
 def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
     """A copy of the target guesses all; another model, layers of the target and a model of text alone change
     nothing.
@@ -104,22 +108,22 @@ def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
             assert out.stats.draft_acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3", "paligemma", "mistral3"])
+@pytest.mark.parametrize("family", SOME)
 def test_a_prefix_is_shared_with_the_same_pictures_alone(family: str) -> None:
     """By content: another picture in the same text shares nothing; a text that goes on after the same one does."""
     model, longer = model_of(family), [*ENDING, *range(20, 40)]
-    reads_twice = family == "paligemma"  # in both directions, to the prompt's end
+    reads_all = family == "paligemma"  # in both directions, to the end
     generator = SpecGenerator(model, "suffix")
     for parts in ((BEGINNING, 0, longer), (BEGINNING, 3, longer), (BEGINNING, 0, longer)):
         row = prompt(family, *parts)
         out = generator.generate(**row, **endless(LENGTH))
         assert new(out.sequences) == new(reference(model, row)), parts
     width = row["input_ids"].shape[1]
-    assert out.stats.cached_prompt_tokens == (0 if reads_twice else width - 1)
+    assert out.stats.cached_prompt_tokens == (0 if reads_all else width - 1)
     row = prompt(family, BEGINNING, 0, [*longer, 30, 31])
     out = generator.generate(**row, **endless(LENGTH))
     assert new(out.sequences) == new(reference(model, row))
-    assert out.stats.cached_prompt_tokens == (0 if reads_twice else width)
+    assert out.stats.cached_prompt_tokens == (0 if reads_all else width)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
@@ -134,8 +138,8 @@ def test_long_prompts_are_read_in_chunks(family: str) -> None:
     assert SpecGenerator(model, "suffix").generate(**row, **endless(8, **guided)).sequences.equal(plain.sequences)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("backend", ["eager", "packed"])
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("packed", marks=pytest.mark.slow)])
 def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_path: Path) -> None:
     """Text needs none of their memory; a draft of the target's layers gets them as well."""
     model, inputs = model_of(family), batch(family, rows_of(family))
