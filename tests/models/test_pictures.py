@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from specdec import SpecGenerator
+from specdec import LanguageModel, SpecGenerator
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.pictures.parts import eyes
 from tests.matrix import endless
 from tests.oracle import oracle
-from tests.pictures import FAMILIES, VOCAB, batch, prompt, seeing
+from tests.pictures import FAMILIES, IMAGE, VOCAB, batch, prompt, seeing
 from tests.tiny import tiny
 
 LENGTH = 16
@@ -106,6 +108,28 @@ def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
         assert new(out.sequences) == new(expected(family)), name
         if name == "same":
             assert out.stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("draft", ["model", "hybrid"])
+def test_a_model_of_text_alone_reads_no_placeholder(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, samples and beams stay the target's; the draft's row is shorter by the pictures."""
+    model, inputs, read = model_of("llava"), batch("llava", rows_of("llava")), list[list[int]]()
+    small, run = LanguageModel(tiny("llama")), KvSession.run
+
+    def watched(self: KvSession, works: Any, **how: Any) -> Any:
+        if self._language is small:
+            read.extend(work.tree.tokens for work in works)
+        return run(self, works, **how)
+
+    monkeypatch.setattr(KvSession, "run", watched)
+    generator = SpecGenerator(model, small if draft == "model" else ("suffix", small), prefix_cache=False)
+    for options in ({}, {"do_sample": True, "seed": 5}, {"num_beams": 2}):
+        plain = SpecGenerator(model).generate(**inputs, **endless(LENGTH, **options))
+        del read[:]
+        out = generator.generate(**inputs, **endless(LENGTH, **options))
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert any(tokens[: len(BEGINNING)] == BEGINNING for tokens in read)
+        assert not any(IMAGE in (one, other) for tokens in read for one, other in pairwise(tokens) if one == other)
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -49,6 +49,12 @@ def sees(model: Any, input_names: frozenset[str]) -> bool:
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
 
 
+def place_tokens(config: Any) -> set[int]:
+    """The placeholder tokens of a model's text."""
+    names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
+    return {token for name in names if (token := getattr(config, name, None)) is not None}
+
+
 def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
     """Whether two models read the same arguments, with as many tokens for each picture."""
     configs = model.model.config, other.model.config
