@@ -57,14 +57,28 @@ def _ids(places: int) -> Tensor:
 SHAPES: dict[str, Callable[[int], tuple[Any, dict[str, Tensor]]]] = {"smolvlm": smolvlm, "qwen2-vl": qwen2_vl}
 
 
-def seconds(run: Callable[[int], Any], tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and of each further one."""
-    began = time.perf_counter()
-    run(1)
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    run(tokens)
-    return first, (time.perf_counter() - began - first) / (tokens - 1)
+class Clock:
+    """The times at which tokens arrive, in a form that `model.generate` takes as a streamer."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self.begin, self.times = now, now(), list[float]()
+
+    def put(self, ids: Tensor) -> None:
+        """One more token; the first call of `model.generate` is for the prompt."""
+        self.times.append(self.now())
+
+    def end(self) -> None:
+        """Nothing more will come."""
+
+
+Run = Callable[[Clock], int]
+
+
+def seconds(run: Run, now: Callable[[], float]) -> tuple[float, float]:
+    """Seconds to the first token, and of each further one; `run` returns how many came with the first."""
+    clock = Clock(now)
+    further = run(clock)
+    return clock.times[0] - clock.begin, (clock.times[-1] - clock.times[0]) / further
 
 
 def main() -> None:
@@ -75,7 +89,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--backend", default="packed")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count seconds of the CPU: on a shared machine, one thread"
+    )
     args = parser.parse_args()
+    now = time.process_time if args.cpu_time else time.perf_counter
     torch.manual_seed(0)
     config, inputs = SHAPES[args.shape](args.side)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -84,18 +102,33 @@ def main() -> None:
     made = {
         name: SpecGenerator(model, draft, backend=args.backend, prefix_cache=False) for name, draft in drafts.items()
     }
-    systems: dict[str, Callable[[int], Any]] = {
-        "transformers": lambda count: model.generate(**inputs, max_new_tokens=count, do_sample=False),
-        **{
-            name: lambda count, own=own: own.generate(**inputs, max_new_tokens=count, eos_token_id=[]).sequences
-            for name, own in made.items()
-        },
-    }
-    texts = {name: run(args.tokens).tolist() for name, run in systems.items()}
+
+    def theirs(clock: Clock) -> int:
+        texts["transformers"] = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False, streamer=clock)[0]
+        del clock.times[0]
+        return len(clock.times) - 1
+
+    def ours(name: str) -> Run:
+        def run(clock: Clock) -> int:
+            tokens: list[int] = []
+            counts = []
+            for event in made[name].stream(**inputs, max_new_tokens=args.tokens, eos_token_id=[]):
+                clock.put(inputs["input_ids"])
+                tokens += event.token_ids
+                counts.append(len(event.token_ids))
+            texts[name] = torch.tensor(inputs["input_ids"][0].tolist() + tokens)
+            return len(tokens) - counts[0]
+
+        return run
+
+    texts: dict[str, Tensor] = {}
+    systems: dict[str, Run] = {"transformers": theirs, **{name: ours(name) for name in made}}
+    for run in systems.values():
+        run(Clock(now))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for _ in range(args.runs):
         for name, run in systems.items():
-            found[name].append(seconds(run, args.tokens))
+            found[name].append(seconds(run, now))
     size = sum(weight.numel() for weight in model.parameters()) / 1e9
     print(
         f"{args.shape}, {size:.2f}B, {inputs['input_ids'].shape[1]} prompt tokens, {torch.get_num_threads()} threads\n"
@@ -105,10 +138,10 @@ def main() -> None:
     for name, times in found.items():
         first, each = (statistics.median(one[part] for one in times) for part in (0, 1))
         ratios = [
-            statistics.median(theirs[part] / ours[part] for theirs, ours in zip(base, times, strict=True))
+            statistics.median(before[part] / own[part] for before, own in zip(base, times, strict=True))
             for part in (0, 1)
         ]
-        same = "yes" if texts[name] == texts["transformers"] else "no"
+        same = "yes" if texts[name].equal(texts["transformers"]) else "no"
         print(f"| {name} | {first:.2f} | {ratios[0]:.2f} | {1000 * each:.1f} | {ratios[1]:.2f} | {same} |")
 
 

@@ -60,7 +60,9 @@ def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> A
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise OptionError("pictures are opened by Pillow, which is not installed: pip install pillow") from None
+        raise OptionError(
+            "pictures are opened by Pillow, which is not installed: pip install -e '.[pictures]'"
+        ) from None
     if not isinstance(source, Image.Image | str | PathLike):
         raise OptionError.of("image", "a path, a PIL image or a data URL", type(source).__name__)
     name = "the picture" if not isinstance(source, str | PathLike) else f"the picture {str(source)[:80]!r}"
