@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    Qwen2AudioForConditionalGeneration,
+    VoxtralForConditionalGeneration,
+)
 
 from specdec.models.hf.tiny_models import WINDOW, shake
 from tests.folders import WIDTH, byte_tokenizer
@@ -209,3 +216,30 @@ def with_processor(seed: int = 0) -> tuple[Any, Any]:
     made = processor()
     place = made.tokenizer.convert_tokens_to_ids("<image>")
     return seeing("llava", seed, place=place, vocab_size=WIDTH + 1), made
+
+
+def hearing(family: str) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model that hears, Qwen2-Audio or Voxtral, and a prompt with a recording."""
+    if family == "qwen2_audio":
+        ears = {
+            "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
+            "num_mel_bins": 8, "max_source_positions": 16, "model_type": "qwen2_audio_encoder",
+        }  # fmt: skip
+        config = AutoConfig.for_model(family, text_config=_text("qwen2"), audio_config=ears, audio_token_index=IMAGE)
+        kind, places, beside = (
+            Qwen2AudioForConditionalGeneration,
+            8,
+            {"feature_attention_mask": torch.ones(1, 32).long()},
+        )
+    else:
+        ears = {**_EYES, "intermediate_size": 64, "num_hidden_layers": 1, "num_mel_bins": 8, "max_source_positions": 16}
+        config = AutoConfig.for_model(family, text_config=_text("llama"), audio_config=ears, audio_token_id=IMAGE)
+        kind, places, beside = VoxtralForConditionalGeneration, 4, {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(config)
+        shake(model)
+        sound = torch.rand(1, 8, 32)
+    model.generation_config.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    ids = torch.tensor([[1, 5, 6, *[IMAGE] * places, 9, 10, 11]])
+    return model.eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "input_features": sound, **beside}

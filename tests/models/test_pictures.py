@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from specdec import LanguageModel, SpecGenerator
+from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.pictures.parts import eyes
 from tests.matrix import endless
 from tests.oracle import oracle
-from tests.pictures import FAMILIES, IMAGE, VOCAB, batch, prompt, seeing
+from tests.pictures import FAMILIES, IMAGE, VOCAB, batch, hearing, prompt, seeing
 from tests.tiny import tiny
 
 LENGTH = 16
@@ -184,3 +184,14 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
     longer = prompt(family, BEGINNING, 0, [*ENDING, *range(20, 40)])
     generator.generate(**longer, **endless(LENGTH))
     assert generator.generate(**longer, **endless(LENGTH)).stats.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
+def test_recordings_in_text(family: str) -> None:
+    """They are read as pictures are."""
+    model, row = hearing(family)
+    for draft in (None, "suffix"):
+        out = SpecGenerator(model, draft).generate(**row, **endless(LENGTH))
+        assert out.sequences.tolist() == reference(model, row)
+    with pytest.raises(OptionError, match="places for a recording"):
+        SpecGenerator(model).generate(row["input_ids"], **endless(LENGTH))

@@ -12,12 +12,12 @@ from os import PathLike
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
@@ -40,6 +40,7 @@ from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
+_MULTIMODAL = getattr(transformers, "AutoModelForMultimodalLM", None)  # not in all versions
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
@@ -267,8 +268,8 @@ def _computes_on_cpu(how: Loading) -> bool:
 
 def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
-        known = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-        return next((c for c in known if loads(c, config)), AutoModelForCausalLM)
+        known = (AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL)
+        return next((c for c in known if c is not None and loads(c, config)), AutoModelForCausalLM)
     return next(
         (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)), AutoModelForSeq2SeqLM
     )
