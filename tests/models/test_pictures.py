@@ -183,7 +183,8 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
     assert target.weight_bytes <= sum(weight.nbytes for weight in model.get_decoder().parameters()) * 2
     longer = prompt(family, BEGINNING, 0, [*ENDING, *range(20, 40)])
     generator.generate(**longer, **endless(LENGTH))
-    assert generator.generate(**longer, **endless(LENGTH)).stats.cached_prompt_tokens
+    again = generator.generate(**longer, **endless(LENGTH))
+    assert bool(again.stats.cached_prompt_tokens) == (family != "paligemma")  # read in both directions, to the end
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])

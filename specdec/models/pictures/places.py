@@ -97,7 +97,7 @@ def read_pictures(
     if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
-    if any(found):
+    if any(kind.main in tensors for kind in _KINDS.values()):
         language.see()
     return found
 
