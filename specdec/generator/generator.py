@@ -36,7 +36,7 @@ from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, split, tokenizer_beside, with_predictions
 from specdec.generator.job import Job
-from specdec.models import LanguageModel, plain_modes
+from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Options
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.options.resolve import check_defaults, resolve
@@ -278,7 +278,7 @@ class SpecGenerator:
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
         where = self.target, extras.tokenizer, self.processor
         prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
-        if any(row.pictures is not None for row in prompts.rows):
+        if any(needs_eyes(row.pictures) for row in prompts.rows):
             for model in () if drafter is None else drafter.models:
                 if model.sees:
                     model.see()

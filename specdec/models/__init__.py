@@ -9,7 +9,7 @@ from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
-from specdec.models.pictures import place_tokens, read_pictures, sees_alike
+from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
 
 __all__ = [
     "PICTURES",
@@ -21,6 +21,7 @@ __all__ = [
     "digest",
     "free_bytes",
     "load",
+    "needs_eyes",
     "place_tokens",
     "plain_modes",
     "prefix_bytes",

@@ -2,6 +2,6 @@
 which.
 """
 
-from specdec.models.pictures.places import NAMES, place_tokens, read_pictures, sees, sees_alike
+from specdec.models.pictures.places import NAMES, needs_eyes, place_tokens, read_pictures, sees, sees_alike
 
-__all__ = ["NAMES", "place_tokens", "read_pictures", "sees", "sees_alike"]
+__all__ = ["NAMES", "needs_eyes", "place_tokens", "read_pictures", "sees", "sees_alike"]

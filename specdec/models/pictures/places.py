@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.spec import ModelSpec
-from specdec.models.pictures.sizes import picture_tokens
+from specdec.models.pictures.sizes import by_row, picture_tokens
 
 
 class _Kind(NamedTuple):
@@ -97,9 +97,14 @@ def read_pictures(
     if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
-    if any(kind.main in tensors for kind in _KINDS.values()):
+    if any(map(needs_eyes, found)):
         language.see()
     return found
+
+
+def needs_eyes(pictures: Pictures | None) -> bool:
+    """Whether the part of a model that reads pictures is needed, not only its own masks."""
+    return pictures is not None and any(kind.main in pictures.inputs for kind in _KINDS.values())
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -137,17 +142,17 @@ def _dealt(
             f"`{kind.main}` holds {len(sizes)} {kind.word}s {tokens}, and the rows have {places} places for these: "
             "pass what one call of the processor made of text and pictures"
         )
-    firsts = [0, *accumulate(counts)]
+    firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, given)
     parts = []
     for row, (first, count) in enumerate(zip(firsts, counts, strict=False)):
         own = {}
         for name, tensor in given.items() if count else ():
-            if len(tensor) == len(sizes):
+            if rows_apart and len(tensor) == len(places):
+                own[name] = tensor[row : row + 1]
+            elif len(tensor) == len(sizes):
                 own[name] = tensor[first : first + count]
             elif len(tensor) == sum(units):  # patches of all pictures
                 own[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
-            elif len(tensor) == len(places):  # pictures of each row
-                own[name] = tensor[row : row + 1]
             else:
                 raise OptionError.of(name, f"one entry for each of {len(sizes)} {kind.word}s", list(tensor.shape))
         parts.append(own)

@@ -41,19 +41,25 @@ def picture_tokens(
             sizes = (given["image_sizes"] // side).prod(-1).tolist()
         return sizes, []
     count = len(value)
-    if value.dim() == 5 and main == "pixel_values":  # of each row, padded with empty ones
+    if by_row(main, given):
         real = (value != 0).flatten(2).any(-1).sum(1).tolist()
         if len(value) != len(places):
             raise OptionError.of(main, f"of shape [{len(places)}, pictures, channels, height, width]", [*value.shape])
         each = _known(config) or sum(places) // max(sum(real), 1)
-        fits = [n * each for n in real] == list(places)
-        return (list(places) if fits else [each] * sum(real)), []
+        if [n * each for n in real] != list(places):
+            raise OptionError(f"`{main}` holds {real} pictures of {each} tokens, and the rows have {places} places")
+        return [each] * sum(real), []
     if (known := _known(config)) and main == "pixel_values":
         return [known] * count, []
     each, rest = divmod(sum(places), count)
     if rest or any(own % each for own in places):
         return _runs(count, places), []
     return [each] * count, []
+
+
+def by_row(main: str, given: Mapping[str, Tensor]) -> bool:
+    """Whether an argument holds the pictures of each row of text, padded with empty ones."""
+    return main == "pixel_values" and given[main].dim() == 5 and "image_sizes" not in given
 
 
 def _known(config: Any) -> int | None:
