@@ -147,9 +147,9 @@ class ModelProposer(Proposer):
         leaders = self._admit(seqs)
         self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
-        if not leaders and all(count <= _FEW for count in missing):
+        if not leaders and not any(self._behind(seq, _FEW) for seq in ready):
             return {seq.id for seq in ready}
+        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if any(count <= _FEW for count in missing):
             most, chunk = _FEW, SHARED_CHUNK
