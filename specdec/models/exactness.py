@@ -16,6 +16,7 @@ from specdec.models.cache.session import Session
 from specdec.models.hf.device_hooks import execution_device
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.loading.integer_layers import Int8Linear
+from specdec.models.pictures.parts import eyes
 from specdec.models.probe import trial_encoding
 
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
@@ -84,9 +85,11 @@ def strict_obstacle(language: ModelSpec) -> str | None:
 
 
 def _unpacked(language: ModelSpec) -> str | None:
-    encoder = set(language.model.get_encoder().modules()) if language.is_encoder_decoder else set()
+    """The first layer of another kind; encoders and what reads pictures run in passes of their own, always alike."""
+    alone = [language.model.get_encoder()] if language.is_encoder_decoder else eyes(language.model).values()
+    beside = {module for part in alone for module in part.modules()}
     for name, module in language.model.named_modules():
-        if module in encoder or isinstance(module, PackedLinear | nn.Embedding):
+        if module in beside or isinstance(module, PackedLinear | nn.Embedding):
             continue
         if isinstance(module, AnyLinear) or any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
             return name

@@ -187,6 +187,19 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
     assert bool(again.stats.cached_prompt_tokens) == (family != "paligemma")  # read in both directions, to the end
 
 
+@pytest.mark.parametrize("family", [one for one in SOME if one != "paligemma"])
+def test_strict_passes(family: str) -> None:
+    """A row's logits are the same, bit for bit, alone and in a batch with a draft."""
+    model, rows = model_of(family), rows_of(family)
+    how: Any = {"backend": "packed", "exactness": "strict"}
+    options = endless(LENGTH, output_logits=True)
+    batched = SpecGenerator(model, "suffix", **how).generate(**batch(family, rows), **options)
+    generator = SpecGenerator(model, **how)
+    for number, row in enumerate(rows):
+        alone = generator.generate(**row, **options)
+        assert torch.equal(torch.cat(alone.logits), torch.stack(batched.logits)[:, number])
+
+
 @pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
 def test_recordings_in_text(family: str) -> None:
     """They are read as pictures are."""
