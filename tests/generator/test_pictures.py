@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,14 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llava", {"inputs_embeds": values(1, 10, 32)}, OptionError, "inputs_embeds"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 4]])}, OptionError, "16 patches"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 3, 3]])}, OptionError, "multiples of 2"),
+    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1.0, 8.0, 8.0]])}, OptionError, "multiples of 2"),
+    ("qwen2_vl", {"image_grid_thw": torch.zeros(0, 3).long()}, OptionError, "multiples of 2"),
+    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 8, 4], [1, 4, 8]])}, OptionError, "fit their places"),
+    ("qwen2_vl", {"pixel_values": values(64, 95)}, OptionError, "64 patches of 96 values"),
+    ("llava", {"pixel_values": torch.tensor(1.0)}, OptionError, "a tensor, as a processor"),
+    ("llava_next", {"image_sizes": torch.tensor([[0, 0]])}, OptionError, "height and width of each picture"),
+    ("llava_next", {"pixel_values": values(1, 2, 3, 16, 16)}, OptionError, "5 or more"),
+    ("llava_next", {"pixel_values": values(1, 3, 16, 16)}, OptionError, "5 or more"),
     ("qwen2_vl", {"image_grid_thw": None}, OptionError, "image_grid_thw"),
     (
         "qwen2_vl",
@@ -114,7 +124,18 @@ def asked(image: Any, text: str = "What is it?") -> list[dict[str, Any]]:
 def data_url(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return in_base64(buffer.getvalue())
+
+
+def in_base64(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def claimed(width: int, height: int) -> str:
+    """The data URL of a small file whose header promises a picture of this size."""
+    data = base64.b64decode(data_url(SMALL).partition(",")[2])
+    header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
+    return in_base64(data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:])
 
 
 def test_messages_with_pictures(tmp_path: Path) -> None:
@@ -148,6 +169,9 @@ def test_messages_with_pictures(tmp_path: Path) -> None:
         ("data:image/png;base64,%%%", "no base64"),
         ("data:image/png,abc", "must be base64"),
         ("data:image/png;base64,iVBORw0KGgo=", "cannot be opened"),
+        (in_base64(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), "of no such format"),
+        (claimed(60_000, 60_000), "cannot be opened .* exceeds limit"),
+        (claimed(9_000, 9_000), "has 9000 x 9000 pixels"),
         (data_url(SMALL)[:-60] + "AAAA", "cannot be opened"),
         (3, "a path, a PIL image or a data URL"),
         (Image.new("1", (2**14, 2**13)), "has 16384 x 8192 pixels"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -15,6 +14,7 @@ from specdec.errors import OptionError
 PIXELS = 2**26
 """The most pixels of a picture: as many as a square of 8192."""
 _KINDS = ("image", "image_url")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS and others, for which Pillow runs programs
 
 
 def split(tokenizer: Any) -> tuple[Any, Any]:
@@ -58,26 +58,26 @@ def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> A
     Raises OptionError for what is none, for broken files, and before decoding for more than `pixels` pixels.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise OptionError(
             "pictures are opened by Pillow, which is not installed: pip install -e '.[pictures]'"
         ) from None
     if not isinstance(source, Image.Image | str | PathLike):
         raise OptionError.of("image", "a path, a PIL image or a data URL", type(source).__name__)
-    name = "the picture" if not isinstance(source, str | PathLike) else f"the picture {str(source)[:80]!r}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            image = source if isinstance(source, Image.Image) else Image.open(_file(str(source), fetch))
-            if image.width * image.height > pixels:
-                size = f"{image.width} x {image.height}"
-                raise OptionError(f"{name} has {size} pixels, and at most {pixels} are read: make it smaller")
-            return ImageOps.exif_transpose(image).convert("RGB")
-        except OptionError:
-            raise
-        except Exception as error:  # whatever broken files raise
-            raise OptionError(f"{name} cannot be opened ({error}): pass a picture in PNG, JPEG or WebP") from None
+    is_named = isinstance(source, str | PathLike) and not str(source).startswith("data:")
+    name = f"the picture {str(source)[:80]!r}" if is_named else "the picture"
+    try:
+        image = source if isinstance(source, Image.Image) else Image.open(_file(str(source), fetch), formats=_FORMATS)
+        if image.width * image.height > pixels:
+            size = f"{image.width} x {image.height}"
+            raise OptionError(f"{name} has {size} pixels, and at most {pixels} are read: make it smaller")
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except OptionError:
+        raise
+    except Exception as error:  # whatever broken files raise
+        why = "of no such format" if isinstance(error, UnidentifiedImageError) else error
+        raise OptionError(f"{name} cannot be opened ({why}): pass a picture in PNG, JPEG or WebP") from None
 
 
 def _file(source: str, fetch: bool) -> Any:

@@ -40,6 +40,8 @@ NAMES = frozenset({*_PER_TOKEN, *_PER_ROW, *(name for kind in _KINDS.values() fo
 
 _SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_ratio")
 
+_WAY_OUT = "pass what one call of the processor made of text and pictures"
+
 # model_type -> their prompts are read in both directions, if token types mark them
 _TWO_WAYS = {"paligemma"}
 
@@ -108,10 +110,14 @@ def needs_eyes(pictures: Pictures | None) -> bool:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
+    needed = "a tensor, as a processor makes it"
     try:
-        return torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError.of(name, "a tensor, as a processor makes it", type(value).__name__, str(error)) from None
+        raise OptionError.of(name, needed, type(value).__name__, str(error)) from None
+    if not tensor.dim():
+        raise OptionError.of(name, needed, value)
+    return tensor
 
 
 def _places(config: Any, kind: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -140,7 +146,7 @@ def _dealt(
         tokens = f"of {sizes[0]} tokens each" if len(set(sizes)) == 1 else f"of {sizes} tokens"
         raise OptionError(
             f"`{kind.main}` holds {len(sizes)} {kind.word}s {tokens}, and the rows have {places} places for these: "
-            "pass what one call of the processor made of text and pictures"
+            + _WAY_OUT
         )
     firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, given)
     parts = []
@@ -192,7 +198,10 @@ def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int
     rope_index = getattr(language.model.base_model, "get_rope_index", None)
     if rope_index is not None:
         names = inspect.signature(rope_index).parameters
-        positions, _ = rope_index(**{name: value for name, value in inputs.items() if name in names})
+        try:
+            positions, _ = rope_index(**{name: value for name, value in inputs.items() if name in names})
+        except (RuntimeError, StopIteration, IndexError) as error:
+            raise OptionError(f"the pictures do not fit their places in the text ({error}): {_WAY_OUT}") from None
         inputs["position_ids"], shift = positions, int(positions.max()) + 1 - end
     else:
         inputs["position_ids"] = torch.arange(end)[None]

@@ -33,9 +33,12 @@ def picture_tokens(
     if grid is not None:
         return _of_grid(config, main, value, grid)
     if "image_sizes" in given:
+        if not _are_sizes(given["image_sizes"], 2):
+            raise OptionError.of("image_sizes", "height and width of each picture", given["image_sizes"].tolist())
         pack = getattr(language.model.base_model, "pack_image_features", None)
         if pack is not None:
-            sizes = _packed(language.model.base_model, pack, given["image_sizes"], others.get("batch_num_images"))
+            numbers = others.get("batch_num_images")
+            sizes = _packed(language.model.base_model, pack, value, given["image_sizes"], numbers)
         else:
             side = _side(config.vision_config.patch_size) * (getattr(config, "spatial_merge_size", None) or 1)
             sizes = (given["image_sizes"] // side).prod(-1).tolist()
@@ -76,16 +79,24 @@ def _known(config: Any) -> int | None:
 
 
 def _of_grid(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[int], list[int]]:
-    merge = config.vision_config.spatial_merge_size
-    if grid.dim() != 2 or grid.shape[1] != 3 or bool((grid[:, 1:] % merge).any()) or int(grid.min()) < 1:
+    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
+    if not _are_sizes(grid, 3) or bool((grid[:, 1:] % merge).any()):
         raise OptionError.of("image_grid_thw", f"[pictures, 3], height and width multiples of {merge}", grid.tolist())
     patches: list[int] = grid.prod(-1).tolist()
-    if len(value) != sum(patches):
-        raise OptionError.of(main, f"{sum(patches)} patches, as the grids {grid.tolist()} say", list(value.shape))
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
+    width = channels * getattr(vision, "temporal_patch_size", 1) * _side(vision.patch_size) ** 2
+    if list(value.shape) != [sum(patches), width]:
+        needed = f"{sum(patches)} patches of {width} values, as the grids {grid.tolist()} say"
+        raise OptionError.of(main, needed, list(value.shape))
     return [count // merge**2 for count in patches], patches
 
 
-def _packed(base: Any, pack: Any, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
+def _are_sizes(sizes: Tensor, dimensions: int) -> bool:
+    whole = not (sizes.is_floating_point() or sizes.is_complex())
+    return whole and sizes.dim() == 2 and sizes.shape[1] == dimensions and len(sizes) > 0 and int(sizes.min()) > 0
+
+
+def _packed(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
     """The lengths of features that are cut to the picture's form: of zeros, by the model's own code."""
     vision = base.config.vision_config
     count = sys.modules[type(base).__module__].image_size_to_num_patches
@@ -93,6 +104,9 @@ def _packed(base: Any, pack: Any, image_sizes: Tensor, numbers: Tensor | None) -
     features = []
     for size, is_tiled in zip(image_sizes, tiled, strict=True):
         patches = count(size, base.config.image_grid_pinpoints, vision.image_size) if is_tiled else 1
+        if value.dim() != 5 or value.shape[1] < patches:
+            needed = f"of shape [pictures, {patches} or more, channels, height, width]"
+            raise OptionError.of("pixel_values", needed, list(value.shape))
         features.append(torch.zeros(patches, (vision.image_size // vision.patch_size) ** 2, 1))
     how = {"vision_feature_select_strategy": "full"}
     known = {name: value for name, value in how.items() if name in inspect.signature(pack).parameters}
