@@ -45,7 +45,6 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llava", {"pixel_values": values(0, 3, 16, 16)}, OptionError, "at least one picture"),
     ("llava", {"pixel_values": "cat.png"}, OptionError, "`pixel_values` must be a tensor"),
     ("llava", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, UnsupportedError, "does not read `image_grid_thw`"),
-    ("llava", {"output_hidden_states": True}, UnsupportedError, "with pictures"),
     ("llava", {"inputs_embeds": values(1, 10, 32)}, OptionError, "inputs_embeds"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 4]])}, OptionError, "16 patches"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 3, 3]])}, OptionError, "multiples of 2"),

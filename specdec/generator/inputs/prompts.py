@@ -301,7 +301,8 @@ def _seen(ids: Ids, given: Mapping[str, Any], options: Options, target: Language
     prompts = _prompts(ids, options)
     if not target.sees:
         return prompts
-    found = read_pictures(target, given, ids.kept, ids.mask)
+    whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
+    found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
     return replace(prompts, rows=[replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)])
 
 

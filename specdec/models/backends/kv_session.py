@@ -67,7 +67,8 @@ class KvSession(KvCache, Session):
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
-                seen[work.row] = self._padded.see(row, work, extras)
+                more = {"output_attentions": True} if attentions else {}
+                seen[work.row] = self._padded.see(row, work, extras | more)
             elif work.num_new:
                 row.columns.begin(work.tree, work.first, work.text_length)
                 row_index = self.index(row.number)

@@ -67,10 +67,10 @@ class PaddedPasses:
             **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept
         )
         self.passes += 1
-        hidden = output.get("hidden_states")
-        states = hidden and tuple(None if layer is None else layer[0] for layer in hidden)
+        states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states"))
+        attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions"))
         logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
-        return Logits(work, logits, hidden_states=states, passes=(self.passes,))
+        return Logits(work, logits, hidden_states=states or None, attentions=attentions or None, passes=(self.passes,))
 
     def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""

@@ -68,11 +68,17 @@ def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
 
 
 def read_pictures(
-    language: ModelSpec, given: Mapping[str, Any], rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
+    language: ModelSpec,
+    given: Mapping[str, Any],
+    rows: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]],
+    *,
+    whole: bool = False,
 ) -> list[Pictures | None]:
     """What each row of a batch reads beside its text; None for rows of text alone.
 
-    `rows` hold ids without padding, `masks` those given ids that were kept. Raises OptionError where places and
+    `rows` hold ids without padding, `masks` those given ids that were kept. With `whole`, a row's text is read with its
+    pictures to the end. Raises OptionError where places and
     pictures do not fit, UnsupportedError for models that cannot go on in text.
     """
     tensors = {name: _tensor(name, given[name]) for name in sorted(NAMES & given.keys())}
@@ -89,13 +95,14 @@ def read_pictures(
     for name in _PER_TOKEN:
         if name in tensors and name in language.input_names:
             _add_types(name, tensors[name], parts, masks)
-    whole = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
+    two_ways = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
     found: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
         for name in _PER_ROW:
             if end and name in tensors:
                 part[name] = tensors[name][row : row + 1]
-        found.append(_read(language, part, list(ids), len(ids) if whole else end) if end or whole else None)
+        end = len(ids) if two_ways or (end and whole) else end
+        found.append(_read(language, part, list(ids), end) if end else None)
     if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
