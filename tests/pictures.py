@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
+    GraniteSpeechForConditionalGeneration,
     LlavaProcessor,
     Qwen2AudioForConditionalGeneration,
     VoxtralForConditionalGeneration,
@@ -219,27 +220,41 @@ def with_processor(seed: int = 0) -> tuple[Any, Any]:
 
 
 def hearing(family: str) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny model that hears, Qwen2-Audio or Voxtral, and a prompt with a recording."""
+    """A tiny model that hears, Qwen2-Audio, Voxtral or Granite Speech, and a prompt with a recording."""
+    beside: dict[str, Tensor] = {}
     if family == "qwen2_audio":
         ears = {
             "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
             "num_mel_bins": 8, "max_source_positions": 16, "model_type": "qwen2_audio_encoder",
         }  # fmt: skip
         config = AutoConfig.for_model(family, text_config=_text("qwen2"), audio_config=ears, audio_token_index=IMAGE)
-        kind, places, beside = (
-            Qwen2AudioForConditionalGeneration,
-            8,
-            {"feature_attention_mask": torch.ones(1, 32).long()},
-        )
-    else:
+        kind, places, shape = Qwen2AudioForConditionalGeneration, 8, (1, 8, 32)
+        beside = {"feature_attention_mask": torch.ones(1, 32).long()}
+    elif family == "voxtral":
         ears = {**_EYES, "intermediate_size": 64, "num_hidden_layers": 1, "num_mel_bins": 8, "max_source_positions": 16}
         config = AutoConfig.for_model(family, text_config=_text("llama"), audio_config=ears, audio_token_id=IMAGE)
-        kind, places, beside = VoxtralForConditionalGeneration, 4, {}
+        kind, places, shape = VoxtralForConditionalGeneration, 4, (1, 8, 32)
+    else:
+        ears = {
+            "input_dim": 8, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8, "output_dim": 6,
+            "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3, "model_type": "granite_speech_encoder",
+        }  # fmt: skip
+        windows = {**_EYES, "num_hidden_layers": 1, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
+        config = AutoConfig.for_model(
+            family,
+            text_config=_text("granite"),
+            encoder_config=ears,
+            projector_config={**windows, "model_type": "blip_2_qformer", "vocab_size": 8},
+            audio_token_index=IMAGE,
+            has_lora_adapter=False,
+        )
+        kind, places, shape = GraniteSpeechForConditionalGeneration, 6, (1, 30, 8)
+        beside = {"input_features_mask": torch.ones(1, 6).bool()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind(config)
+        model = kind(config).float()
         shake(model)
-        sound = torch.rand(1, 8, 32)
+        sound = torch.rand(shape)
     model.generation_config.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
     ids = torch.tensor([[1, 5, 6, *[IMAGE] * places, 9, 10, 11]])
     return model.eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "input_features": sound, **beside}

@@ -251,6 +251,7 @@ def test_a_head_reads_what_the_target_saw(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [one for one in SOME if one != "paligemma"])
+@pytest.mark.usefixtures("built")
 def test_strict_passes(family: str) -> None:
     """A row's logits are the same, bit for bit, alone and in a batch with a draft."""
     model, rows = model_of(family), rows_of(family)
@@ -263,7 +264,22 @@ def test_strict_passes(family: str) -> None:
         assert torch.equal(torch.cat(alone.logits), torch.stack(batched.logits)[:, number])
 
 
-@pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("built")
+def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They go on where the model's own code has read the pictures, at its positions."""
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path))
+    target = LanguageModel(seeing("qwen2_5_vl"), backend="compiled")
+    assert target.ragged is not None
+    assert target.ragged.compiled is not None
+    assert target.ragged.compiled.wait(280)
+    for draft in (None, "suffix"):
+        out = SpecGenerator(target, draft).generate(**batch("qwen2_5_vl", rows_of("qwen2_5_vl")), **endless(LENGTH))
+        assert new(out.sequences) == new(expected("qwen2_5_vl"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "voxtral", "granite_speech"])
 def test_recordings_in_text(family: str) -> None:
     """They are read as pictures are."""
     model, row = hearing(family)

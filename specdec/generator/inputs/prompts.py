@@ -159,7 +159,8 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
     others = () if target.sees else FEATURES
     for name in (*others, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
         if name in given and not target.is_encoder_decoder:
-            raise UnsupportedError(f"`{name}` is for models with an encoder; this target continues `input_ids`")
+            kinds = "models that see or hear, or have an encoder" if name in PICTURES else "models with an encoder"
+            raise UnsupportedError(f"`{name}` is for {kinds}; this target continues `input_ids`")
     known = sources or "inputs_embeds" in given or "encoder_outputs" in given
     named = {*given, "prompt"} if known else {*given}
     for name, mask in MASKS.items():
