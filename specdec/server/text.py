@@ -16,7 +16,7 @@ from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
-from specdec.generator.inputs.pictures import PIXELS, with_pictures
+from specdec.generator.inputs.pictures import PIXELS, chat_ids, with_pictures
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
@@ -112,7 +112,7 @@ class TextModel:
         self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
-        self.chats = bool(getattr(self.tokenizer, "chat_template", None))
+        self.chats = any(getattr(part, "chat_template", None) for part in (self.tokenizer, self.generator.processor))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
         self._lock = threading.Lock()
@@ -179,7 +179,7 @@ class TextModel:
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
         how = self._template_options(chat)
-        return self.template([message.plain for message in chat.messages], return_dict=True, **how)
+        return self.template([message.plain for message in chat.messages], **how)
 
     def _template_options(self, chat: ChatRequest) -> dict[str, Any]:
         how: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
@@ -193,7 +193,7 @@ class TextModel:
         if not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
         try:
-            return list(self.tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
+            return chat_ids(list(messages), self.tokenizer, self.generator.processor, **how)
         except Exception as error:  # whatever a template raises
             raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 

@@ -156,8 +156,10 @@ def test_messages_with_pictures(tmp_path: Path) -> None:
         assert tokens == expected[0][-8:]
         assert generator.generate(**made, **COMMON).sequences.tolist() == expected
         assert generator.generate(made, **COMMON).sequences.tolist() == expected
-        plain = generator.generate(messages=[{"role": "user", "content": "Hello"}], **COMMON)
-        assert plain.texts
+        chats = [[{"role": "user", "content": text}] for text in ("Hello", "Hello again")]
+        for plain in (generator.generate(messages=chats, **COMMON), generator.generate(messages=chats[1], **COMMON)):
+            text = processor.tokenizer.decode(plain.sequences[-1, :-8])
+            assert text.endswith("user: Hello again. assistant:")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,7 @@ def test_messages_with_pictures(tmp_path: Path) -> None:
         (claimed(9_000, 9_000), "has 9000 x 9000 pixels"),
         (data_url(SMALL)[:-60] + "AAAA", "cannot be opened"),
         (3, "a path, a PIL image or a data URL"),
+        ({}, "a path, a PIL image or a data URL"),
         (Image.new("1", (2**14, 2**13)), "has 16384 x 8192 pixels"),
     ],
 )

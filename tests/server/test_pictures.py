@@ -19,7 +19,6 @@ from tests.server.served import app, asking, model_of
 @cache
 def seeing_model() -> TextModel:
     model, processor = with_processor()
-    processor.tokenizer.chat_template = processor.chat_template
     return TextModel("text", SpecGenerator(model, "suffix", tokenizer=processor), context=512, pixels=10_000)
 
 
@@ -42,6 +41,16 @@ def test_a_picture_is_answered_as_by_the_library() -> None:
     assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == out.texts[0]
+
+
+def test_text_alone_is_read() -> None:
+    """By the processor's template, in which texts are parts of messages."""
+    messages = [{"role": "user", "content": "Is it teal?"}]
+    out = seeing_model().generator.generate(messages=messages, max_new_tokens=8, do_sample=False)
+    with asking(app(seeing_model())) as c:
+        found = c.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert out.texts == [found["choices"][0]["message"]["content"]]
+    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == len("user: Is it teal?. assistant:")
 
 
 @pytest.mark.parametrize(

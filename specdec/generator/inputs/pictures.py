@@ -52,6 +52,16 @@ def with_pictures(
         raise OptionError(f"the model's processor refused `messages`: {error}") from error
 
 
+def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
+    """The ids of a conversation of text alone, by the processor's template where it has one: that takes texts in parts,
+    and loses others.
+    """
+    if getattr(processor, "chat_template", None) is None:
+        return list(tokenizer.apply_chat_template(conversation, return_dict=True, **template)["input_ids"])
+    found: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
+    return found
+
+
 def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> Any:
     """A picture as a PIL image in RGB, from an image, a path, a data URL, or with `fetch` any URL.
 
@@ -110,14 +120,18 @@ def _parts(conversation: Any) -> Iterator[Mapping[str, Any]]:
     """The parts of its messages' contents."""
     for message in conversation if isinstance(conversation, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
-        yield from (part for part in (content if isinstance(content, list) else ()) if isinstance(part, Mapping))
+        yield from (
+            part for part in (content if isinstance(content, list | tuple) else ()) if isinstance(part, Mapping)
+        )
 
 
-def _opened(message: Mapping[str, Any], opened: Callable[[Any], Any]) -> dict[str, Any]:
+def _opened(message: Any, opened: Callable[[Any], Any]) -> Any:
     """A message with its pictures opened, and all its content in parts, as templates of models that see expect."""
-    content = message["content"]
+    content = message.get("content") if isinstance(message, Mapping) else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**message, "content": [_part(part, opened) for part in parts]}
+    return (
+        {**message, "content": [_part(part, opened) for part in parts]} if isinstance(parts, list | tuple) else message
+    )
 
 
 def _part(part: Any, opened: Callable[[Any], Any]) -> Any:
@@ -127,4 +141,4 @@ def _part(part: Any, opened: Callable[[Any], Any]) -> Any:
     if len(names) != 1:
         raise OptionError.of("image", "one picture in a part of type 'image'", sorted(part))
     found = part[names[0]]
-    return {"type": "image", "image": opened(found["url"] if isinstance(found, Mapping) else found)}
+    return {"type": "image", "image": opened(found.get("url") if isinstance(found, Mapping) else found)}

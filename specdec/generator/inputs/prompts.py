@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator.inputs.pictures import has_pictures, with_pictures
+from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictures
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.inputs.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
@@ -100,13 +100,12 @@ def read_prompts(
     given = _without_idle(given, options)
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
-    own_template = getattr(tokenizer, "chat_template", None) is not None or processor is None
-    if messages is not None and (has_pictures(messages) or not own_template):
+    if messages is not None and has_pictures(messages):
         made = with_pictures(messages, processor, fetch=fetch)
         value = made.pop("input_ids")
         given = {**given, **{name: tensor for name, tensor in made.items() if name in NAMES}}
     elif messages is not None:
-        value = _chat(messages, tokenizer)
+        value = _chat(messages, tokenizer, processor)
     how = given, options, target, tokenizer
     if target.is_encoder_decoder:
         prompts = _encoder_decoder(value, *how)
@@ -168,18 +167,20 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
             raise OptionError(f"`{mask}` marks tokens that count, but no tokens were given: pass `{name}` with it")
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Ids of one conversation or several, by the tokenizer's chat template."""
+def _chat(messages: Sequence[Any], tokenizer: Any, processor: Any) -> list[list[int]]:
+    """Ids of one conversation or several, by the chat template."""
     if not hasattr(tokenizer, "apply_chat_template"):
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
-    if getattr(tokenizer, "chat_template", "") is None:
+    if getattr(tokenizer, "chat_template", "") is None and getattr(processor, "chat_template", None) is None:
         raise OptionError("`messages` needs a chat template, and this tokenizer has none: pass the text as a prompt")
     if not isinstance(messages, Sequence) or not messages:
         raise OptionError.of("messages", "a list of messages", messages)
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    how = {"add_generation_prompt": True, "tokenize": True}
     try:
-        return [tokenizer.apply_chat_template(c, **how)["input_ids"] for c in conversations]
+        return [chat_ids(c, tokenizer, processor, **how) for c in conversations]
+    except OptionError:
+        raise
     except Exception as error:  # whatever a template raises
         raise OptionError(f"the tokenizer's chat template refused `messages`: {error}") from error
 

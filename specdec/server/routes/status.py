@@ -81,7 +81,7 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
 
     def ids() -> list[int]:
         if asked.prompt is None:
-            return text.template(messages, add_generation_prompt=asked.add_generation_prompt, return_dict=True)
+            return text.template(messages, add_generation_prompt=asked.add_generation_prompt)
         how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         return list(text.tokenizer(asked.prompt, **how)["input_ids"])
 
