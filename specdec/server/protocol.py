@@ -1,12 +1,13 @@
 """Requests: OpenAI's fields, vLLM's, and specdec's own; every number has bounds.
 
 null means that a field is absent. Unsupported fields are refused unless their value has no effect; hints, which change
-no text, are dropped.
+no text, are dropped, and named once in the log.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.server.errors import FieldError
 
+LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _ENTRIES = 1024  # of an object with any names
@@ -72,15 +74,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "only text is written: leave it out"),
     "audio": ((), "only text is written: leave it out"),
     "web_search_options": ((), "nothing is searched: leave it out"),
-    "reasoning_effort": ((), "the effort of thinking cannot be set: leave it out"),
-    "verbosity": ((), "leave it out, and ask for short or long answers in words"),
     "suffix": (("",), "text cannot be filled in before a suffix: leave it out"),
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
-    "stop_token_ids": (([],), "pass `stop`, text"),
 }
-HINTS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier")
+HINTS = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier"),
+    *("reasoning_effort", "verbosity"),
+)
+_NAMED = set[str]()  # hints that the log has named
 # Fields of messages: clients send answers back, with all fields that a message can have.
 _CALLS = "leave tool calls and their answers out"
 REFUSED_OF_MESSAGES = {
@@ -217,6 +220,7 @@ class Generate(Sent):
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -268,6 +272,7 @@ class Generate(Sent):
         for name, (neutral, why) in REFUSED.items():
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
+        _name_hints({name for name in HINTS if data.get(name) is not None})
         return {name: value for name, value in data.items() if name not in (*REFUSED, *HINTS)}
 
     @model_validator(mode="after")
@@ -308,6 +313,13 @@ class Generate(Sent):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def _name_hints(names: set[str]) -> None:
+    """Logs the names that the log has not named yet."""
+    for name in sorted(names - _NAMED):
+        _NAMED.add(name)
+        LOG.info("requests have `%s`, which changes no text: it is ignored", name)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -110,6 +110,7 @@ class TextModel:
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = bool(getattr(self.tokenizer, "chat_template", None))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
+        self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
         self._lock = threading.Lock()
 
@@ -178,6 +179,11 @@ class TextModel:
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.drafter)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
+        if request.stop_token_ids:
+            if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):
+                message = f"`stop_token_ids` must be below {width}, which the model knows"
+                raise ApiError(400, message, param="stop_token_ids")
+            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
         if (form := Form.of(request)) is not None:
