@@ -3,7 +3,7 @@
 | file | contents |
 | --- | --- |
 | `settings.py` | settings of a server, from flags and YAML |
-| `protocol.py`, `answers.py`, `errors.py` | requests, responses, error messages |
+| `protocol.py`, `sent.py`, `answers.py`, `errors.py` | requests, responses, error messages |
 | `app.py`, `routes/`, `page/` | endpoints, web page |
 | `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
 | `responses.py` | responses that stop when their client disconnects |

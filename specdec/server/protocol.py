@@ -11,40 +11,26 @@ import logging
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.server.errors import FieldError
+from specdec.server.sent import Name, Sent, Text, without_nulls
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _ENTRIES = 1024  # of an object with any names
-_UNKNOWN = 10  # unknown fields of an object that are checked
-_LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
-
-
-def _is_text(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise FieldError("the text holds half of a character (a lone surrogate): leave it out") from None
-    return value
-
-
-def _present(data: Any) -> Any:
-    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+_LONGEST_STOP, _LONGEST_GRAMMAR = 256, 65_536
 
 
 def _few(data: Any) -> Any:
     """An object's first entries, one more than allowed: each could be a fault."""
-    present = _present(data)
+    present = without_nulls(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
 
 
-Text = Annotated[str, AfterValidator(_is_text)]
-Name = Annotated[Text, Field(max_length=_LONGEST_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -92,24 +78,6 @@ REFUSED_OF_MESSAGES = {
     "audio": "only text is read: leave it out",
     "refusal": "pass its text as `content`",
 }
-
-
-class Sent(BaseModel):
-    """An object of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        present = _present(data)
-        unknown = [name for name in present if name not in known]
-        for name in unknown[_UNKNOWN:]:  # each would be a fault
-            del present[name]
-        return present
 
 
 class Message(Sent):
