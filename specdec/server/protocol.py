@@ -17,6 +17,7 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.server.errors import FieldError
 from specdec.server.sent import Name, Sent, Text, without_nulls
+from specdec.server.tool_fields import ToolCalls, ToolUse
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
@@ -50,12 +51,12 @@ Constraints = Annotated[list[Phrase | Alternatives], Field(min_length=1, max_len
 TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_few)]
 
 # Field -> its values without effect, and the message about any other.
-_TOOLS = "leave tool calls out, or describe the answer with `response_format`"
+_TOOLS = "chats have tools, with `tools`"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
+    "functions": (([],), "pass `tools`"),
+    "function_call": (("none", "auto"), "pass `tool_choice`"),
     "parallel_tool_calls": ((True, False), _TOOLS),
     "modalities": ((["text"],), "only text is written: leave it out"),
     "audio": ((), "only text is written: leave it out"),
@@ -71,10 +72,8 @@ HINTS = (
 )
 _NAMED = set[str]()  # hints that the log has named
 # Fields of messages: clients send answers back, with all fields that a message can have.
-_CALLS = "leave tool calls and their answers out"
 REFUSED_OF_MESSAGES = {
-    "tool_calls": _CALLS,
-    "function_call": _CALLS,
+    "function_call": "pass `tool_calls`",
     "audio": "only text is read: leave it out",
     "refusal": "pass its text as `content`",
 }
@@ -83,17 +82,19 @@ REFUSED_OF_MESSAGES = {
 class Message(Sent):
     """A message of a conversation, text only."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Parts | None = None
     name: Name | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _only_text(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("role") in ("tool", "function"):
-            raise FieldError(f"`role` '{data['role']}' is not supported: {_CALLS}")
+        if data.get("role") == "function":
+            raise FieldError("`role` 'function' is not supported: pass the role 'tool'")
         for name, why in REFUSED_OF_MESSAGES.items():
             if data.get(name):
                 raise FieldError(f"`{name}` is not supported: {why}")
@@ -104,10 +105,20 @@ class Message(Sent):
                 raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: only text is read")
         return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
 
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Message:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise FieldError("`tool_call_id` and the role 'tool' go together: pass both")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("`tool_calls` are the assistant's: leave them out of messages of other roles")
+        return self
+
     @property
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         plain = {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content or "")}
+        calls = [call.plain for call in self.tool_calls or ()] or None
+        plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
         return plain if self.name is None else {**plain, "name": self.name}
 
 
@@ -238,10 +249,12 @@ class Generate(Sent):
         if not isinstance(data, dict):
             return data
         for name, (neutral, why) in REFUSED.items():
+            if name in cls.model_fields:
+                continue
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
         _name_hints({name for name in HINTS if data.get(name) is not None})
-        return {name: value for name, value in data.items() if name not in (*REFUSED, *HINTS)}
+        return {name: data[name] for name in data if name not in {*REFUSED, *HINTS} - {*cls.model_fields}}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
@@ -318,7 +331,7 @@ class CompletionRequest(Generate):
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
 
-class ChatRequest(Generate):
+class ChatRequest(ToolUse, Generate):
     """Answers a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -337,6 +350,8 @@ class ChatRequest(Generate):
             raise FieldError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
+        if self.offered and self.forms:
+            raise FieldError(f"`{self.forms[0][0]}` sets the form of the answer, and `tools` too: pass one of them")
         return self
 
     @property

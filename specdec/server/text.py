@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
+from specdec.server.tools import CallReader, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -163,12 +164,15 @@ class TextModel:
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
         how: dict[str, Any] = {"continue_final_message": chat.continue_final_message, "return_dict": True}
         how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
+        how |= {"tools": [tool.plain for tool in chat.offered]} if chat.offered else {}
         return self.template([message.plain for message in chat.messages], **how, **(chat.chat_template_kwargs or {}))
 
-    def template(self, messages: Sequence[dict[str, str]], **how: Any) -> list[int]:
+    def template(self, messages: Sequence[dict[str, Any]], **how: Any) -> list[int]:
         """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""
         if not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
+        if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            check_takes_tools(self._template_text, self.name, "messages")
         try:
             return list(self.tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
         except Exception as error:  # whatever a template raises
@@ -186,7 +190,7 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        if (form := Form.of(request)) is not None:
+        if (form := Form.of(request) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
         if request.constraints:
@@ -196,6 +200,42 @@ class TextModel:
         if request.prediction is not None and request.prediction.text:
             options["prediction"] = request.prediction.text
         return options
+
+    def call_reader(self, request: Generate) -> Callable[[], CallReader] | None:
+        """Makes readers of answers that may have calls; None for others. Raises a 400 where the model has no calls."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return None
+        form, names = format_of(self._template_text, self.name), {tool.function.name for tool in request.callable}
+        return lambda: CallReader(form, names, held=request.must_call or bool(form.opening))
+
+    def decoder(self, request: Generate) -> Any:
+        """The tokenizer, with the marks of calls as text where the answer may have calls."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return self.tokenizer
+        form, added = format_of(self._template_text, self.name), self.tokenizer.added_tokens_decoder
+        marks = {token: name for token, one in added.items() if (name := one.content) in (form.opening, form.closing)}
+        return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
+
+    def _form_of_calls(self, request: Generate) -> Form | None:
+        """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return None
+        for place, tool in enumerate(request.callable):
+            Grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._grammars, 0)
+        form = format_of(self._template_text, self.name)
+        grammar = call_grammar(form, request, self._marks, self._ends)
+        return None if grammar is None else Form("grammar", grammar, "tools")
+
+    @property
+    def _template_text(self) -> str:
+        """The chat template for messages with tools; empty without one."""
+        return str(self.tokenizer.get_chat_template(tools=[{}])) if self.chats else ""
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """The tokens beside the vocabulary proper."""
+        width = self.generator.target.vocab_size
+        return {name: token for name, token in self.tokenizer.get_added_vocab().items() if token < width}
 
     def _room(self, prompt: PromptRequest, length: int) -> int:
         """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
@@ -240,8 +280,8 @@ class _Row:
         stops: Sequence[str],
         echo: tuple[str, Sequence[TokenScore]],
     ) -> None:
-        self._tokenizer, self._row, self._stops, self._echo = model.tokenizer, row, stops, echo
-        self._text = Detokenizer(model.tokenizer, stops)
+        self._tokenizer, self._row, self._stops, self._echo = model.decoder(prompt.request), row, stops, echo
+        self._text = Detokenizer(self._tokenizer, stops)
         self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
         self._chunk = prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it

@@ -27,6 +27,7 @@ from specdec.server.protocol import (
 )
 from specdec.server.routes import audio as audio_routes
 from specdec.server.sent import Sent
+from specdec.server.tool_fields import ToolUse
 from tests.server.served import app, asking, client, events, model_of, speech_model
 
 soundfile = pytest.importorskip("soundfile")
@@ -128,7 +129,7 @@ def test_every_validator_speaks_to_clients() -> None:
     assert refused > 2000
     models_of_clients = {one for one in vars(protocol).values() if isinstance(one, type) and issubclass(one, BaseModel)}
     walked = {model for base in BASES for _, models in paths(base) for model in models}
-    assert models_of_clients - walked == {Sent, protocol.Generate}
+    assert models_of_clients - walked == {Sent, ToolUse, protocol.Generate}
 
 
 SAID: list[tuple[dict[str, Any], str, str]] = [
