@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Finished, Started, TextDelta, TokenScore
-from specdec.server.tools import CallReader, whole_calls
+from specdec.server.tools import CallFormat, reader_of, whole_calls
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 
@@ -39,7 +39,7 @@ class Answer:
         *,
         id: str | None = None,
         created: int | None = None,
-        reader: Callable[[], CallReader] | None = None,
+        calls: CallFormat | None = None,
     ) -> None:
         self.request, self._model = request, model
         self._stream_options = request.stream_options or StreamOptions()
@@ -47,7 +47,7 @@ class Answer:
         self._created = int(time.time()) if created is None else created
         self._counts = [Counts() for _ in range(prompts)]
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
-        self._readers = [] if reader is None else [reader() for _ in self._deltas]
+        self._readers = [] if calls is None else [reader_of(calls, request) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
 
     @property

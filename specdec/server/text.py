@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
-from specdec.server.tools import CallReader, MarkedTokenizer, call_grammar, check_takes_tools, format_of
+from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -190,7 +190,10 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        if (form := Form.of(request) or self._form_of_calls(request)) is not None:
+        form = Form.of(request)
+        if isinstance(request, ChatRequest) and (calls := self.calls(request)) is not None:
+            form = self._form_of_calls(request, calls)
+        if form is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
         if request.constraints:
@@ -201,29 +204,22 @@ class TextModel:
             options["prediction"] = request.prediction.text
         return options
 
-    def call_reader(self, request: Generate) -> Callable[[], CallReader] | None:
-        """Makes readers of answers that may have calls; None for others. Raises a 400 where the model has no calls."""
+    def calls(self, request: Generate) -> CallFormat | None:
+        """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
         if not isinstance(request, ChatRequest) or not request.offered:
             return None
-        form, names = format_of(self._template_text, self.name), {tool.function.name for tool in request.callable}
-        return lambda: CallReader(form, names, held=request.must_call or bool(form.opening))
+        return format_of(self._template_text, self.name)
 
-    def decoder(self, request: Generate) -> Any:
-        """The tokenizer, with the marks of calls as text where the answer may have calls."""
-        if not isinstance(request, ChatRequest) or not request.offered:
-            return self.tokenizer
-        form, added = format_of(self._template_text, self.name), self.tokenizer.added_tokens_decoder
-        marks = {token: name for token, one in added.items() if (name := one.content) in (form.opening, form.closing)}
+    def decoder(self, form: CallFormat | None) -> Any:
+        """The tokenizer, which shows the marks of calls also where they are special tokens."""
+        marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
-    def _form_of_calls(self, request: Generate) -> Form | None:
+    def _form_of_calls(self, chat: ChatRequest, form: CallFormat) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
-        if not isinstance(request, ChatRequest) or not request.offered:
-            return None
-        for place, tool in enumerate(request.callable):
+        for place, tool in enumerate(chat.callable):
             Grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._grammars, 0)
-        form = format_of(self._template_text, self.name)
-        grammar = call_grammar(form, request, self._marks, self._ends)
+        grammar = call_grammar(form, chat, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
     @property
@@ -280,7 +276,12 @@ class _Row:
         stops: Sequence[str],
         echo: tuple[str, Sequence[TokenScore]],
     ) -> None:
-        self._tokenizer, self._row, self._stops, self._echo = model.decoder(prompt.request), row, stops, echo
+        self._tokenizer, self._row, self._stops, self._echo = (
+            model.decoder(model.calls(prompt.request)),
+            row,
+            stops,
+            echo,
+        )
         self._text = Detokenizer(self._tokenizer, stops)
         self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
         self._chunk = prompt.chunk

@@ -33,12 +33,6 @@ def _is_object(value: str) -> str:
     return value
 
 
-def _is_object_schema(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type", "object") != "object":
-        raise FieldError("the parameters of a function are the schema of an object: its type must be 'object'")
-    return value
-
-
 FunctionName = Annotated[Text, AfterValidator(_is_function_name)]
 
 
@@ -47,7 +41,7 @@ class Function(Sent):
 
     name: FunctionName
     description: Annotated[Text, Field(max_length=_LONGEST_DESCRIPTION)] | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_is_object_schema)] | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -69,19 +63,6 @@ class Tool(Sent):
         """The tool as chat templates take it."""
         said = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": {**said, "parameters": self.parameters}}
-
-
-class NamedFunction(Sent):
-    """The name of a function."""
-
-    name: FunctionName
-
-
-class NamedTool(Sent):
-    """The one function that the answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class CalledFunction(Sent):
@@ -113,7 +94,7 @@ class ToolUse(Sent):
     """A chat's fields about tools."""
 
     tools: Annotated[list[Tool], Field(max_length=_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
@@ -123,7 +104,7 @@ class ToolUse(Sent):
             raise FieldError("`tools` have two functions of one name: give each its own")
         if not names and choice not in (None, "none", "auto"):
             raise FieldError("`tool_choice` needs `tools`: pass them, or leave it out")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             raise FieldError("`tool_choice` names none of the functions in `tools`: pass it there, too")
         return self
 
@@ -135,13 +116,13 @@ class ToolUse(Sent):
     @property
     def callable(self) -> list[Tool]:
         """The tools that the answer may call."""
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         return [tool for tool in self.offered if named in (None, tool.function.name)]
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
     @property
     def most_calls(self) -> int:
-        return MOST_CALLS if self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool) else 1
+        return MOST_CALLS if self.parallel_tool_calls and not isinstance(self.tool_choice, Tool) else 1

@@ -42,11 +42,8 @@ _UNREAD = {  # -> who writes calls like this
     "<｜tool▁calls▁begin｜>": "DeepSeek",
     "<|tool_calls_section_begin|>": "Kimi",
     "<|channel|>": "gpt-oss",
-    "<|START_ACTION|>": "Command",
     "<|tool_call_start|>": "LFM2",
     "<|tool_call|>": "Granite and Phi",
-    "<function_calls>": "Olmo",
-    "<start_function_call>": "FunctionGemma",
 }
 
 
@@ -124,8 +121,9 @@ class MarkedTokenizer:
         return "".join(mark * len(run) if mark else self._tokenizer.decode(run, **how) for mark, run in runs)
 
 
-_HEAD = re.compile(r'[\s\[]*\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_LONGEST_HEAD, _LONGEST_TAIL = 256, 64  # characters
+_HEAD = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_LONGEST_HEAD = 256  # characters
+_Read = tuple[str, list[tuple[str, str]]]  # a text, and names with arguments
 
 
 class CallReader:
@@ -136,87 +134,68 @@ class CallReader:
 
     def __init__(self, form: CallFormat, names: Collection[str], *, held: bool) -> None:
         self._form, self._names, self._held = form, names, held
-        end = r"[\],]" if form.is_list else re.escape(form.closing)
-        self._end = re.compile(rf"\s*\}}\s*{end}")
-        self._pending = self._raw = self._said = ""
-        self._deltas: list[dict[str, Any]] = []
-        self._depth, self._quoted, self._escaped, self._last = 0, False, False, False
-        self._step = self._text if form.opening else self._bare
-        self.calls = 0
+        self._end = re.compile(r"\s*\}\s*" + ("[],]" if form.is_list else re.escape(form.closing)))
+        self._text, self._said = "", 0
+        self.calls = list[int]()  # characters of the arguments that have been read
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The new text of the answer, and its new calls as OpenAI's deltas."""
-        self._pending, self._said, self._deltas, self._last = self._pending + text, "", [], last
-        while self._step():
-            pass
-        return self._said, self._deltas
+        self._text += text
+        said, calls = self._marked(last) if self._form.opening else self._bare(last)
+        deltas: list[dict[str, Any]] = []
+        for place, (name, arguments) in enumerate(calls):
+            if place == len(self.calls):
+                own = {"index": place, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's ids have 9
+                deltas.append({**own, "function": {"name": name, "arguments": ""}})
+                self.calls.append(0)
+            if new := arguments[self.calls[place] :]:
+                deltas.append({"index": place, "function": {"arguments": new}})
+                self.calls[place] = len(arguments)
+        new, self._said = said[self._said :], len(said)
+        return new, deltas
 
-    def _text(self) -> bool:
-        """Text before and between calls; white space before a call is dropped."""
-        opening, last = self._form.opening, self._last
-        before, found, rest = self._pending.partition(opening)
-        sure = before if found else before[: len(before) - (0 if last else _begun(before, opening))]
-        kept = len(sure.rstrip()) if found or not last or self.calls else len(sure)
-        self._said += before[:kept]
-        self._pending, self._raw = (rest, before[kept:] + found) if found else (before[kept:], "")
-        if found:
-            self._step = self._head
-        return bool(found)
+    def _bare(self, last: bool) -> _Read:
+        """The answer where a call is all of it."""
+        text = self._text
+        head = self._head(0)
+        if head is not None and (self._held or (last and _object_end(text, 0))):
+            return "", [(head[1], text[head.end() : _object_end(text, head.end())])]
+        waits = not last and (self._held or text.lstrip()[:1] in ("", "{"))
+        return "" if waits else text, []
 
-    def _bare(self) -> bool:
-        """The start of an answer that may be a call."""
-        start = self._pending.lstrip()[:1]
-        if not self._last and (not start or (start == "{" and not self._held)):
-            return False
-        self._step = self._head if start == "{" and (self._held or _is_json(self._pending)) else self._plain
-        return True
+    def _marked(self, last: bool) -> _Read:
+        """The answer as far as it is sure; white space before a call is dropped."""
+        text, opening, said, at = self._text, self._form.opening, "", 0
+        calls: list[tuple[str, str]] = []
+        while (start := text.find(opening, at)) >= 0:
+            head = self._head(start + len(opening))
+            if head is None and not last and len(text) - start <= _LONGEST_HEAD:
+                return said + text[at:start].rstrip(), calls
+            said += text[at:start].rstrip() if head else text[at : start + len(opening)]
+            at = start + len(opening)
+            while head is not None:
+                end = _object_end(text, head.end())
+                calls.append((head[1], text[head.end() : end]))
+                closed = self._end.match(text, end) if end else None
+                if closed is None:
+                    return said, calls
+                at, again = closed.end(), closed[0].endswith(",")
+                head = self._head(at) if again else None
+                if again and head is None and not last:
+                    return said, calls
+        sure = text[at:] if last else text[at : len(text) - _begun(text[at:], opening)]
+        return said + (sure if last and not calls else sure.rstrip()), calls
 
-    def _head(self) -> bool:
-        """The opening of a call, up to its arguments."""
-        found = _HEAD.match(self._pending)
-        if found is not None and found[1] in self._names:
-            function = {"name": found[1], "arguments": ""}
-            said = {"index": self.calls, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's ids have 9
-            self._deltas.append({**said, "function": function})
-            self.calls, self._pending, self._step = self.calls + 1, self._pending[found.end() :], self._arguments
-            return True
-        if found is None and not self._last and len(self._pending) <= _LONGEST_HEAD:
-            return False
-        self._said, self._step = self._said + self._raw, self._text if self._form.opening else self._plain
-        return True
+    def _head(self, at: int) -> re.Match[str] | None:
+        found = _HEAD.match(self._text, at)
+        return found if found is not None and found[1] in self._names else None
 
-    def _arguments(self) -> bool:
-        """The JSON object of the arguments, as far as it is written."""
-        end = next((place for place, one in enumerate(self._pending, 1) if self._closes(one)), len(self._pending))
-        piece, self._pending = self._pending[:end], self._pending[end:]
-        if piece:
-            self._deltas.append({"index": self.calls - 1, "function": {"arguments": piece}})
-            self._step = self._arguments if self._depth else self._tail
-        return bool(piece)
 
-    def _closes(self, one: str) -> bool:
-        """Whether this character is the last of the object."""
-        if self._quoted:
-            self._quoted, self._escaped = self._escaped or one != '"', one == "\\" and not self._escaped
-            return False
-        self._quoted = one == '"'
-        self._depth += (one in "{[") - (one in "}]")
-        return self._depth == 0
-
-    def _tail(self) -> bool:
-        """The end of a call, which nobody reads."""
-        found = self._end.match(self._pending)
-        if found is None and not self._last and len(self._pending) <= _LONGEST_TAIL:
-            return False
-        self._pending = self._pending[found.end() :] if found is not None else "" if self._last else self._pending
-        self._raw, self._step = "", self._text if self._form.opening else self._plain
-        if found is not None and found[0].endswith(","):
-            self._step = self._head
-        return True
-
-    def _plain(self) -> bool:
-        self._said, self._pending = self._said + self._pending, ""
-        return False
+def reader_of(form: CallFormat, chat: Any) -> CallReader:
+    """A reader of one answer to a chat."""
+    assert isinstance(chat, ToolUse)
+    names = {tool.function.name for tool in chat.callable}
+    return CallReader(form, names, held=chat.must_call or bool(form.opening))
 
 
 def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,9 +214,9 @@ def _begun(text: str, mark: str) -> int:
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def _is_json(text: str) -> bool:
+def _object_end(text: str, start: int) -> int | None:
+    """Where the JSON value at `start` ends; None where it is not complete."""
     try:
-        json.loads(text)
+        return json.JSONDecoder().raw_decode(text, start)[1]
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None

@@ -105,7 +105,7 @@ def test_what_is_no_call_stays_text(mark: str, text: str) -> None:
         reader = CallReader(_FORMATS[mark], {"weather"}, held=mark != LLAMA)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
-        assert ("".join(said for said, _ in found), reader.calls) == (text, 0)
+        assert ("".join(said for said, _ in found), reader.calls) == (text, [])
 
 
 def test_formats_that_are_not_read() -> None:
@@ -214,8 +214,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
     ({"tools": [TIME] * 2}, "tools", "one name"),
     ({"tools": [TIME] * 129}, "tools", "128 entries"),
-    ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools.0.function.parameters", ""),
-    ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}]}, "tools", "`tools.0.function.param"),
+    ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"$ref": "x"}}}]}, "tools", "`tools.0.function.param"),
     ({"tools": [{**TIME, "function": {"name": "f", "description": "a" * 65_537}}]}, "tools.0.function.description", ""),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
     ({"tool_choice": "required"}, "tool_choice", "`tool_choice` needs `tools`"),

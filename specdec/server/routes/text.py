@@ -86,8 +86,7 @@ class TextRequest:
         settings = state.settings
         chunk, most = settings.stream_chunk if request.stream else None, settings.limits.new_tokens
         self._prompts = [PromptRequest(request, prompt, client, chunk, most) for prompt in prompts]
-        reader = host.model.call_reader(request)
-        self._answer = Answer(request, host.model.name, len(prompts), reader=reader)
+        self._answer = Answer(request, host.model.name, len(prompts), calls=host.model.calls(request))
         self._room, self._began = settings.limits.unread_bytes, time.monotonic()
 
     async def whole(self) -> dict[str, Any]:
