@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
@@ -80,7 +81,7 @@ REFUSED_OF_MESSAGES = {
 
 
 class Message(Sent):
-    """A message of a conversation, text only."""
+    """A message of a conversation: text, and pictures for models that see."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Parts | None = None
@@ -101,8 +102,9 @@ class Message(Sent):
         parts = data.get("content")
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: only text is read")
+            if isinstance(kind, str) and kind not in ("text", "image_url"):
+                why = "only text and pictures (image_url) are read"
+                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: {why}")
         return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
 
     @model_validator(mode="after")
@@ -114,27 +116,78 @@ class Message(Sent):
         return self
 
     @property
+    def text(self) -> str:
+        """Its text alone."""
+        return _joined(self.content or "")
+
+    @property
+    def pictures(self) -> list[str]:
+        """The data URLs of its pictures."""
+        return [part.image_url.url for part in self._parts if part.image_url is not None]
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self.content if isinstance(self.content, list) else []
+
+    @property
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content or "")}
+        content = [part.plain for part in self._parts] if self.pictures else self.text
+        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
         calls = [call.plain for call in self.tool_calls or ()] or None
         plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
         return plain if self.name is None else {**plain, "name": self.name}
 
 
 class TextPart(Sent):
-    """A part of a message."""
+    """A part of a text."""
 
     type: Literal["text"]
     text: Text
 
 
-Parts = Annotated[list[TextPart], Field(fail_fast=True)]
+class PictureUrl(Sent):
+    """A picture in a data URL; `detail` is a hint."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _is_data(cls, url: str) -> str:
+        if not url.startswith("data:image/"):
+            raise FieldError("only data URLs are read (data:image/png;base64,…), and nothing is fetched")
+        return url
+
+
+class Part(Sent):
+    """A part of a message: a text, or a picture."""
+
+    type: Literal["text", "image_url"]
+    text: Text | None = None
+    image_url: PictureUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Part:
+        if getattr(self, self.type) is None or None not in (self.text, self.image_url):
+            raise FieldError(f"a part of type '{self.type}' has a field `{self.type}`, and no other")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as chat templates take it."""
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image", "image": self.image_url.url}
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 Message.model_rebuild()
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _joined(content: str | Sequence[TextPart | Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class StreamOptions(Sent):
@@ -149,7 +202,7 @@ class Prediction(Sent):
     """A draft of the answer."""
 
     type: Literal["content"]
-    content: Text | Parts
+    content: Text | TextParts
 
     @property
     def text(self) -> str:

@@ -15,6 +15,8 @@ from specdec.core.tree import Step
 from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs import NAMES
+from specdec.generator.inputs.pictures import PIXELS, with_pictures
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
@@ -90,7 +92,8 @@ class TextModel:
     """A generator, and what requests must know about it.
 
     `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt and of the answer, each).
-    `options`: the generator's defaults, of which sampling settings matter here. Raises OptionError without a tokenizer.
+    `options`: the generator's defaults, of which sampling settings matter here. `pixels`: the most of a picture. Raises
+    OptionError without a tokenizer.
     """
 
     task = "text"
@@ -102,10 +105,11 @@ class TextModel:
         *,
         context: int | None = None,
         options: Mapping[str, Any] | None = None,
+        pixels: int = PIXELS,
     ) -> None:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
-        self.name, self.generator, self.tokenizer = name, generator, generator.tokenizer
+        self.name, self.generator, self.tokenizer, self._pixels = name, generator, generator.tokenizer, pixels
         self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
@@ -118,9 +122,10 @@ class TextModel:
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
         request = prompt.request
-        ids = self.encode(prompt.content, request if isinstance(request, ChatRequest) else None)
+        inputs = self._inputs(prompt.content, request if isinstance(request, ChatRequest) else None)
+        ids = inputs["input_ids"][0] if isinstance(inputs["input_ids"], list) else inputs["input_ids"][0].tolist()
         with refusing():
-            job = self.generator.submit([ids], **self._options(prompt, ids))
+            job = self.generator.submit(inputs, **self._options(prompt, ids))
         cancel.add_done_callback(lambda _: job.cancel())
         echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
@@ -138,6 +143,19 @@ class TextModel:
             for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
                 yield row.whole(tokens, reason)
         yield Finished(out.stats)
+
+    def _inputs(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> dict[str, Any]:
+        """The model's inputs for a prompt or a conversation; raises a 400 for pictures that cannot be read."""
+        if chat is None or not any(message.pictures for message in chat.messages):
+            return {"input_ids": [self.encode(prompt, chat)]}
+        if not self.generator.target.sees or self.generator.processor is None:
+            raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
+        messages = [message.plain for message in chat.messages]
+        with refusing():
+            made = with_pictures(
+                messages, self.generator.processor, pixels=self._pixels, **self._template_options(chat)
+            )
+        return {name: value for name, value in made.items() if name in NAMES}
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
         if isinstance(prompt, list):
@@ -162,10 +180,16 @@ class TextModel:
         return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
-        how: dict[str, Any] = {"continue_final_message": chat.continue_final_message, "return_dict": True}
+        how = self._template_options(chat)
+        return self.template([message.plain for message in chat.messages], return_dict=True, **how)
+
+    def _template_options(self, chat: ChatRequest) -> dict[str, Any]:
+        how: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
         how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
+        for name, value in (chat.chat_template_kwargs or {}).items():
+            how[name] = value
         how |= {"tools": [tool.plain for tool in chat.offered]} if chat.offered else {}
-        return self.template([message.plain for message in chat.messages], **how, **(chat.chat_template_kwargs or {}))
+        return how
 
     def template(self, messages: Sequence[dict[str, Any]], **how: Any) -> list[int]:
         """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""

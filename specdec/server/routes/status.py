@@ -82,7 +82,7 @@ async def load(request: Request) -> dict[str, Any]:
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     messages = [message.plain for message in asked.messages or ()]
-    characters = len(asked.prompt or "") + sum(len(message["content"]) for message in messages)
+    characters = len(asked.prompt or "") + sum(len(message.text) for message in asked.messages or ())
     check_length(characters, "messages" if asked.prompt is None else "prompt", state_of(request).settings.limits)
     host, text = _text_host(request, asked.model)
 

@@ -18,7 +18,7 @@ from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
-from specdec.server.options import check, check_length
+from specdec.server.options import check, check_length, check_pictures
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import State, client_of, state_of
@@ -40,8 +40,10 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     """Answers a conversation."""
-    characters = sum(len(message.plain["content"]) for message in asked.messages)
+    characters = sum(len(message.text) for message in asked.messages)
     characters += sum(len(call.function.arguments) for message in asked.messages for call in message.tool_calls or ())
+    pictures = [url for message in asked.messages for url in message.pictures]
+    check_pictures(pictures, state_of(request).settings.limits)
     tools = len(json.dumps([tool.plain for tool in asked.offered]))
     check_length(tools, "tools", state_of(request).settings.limits)
     return await _answer(request, asked, [None], characters, "messages")
