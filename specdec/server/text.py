@@ -214,10 +214,7 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        form = Form.of(request)
-        if isinstance(request, ChatRequest) and (calls := self.calls(request)) is not None:
-            form = self._form_of_calls(request, calls)
-        if form is not None:
+        if (form := Form.of(request) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
         if request.constraints:
@@ -239,11 +236,13 @@ class TextModel:
         marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
-    def _form_of_calls(self, chat: ChatRequest, form: CallFormat) -> Form | None:
+    def _form_of_calls(self, request: Generate) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
-        for place, tool in enumerate(chat.callable):
+        if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
+            return None
+        for place, tool in enumerate(request.callable):
             Grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._grammars, 0)
-        grammar = call_grammar(form, chat, self._marks, self._ends)
+        grammar = call_grammar(form, request, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
     @property
@@ -300,12 +299,8 @@ class _Row:
         stops: Sequence[str],
         echo: tuple[str, Sequence[TokenScore]],
     ) -> None:
-        self._tokenizer, self._row, self._stops, self._echo = (
-            model.decoder(model.calls(prompt.request)),
-            row,
-            stops,
-            echo,
-        )
+        self._tokenizer = model.decoder(model.calls(prompt.request))
+        self._row, self._stops, self._echo = row, stops, echo
         self._text = Detokenizer(self._tokenizer, stops)
         self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
         self._chunk = prompt.chunk

@@ -33,7 +33,7 @@ class CallFormat:
 _FORMATS = {
     "[TOOL_CALLS]": CallFormat("[TOOL_CALLS]", "[", "arguments", "]", "", is_list=True),  # Mistral
     "<tool_call>": CallFormat("<tool_call>", "\n", "arguments", "\n", "</tool_call>"),  # Hermes, Qwen
-    '"parameters": ': CallFormat("", "", "parameters", "", ""),  # Llama 3
+    '{"name": function name, "parameters"': CallFormat("", "", "parameters", "", ""),  # Llama 3
 }
 _UNREAD = {  # -> who writes calls like this
     "<function=": "Qwen3-Coder",
@@ -74,30 +74,26 @@ def call_grammar(form: CallFormat, chat: ToolUse, marks: Mapping[str, int], ends
     `marks`: the tokens beside the vocabulary proper, which no text of a grammar matches; `ends` are among them.
     """
 
-    def mark(text: str) -> str:
-        return f"<[{marks[text]}]>" if text in marks else json.dumps(text)
+    def quoted(text: str) -> str:
+        return f"<[{marks[text]}]>" if text in marks else json.dumps(text) if text else ""
 
-    def text(text: str) -> str:
-        return json.dumps(text) if text else ""
-
-    most, forced = chat.most_calls, chat.must_call
-    if not forced and not form.opening:
-        return None
-    more = f'(", " call)~0..{most - 1}' if form.is_list and most > 1 else ""
-    closing = mark(form.closing) if form.closing else ""
-    rules = [f"calls: {'open' if form.opening else ''} {text(form.before)} call {more} {text(form.after)} {closing}"]
-    if form.opening in marks or forced:
-        rules += [f"open: {mark(form.opening)}"] if form.opening else []
-    else:
-        rules.append(f"open[lazy]: /(.|\\n)*/ {mark(form.opening)}")
-    if forced:
-        again = f'("\\n" calls)~0..{most - 1}' if form.closing and most > 1 else ""
+    most, opening = chat.most_calls, quoted(form.opening)
+    more = f'(", " call)~0..{most - 1}' if form.is_list else ""
+    rules = []
+    if chat.must_call:
+        again = f'("\\n" calls)~0..{most - 1}' if form.closing else ""
         rules.append(f"start: calls {again}")
+    elif not form.opening:
+        return None
     else:
         others = [str(token) for name, token in marks.items() if token not in ends and name != form.opening]
         said = f"TEXT | <[{','.join(others)}]>" if others else "TEXT"
         rules.append(f"start: ({said})* calls?" if form.is_list or most == 1 else f"start: (calls | {said})*")
         rules.append("TEXT: /(.|\\n)+/")
+        if form.opening not in marks:
+            rules.append(f"open[lazy]: /(.|\\n)*/ {opening}")
+            opening = "open"
+    rules.append(f"calls: {opening} {quoted(form.before)} call {more} {quoted(form.after)} {quoted(form.closing)}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(chat.callable))))
     rules += [f"call_{place}: {_call(form, tool)}" for place, tool in enumerate(chat.callable)]
     return "\n".join(rules)

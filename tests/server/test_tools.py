@@ -20,7 +20,7 @@ from tests.server.served import app, asking, client
 from tests.tiny import tiny
 
 pytest.importorskip("llguidance")
-HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", '"parameters": '
+HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", '{"name": function name, "parameters"'
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", 'a"}b']}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
