@@ -93,7 +93,8 @@ def call_grammar(form: CallFormat, chat: ToolUse, marks: Mapping[str, int], ends
         if form.opening not in marks:
             rules.append(f"open[lazy]: /(.|\\n)*/ {opening}")
             opening = "open"
-    rules.append(f"calls: {opening} {quoted(form.before)} call {more} {quoted(form.after)} {quoted(form.closing)}")
+    before = '" "? "["' if form.is_list else quoted(form.before)  # tokenizers of SentencePiece write the blank
+    rules.append(f"calls: {opening} {before} call {more} {quoted(form.after)} {quoted(form.closing)}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(chat.callable))))
     rules += [f"call_{place}: {_call(form, tool)}" for place, tool in enumerate(chat.callable)]
     return "\n".join(rules)
