@@ -26,6 +26,7 @@ from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
+from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -114,6 +115,7 @@ class TextModel:
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = any(getattr(part, "chat_template", None) for part in (self.tokenizer, self.generator.processor))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
+        self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
         self._lock = threading.Lock()
 
@@ -186,12 +188,15 @@ class TextModel:
         how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
         for name, value in (chat.chat_template_kwargs or {}).items():
             how[name] = value
+        how |= {"tools": [tool.plain for tool in chat.offered]} if chat.offered else {}
         return how
 
     def template(self, messages: Sequence[dict[str, Any]], **how: Any) -> list[int]:
         """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""
         if not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
+        if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            check_takes_tools(self._template_text, self.name, "messages")
         try:
             return chat_ids(list(messages), self.tokenizer, self.generator.processor, **how)
         except Exception as error:  # whatever a template raises
@@ -202,9 +207,14 @@ class TextModel:
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.drafter)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
+        if request.stop_token_ids:
+            if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):
+                message = f"`stop_token_ids` must be below {width}, which the model knows"
+                raise ApiError(400, message, param="stop_token_ids")
+            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        if (form := Form.of(request)) is not None:
+        if (form := Form.of(request) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
         if request.constraints:
@@ -214,6 +224,37 @@ class TextModel:
         if request.prediction is not None and request.prediction.text:
             options["prediction"] = request.prediction.text
         return options
+
+    def calls(self, request: Generate) -> CallFormat | None:
+        """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return None
+        return format_of(self._template_text, self.name)
+
+    def decoder(self, form: CallFormat | None) -> Any:
+        """The tokenizer, which shows the marks of calls also where they are special tokens."""
+        marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
+        return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
+
+    def _form_of_calls(self, request: Generate) -> Form | None:
+        """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
+        if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
+            return None
+        for place, tool in enumerate(request.callable):
+            Grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._grammars, 0)
+        grammar = call_grammar(form, request, self._marks, self._ends)
+        return None if grammar is None else Form("grammar", grammar, "tools")
+
+    @property
+    def _template_text(self) -> str:
+        """The chat template for messages with tools; empty without one."""
+        return str(self.tokenizer.get_chat_template(tools=[{}])) if self.chats else ""
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """The tokens beside the vocabulary proper."""
+        width = self.generator.target.vocab_size
+        return {name: token for name, token in self.tokenizer.get_added_vocab().items() if token < width}
 
     def _room(self, prompt: PromptRequest, length: int) -> int:
         """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
@@ -258,8 +299,9 @@ class _Row:
         stops: Sequence[str],
         echo: tuple[str, Sequence[TokenScore]],
     ) -> None:
-        self._tokenizer, self._row, self._stops, self._echo = model.tokenizer, row, stops, echo
-        self._text = Detokenizer(model.tokenizer, stops)
+        self._tokenizer = model.decoder(model.calls(prompt.request))
+        self._row, self._stops, self._echo = row, stops, echo
+        self._text = Detokenizer(self._tokenizer, stops)
         self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
         self._chunk = prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it

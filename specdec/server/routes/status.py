@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from specdec import __version__
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
@@ -42,6 +43,12 @@ async def ready(request: Request) -> Response:
     states = {name: await host.is_ready() for name, host in state.hosts.all.items()}
     sound = all(states.values())
     return JSONResponse({"status": "ok" if sound else "stuck", "models": states}, 200 if sound else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of specdec."""
+    return {"version": __version__}
 
 
 @router.get("/metrics")
