@@ -248,6 +248,8 @@ class TextModel:
     @property
     def _template_text(self) -> str:
         """The chat template for messages with tools; empty without one."""
+        if own := getattr(self.generator.processor, "chat_template", None):
+            return str(own)
         return str(self.tokenizer.get_chat_template(tools=[{}])) if self.chats else ""
 
     @cached_property

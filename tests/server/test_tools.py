@@ -195,7 +195,7 @@ async def test_a_conversation_with_tools() -> None:
     for one, call in zip(plain, message.tool_calls, strict=True):
         one["function"]["arguments"] = json.loads(call.function.arguments)
     read = [USER, {"role": "assistant", "content": "", "tool_calls": plain}, *results]
-    ids = model.template(read, tools=[WEATHER], add_generation_prompt=True, return_dict=True)
+    ids = model.template(read, tools=[WEATHER], add_generation_prompt=True)
     assert again.usage.prompt_tokens == len(ids)
 
 
