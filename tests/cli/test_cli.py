@@ -502,7 +502,8 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
         given = {"CXX": "nosuchcompiler", "SPECDEC_KERNELS": str(tmp_path), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "specdec", *arguments]
         done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
-        return done.returncode, done.stderr
+        said = [line for line in done.stderr.splitlines(keepends=True) if "%: " not in line]  # of a slow machine
+        return done.returncode, "".join(said)
 
     words = "CXX names nosuchcompiler, which is not here: name a C++ compiler, or unset it\n"
     writing = "generate", "zoo:python-code", "-p", "def", "--max-new-tokens", "2"
