@@ -211,8 +211,8 @@ class Engine:
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
-        asked = [seq for seq in seqs if seq.tokens and (chunk is None or self._ends(seq, chunk))]
-        asked = [seq for seq in asked if not self.scheduler.sees(seq)]
+        ready = [seq for seq in seqs if seq.tokens and not self.scheduler.sees(seq)]
+        asked = [seq for seq in ready if chunk is None or self._ends(seq, chunk)]
         return self.drafts.propose(asked, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:

@@ -94,7 +94,7 @@ class Scheduler:
 
     def sees(self, seq: RunningSequence) -> bool:
         """Whether the next pass over the sequence reads its pictures."""
-        return seq.unread_pictures(self.target.length(seq.row)) is not None
+        return seq.pictures is not None and seq.unread_pictures(self.target.length(seq.row)) is not None
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
