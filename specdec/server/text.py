@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
+from specdec.decoding.processors.grammar import Form, Grammar
 from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
@@ -20,7 +21,6 @@ from specdec.options.checks import refusing
 from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
@@ -180,7 +180,8 @@ class TextModel:
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        if (form := Form.of(request)) is not None:
+        form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
+        if form is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
         if request.constraints:

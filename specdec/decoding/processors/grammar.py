@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specdec.core.tree import common_length
 from specdec.errors import EngineError, OptionError
-from specdec.server.protocol import Generate
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,11 +27,6 @@ class Form:
     kind: str  # json, regex, grammar, choice
     source: Any
     field: str
-
-    @classmethod
-    def of(cls, asked: Generate) -> Form | None:
-        """The form that a request sets; None without one."""
-        return next((cls(kind, source, field) for field, kind, source in asked.forms), None)
 
     def compiled(self) -> str:
         """llguidance's form of the grammar; raises OptionError for an invalid one."""
