@@ -149,6 +149,11 @@ def generate(
     seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
     num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
     stop: list[str] | None = Option(None, help="Text that ends the answer; repeatable."),
+    response_format: str | None = Option(
+        None, metavar="FILE", help="File with a JSON schema that the answer matches; json: any JSON object."
+    ),
+    guided_regex: str | None = Option(None, metavar="REGEX", help="Expression that the whole answer matches."),
+    guided_choice: list[str] | None = Option(None, metavar="TEXT", help="One of the possible answers; repeatable."),
     *,
     max_memory: list[str] | None = Option(
         None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
-from specdec.decoding.processors.grammar import Form, Grammar
 from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
+from specdec.options.forms import Form
 from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
@@ -111,7 +109,6 @@ class TextModel:
         self.chats = bool(getattr(self.tokenizer, "chat_template", None))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
-        self._lock = threading.Lock()
 
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
@@ -183,7 +180,9 @@ class TextModel:
         form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
         if form is not None:
             rows = request.n * request.num_beams
-            options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
+            ends = listed(self.generator.target.model.generation_config.eos_token_id)
+            grammar = self.generator.grammars.make(form, self.tokenizer, ends or [self.tokenizer.eos_token_id])
+            options["logits_processor"] = [grammar.copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:
             options["force_words_ids"] = [self._phrases(phrase) for phrase in request.constraints]
         if request.top is not None:
@@ -208,20 +207,6 @@ class TextModel:
         if isinstance(phrase, str):
             return self.tokenizer.encode(phrase, add_special_tokens=False)
         return [self.tokenizer.encode(one, add_special_tokens=False) for one in phrase]
-
-    @property
-    def _grammars(self) -> Any:
-        with self._lock:
-            return self._grammar_tokenizer
-
-    @cached_property
-    def _grammar_tokenizer(self) -> Any:
-        """llguidance's tokenizer; making it takes seconds for a large vocabulary."""
-        from llguidance.hf import from_tokenizer
-
-        ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
-        width = self.generator.target.vocab_size
-        return from_tokenizer(self.tokenizer, n_vocab=width, eos_token=[end for end in ends if end < width])
 
 
 class _Row:

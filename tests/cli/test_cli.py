@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -205,6 +206,10 @@ FLAG_ERRORS = {
     "--greedy --top-k 5": "--top-k is for sampling",
     "--num-return-sequences 2": "--num-return-sequences above 1 needs --sample",
     "--set num_samples=3": "`num_samples`=3 is about drawing tokens, which needs --sample",
+    "--guided-regex '('": "error: --guided-regex: unclosed group",
+    "--guided-regex a --guided-choice b": "--guided-regex and --guided-choice each set the form",
+    "--response-format no-such-file": "no-such-file cannot be read",
+    "--response-format pyproject.toml": "`--response-format` must be json or a file with a JSON schema",
     "--stop ''": "--stop must be text, or a list of texts",
     "--set top_k": "KEY=VALUE",
     "--set a=[1": "YAML",
@@ -467,6 +472,23 @@ def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
     assert second["texts"] == first["texts"]
     out = generate(*NEW, "--num-return-sequences", "2", *again)[1]
     assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
+
+
+def test_answers_in_a_form(generate: Any, tmp_path: Path) -> None:
+    """A schema's, one of two, an expression's; a flag replaces the file's."""
+    schema, config = tmp_path / "schema.json", tmp_path / "c.yaml"
+    schema.write_text('{"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": false}')
+    config.write_text("guided_choice: [on, off]\n")
+    for flags, expected in {
+        f"--response-format {schema}": r'\{("a": (true|false))?\}',
+        "--guided-choice yes --guided-choice no": "yes|no",
+        f"--config {config} --guided-regex [ab]{{3}}": "[ab]{3}",
+    }.items():
+        texts = {
+            generate("--max-new-tokens", "20", *shlex.split(flags), *more)[1] for more in ([], ["--method", "none"])
+        }
+        assert len(texts) == 1
+        assert re.fullmatch(f"({expected})\n", *texts), flags
 
 
 def test_stop_strings(generate: Any) -> None:
