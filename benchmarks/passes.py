@@ -288,7 +288,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 def prompts(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
     """Prints a table for each kind of weights."""
     for kind, how in PROMPTS.items():
-        backends = [backend for backend in ("eager", "packed", "compiled") if wanted in f"{kind}, {backend}"]
+        possible = ("packed", "compiled") if kind == "int4-weight" else ("eager", "packed", "compiled")
+        backends = [backend for backend in possible if wanted in f"{kind}, {backend}"]
         if not backends:
             continue
         given = torch.randint(1000, 40000, (1, max(counts)), generator=torch.Generator().manual_seed(0))

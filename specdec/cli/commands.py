@@ -20,7 +20,7 @@ from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request
+from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
@@ -139,6 +139,9 @@ def generate(
     prompt: str | None = Option(None, "--prompt", "-p", help="Text to continue; - reads stdin."),
     chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),
     system: str | None = Option(None, metavar="TEXT", help="System message; implies --chat."),
+    image: list[str] | None = Option(
+        None, metavar="FILE", help="Picture, for a model that sees; repeatable; implies --chat."
+    ),
     prediction: str | None = Option(
         None, metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."
     ),
@@ -175,13 +178,14 @@ def generate(
     request = read_request(ctx.params)
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
+    asked = with_images(text, image or [])
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with stop_on_interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
-        chat = chat or system is not None
+        chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]
-        call |= {"messages": [*before, {"role": "user", "content": text}]} if chat else {"prompt": text}
+        call |= {"messages": [*before, {"role": "user", "content": asked}]} if chat else {"prompt": text}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
             out = printer.follow(generator.stream(**call))

@@ -322,6 +322,15 @@ def read_prompt(prompt: str | None) -> str:
     return prompt
 
 
+def with_images(text: str, files: Sequence[str]) -> Any:
+    """A message's content: the text, after the pictures in these files; raises OptionError for broken ones."""
+    if not files:
+        return text
+    from specdec.generator.inputs import open_picture
+
+    return [*({"type": "image", "image": open_picture(Path(file))} for file in files), {"type": "text", "text": text}]
+
+
 def read_prediction(file: str | None, method: str) -> str | None:
     """The text of the file of --prediction; raises OptionError where the method cannot use it."""
     if file is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specdec.core.tree import Tree
+    from specdec.core.work import Pictures
 
 
 class Branch(NamedTuple):
@@ -189,10 +190,11 @@ class Plan(Protocol):
 class DraftTask:
     """A draft's instructions for one sequence.
 
-    `sampler` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that
-    end a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs,
-    ...]`: the encoder's inputs, of which the sequence reads row `encoder_row`, for a draft with its own encoder.
-    `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
+    `sampler` turns the draft's logits into guesses. `ends`: tokens that end a text, after which a guess is useless.
+    Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`: the encoder's inputs, of which the
+    sequence reads row `encoder_row`, for a draft with its own encoder. `pictures` begin the prompt, for a draft that
+    sees. `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for
+    that.
     """
 
     sampler: Sampler
@@ -200,6 +202,7 @@ class DraftTask:
     source: Hashable = None
     inputs: Mapping[str, Tensor] | None = None
     encoder_row: int = 0
+    pictures: Pictures | None = None
     allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
 
 

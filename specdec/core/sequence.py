@@ -13,7 +13,7 @@ from specdec.core.drafts import DraftTask
 from specdec.core.rounds import VOID_COLUMNS, Context
 from specdec.core.strategies import Trace, View
 from specdec.core.tree import EMPTY, Step, Tree
-from specdec.core.work import Work
+from specdec.core.work import Pictures, Work
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,10 +25,10 @@ class RunningSequence:
     engine's number of the sequence; `cache_row`: its row of the target's cache while it runs. `task`: the draft's
     instructions. `unconditional`: the same sequence without its condition (guidance); it gets the same tokens. `embeds`
     `[length, width]` replace the prompt's tokens; where their ids are unknown, `tokens` starts empty and
-    `num_embeds_only` counts them. `context`: None where keys and values are never shared. `encoding`: the encoder's
-    output. The target's cache holds the first `num_cached` nodes of `tree`, cached nodes first; `known`: the target's
-    output at nodes that an earlier pass computed. `drafted`: a draft has guessed for it. `cache_reset_length`: the
-    length of text beyond which the target must read all of it again.
+    `num_embeds_only` counts them. `pictures` are read with the prompt. `context`: None where keys and values are never
+    shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
+    nodes first; `known`: the target's output at nodes that an earlier pass computed. `drafted`: a draft has guessed for
+    it. `cache_reset_length`: the length of text beyond which the target must read all of it again.
     """
 
     tokens: list[int]
@@ -41,6 +41,7 @@ class RunningSequence:
     encoder_tokens: list[int] | None = None
     prediction: list[int] | None = None
     embeds: Tensor | None = None
+    pictures: Pictures | None = None
     unconditional: RunningSequence | None = None
     id: int = -1
     cache_row: int | None = None
@@ -147,10 +148,16 @@ class RunningSequence:
         """The same for at most `most` further positions of the text; never the last, whose pass needs logits."""
         found = []
         for seq, length in zip(self.batch_seqs, lengths, strict=True):
-            ids = seq.text_ids[length : min(length + most, seq.length - 1)]
-            embeds = seq._embeds_at(length, len(ids))
-            found.append(Work(seq.row, Tree.chain(ids), 0, len(ids), text_length=seq.length, embeds=embeds))
+            pictures = seq.unread_pictures(length)
+            end = min(length + most, seq.length - 1) if pictures is None else pictures.length
+            ids = seq.text_ids[length:end]
+            given: dict[str, Any] = {"embeds": seq._embeds_at(length, len(ids)), "pictures": pictures}
+            found.append(Work(seq.row, Tree.chain(ids), 0, len(ids), text_length=seq.length, **given))
         return found
+
+    def unread_pictures(self, length: int) -> Pictures | None:
+        """The pictures, if they are to be read: while the cache holds nothing, its `length` being 0."""
+        return None if length else self.pictures
 
     @property
     def row(self) -> int:
@@ -169,7 +176,8 @@ class RunningSequence:
         # branches without their text: the row was emptied, to be read again
         num_cached = 0 if text else self.num_cached
         embeds = self._embeds_at(length, num_text)
-        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, embeds=embeds)
+        given: dict[str, Any] = {"embeds": embeds, "pictures": self.unread_pictures(length)}
+        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, **given)
 
     def _embeds_at(self, begin: int, count: int) -> Tensor | None:
         """The embeddings among `count` positions; None without any."""

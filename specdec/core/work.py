@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from specdec.core.tree import EMPTY, Tree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The first `length` tokens of a prompt, to the last picture or recording, which a model reads in one pass.
+
+    `inputs`: arguments of its forward, ids included. `shift`: what is added to positions after them, where a picture
+    takes fewer than it has tokens.
+    """
+
+    inputs: Mapping[str, Any]
+    length: int
+    shift: int = 0
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make, in every pass
@@ -19,7 +32,8 @@ class Work:
     already. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text); `node(number)`
     is the number in `tree`. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds`
     `[nodes, width]` replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree`
-    is a chunk of; 0 for a complete text.
+    is a chunk of; 0 for a complete text. `pictures`: what the model reads beside the tree, a chain that begins the
+    text.
     """
 
     row: int
@@ -30,6 +44,7 @@ class Work:
     proposal: Tree = EMPTY
     text_length: int = 0
     embeds: Tensor | None = None
+    pictures: Pictures | None = None
 
     @classmethod
     def text(cls, row: int, tokens: list[int], num_logits: int = 1, *, text_length: int = 0) -> Work:

@@ -183,9 +183,12 @@ class Engine:
                 continue
             size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
             widest, tokens = max(widest, size), tokens + size
-            if batch and (len(batch) + 1) * widest > min(chunk, 2 * tokens):
+            sees = self.scheduler.sees(seq)
+            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
                 break
             batch.append(seq)
+            if sees:
+                break  # an error in a pass over pictures is one of its request alone
         return batch
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
@@ -209,11 +212,14 @@ class Engine:
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
         asked = [seq for seq in seqs if seq.tokens and (chunk is None or self._ends(seq, chunk))]
+        asked = [seq for seq in asked if not self.scheduler.sees(seq)]
         return self.drafts.propose(asked, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
         unread = max(map(self.scheduler.unread, seq.batch_seqs))
+        if seq.pictures is not None and self.scheduler.sees(seq):
+            return seq.pictures.length == unread
         return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:

@@ -75,6 +75,8 @@ class Scheduler:
         if self._awaits(seq, length):
             return False
         length = self._joined(seq, source, length, self._draft_of(request))
+        if seq.pictures is not None and length < seq.pictures.length:
+            length = 0  # pictures are read together
         self._place(seq, source, length)
         request.cached_prompt_tokens += length
         for other in seq.batch_seqs[1:]:
@@ -89,6 +91,10 @@ class Scheduler:
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
         return seq.length - self.target.length(seq.row)
+
+    def sees(self, seq: RunningSequence) -> bool:
+        """Whether the next pass over the sequence reads its pictures."""
+        return seq.unread_pictures(self.target.length(seq.row)) is not None
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
@@ -153,7 +159,8 @@ class Scheduler:
         if source is None or not length:
             seq.cache_row = self.target.add(1, seq.encoding)[0]
         elif isinstance(source, SavedState):
-            seq.cache_row = self.target.read_from(source.state, length)
+            shift = 0 if seq.pictures is None else seq.pictures.shift
+            seq.cache_row = self.target.read_from(source.state, length, shift)
         else:
             seq.cache_row = self.target.fork(source.row, length)
         seq.cache_reset_length = self.target.cache_reset_length

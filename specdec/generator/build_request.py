@@ -26,7 +26,7 @@ from specdec.engine.request import Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.drafts_by_name import ScheduledDraft
-from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
+from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id, split
 from specdec.models import Encoding, LanguageModel, ModelState, digest
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
@@ -40,8 +40,8 @@ class Extras:
     """Arguments of a call that are objects: processors and criteria (one or several), a streamer, a prefix function.
 
     `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
-    with different salts share no cached prompts. A processor with a method `allowed(text, tokens)`, which returns how
-    many of `tokens` may follow `text`, shortens proposals.
+    with different salts share no cached prompts. `fetch_pictures`: pictures in `messages` may be URLs. A processor with
+    a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens proposals.
     """
 
     logits_processor: Any = ()
@@ -51,9 +51,11 @@ class Extras:
     tokenizer: Any = None
     prediction: Any = None
     cache_salt: Any = None
+    fetch_pictures: bool = False
 
     def __post_init__(self) -> None:
         check_tokenizer("tokenizer", self.tokenizer)
+        object.__setattr__(self, "tokenizer", split(self.tokenizer)[0])
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
             # A LogitsProcessorList is iterable and callable: its items are used.
@@ -128,6 +130,7 @@ class Call:
                 source=(serial, place),
                 inputs=self.prompts.encoder,
                 encoder_row=place,
+                pictures=prompt.pictures,
                 allowed=next((one.allowed for one in grammars), None),
             )
             seqs.append(self._sequence(prompt, strategy, task, stop.max_length or limit))
@@ -194,6 +197,8 @@ class Call:
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
             inputs = [prompt.embeds]
+        if prompt.pictures is not None:
+            inputs = [value for _, value in sorted(prompt.pictures.inputs.items())]
         seq.context = Context(model, salt, b"".join(map(digest, inputs)))
         if seq.unconditional is not None:
             seq.unconditional.context = Context(model, salt)
@@ -216,6 +221,7 @@ class Call:
             encoder_tokens=prompt.encoder_ids,
             prediction=prompt.prediction,
             embeds=prompt.embeds,
+            pictures=prompt.pictures,
             unconditional=None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common),
             **common,
         )

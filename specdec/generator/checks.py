@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.core.drafts import Draft
 from specdec.decoding.strategies import wanted
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.options.checks import warn_of_idle
@@ -81,6 +81,13 @@ def check_call(
         raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
     if options.output_attentions:
         target.check_attentions(drafted=drafted, branched=options.beams > 1 or options.contrastive)
+    traced = {
+        "output_hidden_states": options.output_hidden_states,
+        "output_attentions": options.output_attentions,
+        "penalty_alpha": options.contrastive,
+    }
+    if any(row.pictures is not None for row in prompts.rows) and (names := [name for name in traced if traced[name]]):
+        raise UnsupportedError(f"`{names[0]}` is not supported for prompts with pictures: leave it out")
     limit = length_limit(options, prompts, target)
     _check_least(options, limit, prompts, target)
     if options.stop_strings is not None and tokenizer is None:

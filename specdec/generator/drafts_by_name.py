@@ -19,7 +19,7 @@ from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, unwrapped
+from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.checks import is_whole
@@ -36,6 +36,7 @@ from specdec.proposers import (
     ModelDraft,
     MtpDraft,
     NgramDraft,
+    TextAloneDraft,
     TextBridge,
     is_word,
 )
@@ -199,13 +200,16 @@ class Drafts:
                 "name a decoder-only model, or 'suffix'"
             )
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
-        drafter = ModelDraft(model, shared_encoder=shared)
+        translates = assistant_tokenizer is not None and (
+            _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
+        )
+        sees = sees_alike(model, target) and not translates
+        drafter: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
-            return drafter
-        if _vocabulary(tokenizer, "tokenizer") == _vocabulary(assistant_tokenizer, "assistant_tokenizer"):
-            return drafter
-        return TextBridge(drafter, tokenizer, assistant_tokenizer)
+        elif translates:
+            drafter = TextBridge(drafter, tokenizer, assistant_tokenizer)
+        return TextAloneDraft(drafter, place_tokens(target.model.config)) if target.sees and not sees else drafter
 
     def _early_exit(self, layers: Any, name: str) -> Draft:
         most = self._target.num_layers - 1

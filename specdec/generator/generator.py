@@ -35,9 +35,9 @@ from specdec.generator.drafts_by_name import (
 )
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
-from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
+from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, split, tokenizer_beside, with_predictions
 from specdec.generator.job import Job
-from specdec.models import LanguageModel, plain_modes
+from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Options, listed
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.options.resolve import check_defaults, resolve
@@ -54,7 +54,8 @@ class SpecGenerator:
 
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a draft that
-    copies and a model (hybrid), or None for plain decoding. `options` are the defaults of every `generate` call. `task`
+    copies and a model (hybrid), or None for plain decoding. `tokenizer`: the target's, or the processor of one that
+    sees. `options` are the defaults of every `generate` call. `task`
     names settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget`
     limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further
     calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts
@@ -82,8 +83,10 @@ class SpecGenerator:
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
-        self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
+        if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
+            tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
+        self.tokenizer, self.processor = split(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
         self._draft = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
@@ -124,7 +127,7 @@ class SpecGenerator:
         draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
         model = language_model(target, "target", how)
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), **how.beside)
+            tokenizer = tokenizer_beside(str(target), sees=model.sees, **how.beside)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         return cls(
@@ -275,7 +278,12 @@ class SpecGenerator:
             model.state("draft")
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
         grammar = self._grammar(options, extras)
-        prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
+        where = self.target, extras.tokenizer, self.processor
+        prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
+        if any(needs_eyes(row.pictures) for row in prompts.rows):
+            for model in () if drafter is None else drafter.models:
+                if model.sees:
+                    model.see()
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
 
         def schedule(learned: Schedule | None) -> Schedule:

@@ -248,7 +248,8 @@ def reorders(dtype: torch.dtype) -> bool:
 
 @cache
 def measure_ways(kind: str, grouped: bool) -> None:
-    """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once, in some 50 ms.
+    """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once per process, in some
+    0.1 s.
 
     All layers follow, those of compiled passes too.
     """

@@ -8,8 +8,11 @@ from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
+from specdec.models.pictures import NAMES as PICTURES
+from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
 
 __all__ = [
+    "PICTURES",
     "Capability",
     "Encoding",
     "LanguageModel",
@@ -18,7 +21,11 @@ __all__ = [
     "digest",
     "free_bytes",
     "load",
+    "needs_eyes",
+    "place_tokens",
     "plain_modes",
     "prefix_bytes",
+    "read_pictures",
+    "sees_alike",
     "unwrapped",
 ]

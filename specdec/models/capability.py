@@ -53,6 +53,9 @@ KV: dict[str, Positions] = {
     "bloom": "alibi",
 }  # type: ignore[assignment]
 
+# These make a mask of their own for each kind of layer, over any that they are given.
+OWN_MASKS = {"paligemma"}
+
 # These read the whole text again where their scaling changes (`prepare_inputs_for_generation`).
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,11 +28,16 @@ from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.layer_subset import shallow_exit
 from specdec.models.hf.memory import kv_width
 from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
+from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
+from specdec.models.pictures import sees
+from specdec.models.pictures.parts import eyes
 from specdec.models.probe import find_capability
 from specdec.options.checks import is_list, is_whole
+
+_SEEING = threading.RLock()  # held while a model gets the modules that read pictures
 
 
 class LanguageModel:
@@ -49,11 +55,14 @@ class LanguageModel:
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches. `change` is applied after the layers are in their backend, before passes are made.
-    `is_sharded`: other processes hold parts of its weights. Raises OptionError for a model in training mode and unknown
-    backends, UnsupportedError for one without a language head, and for an impossible backend or exactness.
+    `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
+    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head, and
+    for an impossible backend or exactness.
     """
 
     is_sharded = False
+    unread: Callable[[], Mapping[str, nn.Module]] | None = None
+    """Loads the modules that read pictures, by name, where they were left out (`see`)."""
 
     @plain_modes()
     def __init__(
@@ -78,6 +87,7 @@ class LanguageModel:
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model.config)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
+        self.sees = sees(model, self.input_names)
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.capability = replace(
@@ -131,9 +141,12 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        encoder = set(self.model.get_encoder().parameters()) if self.is_encoder_decoder else set()
+        others = (
+            [self.model.get_encoder()] if self.is_encoder_decoder else eyes(self.model).values() if self.sees else []
+        )
+        unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
-        return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in encoder)
+        return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in unread)
 
     def state(self, name: str = "model") -> ModelState:
         """The current state that logits depend on besides the text; what was cached under another state is void.
@@ -155,11 +168,12 @@ class LanguageModel:
 
     def look(self) -> tuple[ModelState, list[str]]:
         """The current state, and the names of changes that passes do not follow."""
-        source, state = self._reader.model, self._reader.read()
+        with _SEEING:
+            source, state, made_of = self._reader.model, self._reader.read(), self._made_of
         if source is None or state is None:  # passes run on a copy
-            return self._made_of, []
+            return made_of, []
         if self.backend != "eager":
-            return state, state.changed(self._made_of)
+            return state, state.changed(made_of)
         same = {
             "device": execution_device(source.get_input_embeddings()) == self.device,
             "dtype": source.dtype == self.dtype,
@@ -209,10 +223,24 @@ class LanguageModel:
         """The model cut after its first `layers` decoder layers; weights are shared."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
-        return type(self)(
+        cut = type(self)(
             shallow_exit(self.model, self.num_layers, layers),
             backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
         )
+        if self.unread is not None:
+            cut.unread = self.see
+        return cut
+
+    def see(self) -> Mapping[str, nn.Module]:
+        """The modules that read pictures; loads them if they were left out, as long as nobody needed them."""
+        with _SEEING:
+            if self.unread is not None:
+                found, self.unread = self.unread(), None
+                with CHANGING:
+                    for name, module in found.items():
+                        self.model.base_model.add_module(name, module)
+                self._made_of = self._reader.read() or self._made_of
+            return eyes(self.model)
 
     @torch.no_grad()
     def encode(

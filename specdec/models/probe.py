@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
-from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
+from specdec.models.capability import OWN_MASKS, REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
@@ -37,7 +37,7 @@ def find_capability(language: ModelSpec) -> Capability:
     Warns if the libraries have changed, or no tiny model can be built.
     """
     found = known(language.config)
-    if found is None:
+    if found is None or (found.masks == "dict" and language.model.config.model_type in OWN_MASKS):
         return probe(language)
     what = " ".join([language.config.model_type, found.cache_kind, *_attention(language).values()])
     return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
@@ -45,7 +45,7 @@ def find_capability(language: ModelSpec) -> Capability:
 
 def _attention(language: ModelSpec) -> dict[str, str]:
     """The option that gives a tiny model the same attention; none if that takes no masks."""
-    own = attention_of(language.model.config)
+    own = attention_of(language.config if language.sees else language.model.config)
     return {"attn_implementation": own} if own in TAKES_MASKS else {}
 
 

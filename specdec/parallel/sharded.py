@@ -152,8 +152,8 @@ class LedSession(Shared, Session):
     def fork(self, row: int, length: int | None = None) -> int:
         return int(self._each("fork", row, length))
 
-    def read_from(self, prefix: Prefix, length: int) -> int:
-        return int(self._each("read_from", prefix, length))
+    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
+        return int(self._each("read_from", prefix, length, shift))
 
     def keep_prefix(self, row: int, length: int) -> Prefix:
         return LedPrefix(self._ranks, *self._ranks.make(type(self._own).keep_prefix, self, row, length))

@@ -21,6 +21,7 @@ from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer.by_text import TextBridge
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
+from specdec.proposers.text_alone import TextAloneDraft
 
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
@@ -51,6 +52,7 @@ __all__ = [
     "NgramDraft",
     "SuffixAutomaton",
     "SuffixDraft",
+    "TextAloneDraft",
     "TextBridge",
     "VocabularyIntersection",
     "best_branch",

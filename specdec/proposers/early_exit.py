@@ -16,7 +16,10 @@ class EarlyExitDraft(ModelDraft):
 
     def __init__(self, target: LanguageModel, layers: int) -> None:
         super().__init__(
-            target.early_exit(layers), source=f"early_exit:{layers}", shared_encoder=target.is_encoder_decoder
+            target.early_exit(layers),
+            source=f"early_exit:{layers}",
+            shared_encoder=target.is_encoder_decoder,
+            sees=target.sees,
         )
         self.layers = layers
 

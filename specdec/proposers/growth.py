@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
-from specdec.core.work import Work
+from specdec.core.work import Pictures, Work
 from specdec.proposers.best_branch import branch_tokens
 
 MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
@@ -89,12 +89,21 @@ class Feed(NamedTuple):
     work: Work
 
     @classmethod
-    def of(cls, seq: SequenceView, cached: CachedText, tree: Tree, num_text: int, num_logits: int = 0) -> Feed:
+    def of(
+        cls,
+        seq: SequenceView,
+        cached: CachedText,
+        tree: Tree,
+        num_text: int,
+        num_logits: int = 0,
+        pictures: Pictures | None = None,
+    ) -> Feed:
         """The tree begins with the cached branches, or `num_text` tokens of text; without logits it is a chunk of the
-        text.
+        text, which begins with `pictures`.
         """
         length = 0 if num_logits else len(seq.tokens)
-        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches), text_length=length)
+        given: dict[str, Any] = {"text_length": length, "pictures": pictures}
+        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches), **given)
         return cls(seq, cached, work)
 
 

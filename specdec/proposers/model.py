@@ -15,6 +15,7 @@ from specdec.decoding.samplers import fit
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
+    from specdec.core.work import Pictures
     from specdec.models import Encoding, LanguageModel, Session
 
 
@@ -25,13 +26,16 @@ class ModelDraft(Draft):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
     An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
-    the sequence's task itself. A decoder-only draft reads the decoder's tokens alone.
+    the sequence's task itself. A decoder-only draft reads the decoder's tokens alone; one that `sees`, also the task's
+    pictures.
     """
 
     guesses_trees = True
 
-    def __init__(self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False) -> None:
-        self.model = model
+    def __init__(
+        self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False, sees: bool = False
+    ) -> None:
+        self.model, self.sees = model, sees
         self.models = (model,)
         self.source = source
         self.shared_encoder = shared_encoder
@@ -41,7 +45,7 @@ class ModelDraft(Draft):
         return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelProposer:
-        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
+        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, sees=self.sees)
 
 
 class ModelProposer(Proposer):
@@ -54,10 +58,16 @@ class ModelProposer(Proposer):
     keeps_guesses = True
 
     def __init__(
-        self, model: LanguageModel, vocab_size: int, source: str = "model", *, shared_encoder: bool = False
+        self,
+        model: LanguageModel,
+        vocab_size: int,
+        source: str = "model",
+        *,
+        shared_encoder: bool = False,
+        sees: bool = False,
     ) -> None:
         self._model, self._vocab_size, self._source = model, vocab_size, source
-        self._shared_encoder = shared_encoder
+        self._shared_encoder, self._sees = shared_encoder, sees
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
@@ -137,9 +147,9 @@ class ModelProposer(Proposer):
         leaders = self._admit(seqs)
         self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
-        if not leaders and all(count <= _FEW for count in missing):
+        if not leaders and not any(self._behind(seq, _FEW) for seq in ready):
             return {seq.id for seq in ready}
+        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if any(count <= _FEW for count in missing):
             most, chunk = _FEW, SHARED_CHUNK
@@ -161,9 +171,13 @@ class ModelProposer(Proposer):
         return max(seq.tokens[self._cached[seq.id].text :], default=0) < self._model.vocab_size
 
     def _behind(self, seq: SequenceView, most: int) -> int:
-        """Tokens to read before the sequence can be drafted for, where more than `most` are missing."""
+        """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
         missing = len(seq.tokens) - self._cached[seq.id].text
-        return missing - 1 if missing > most else 0
+        return missing - 1 if missing > most or self._unseen(seq) is not None else 0
+
+    def _unseen(self, seq: SequenceView) -> Pictures | None:
+        """The sequence's pictures, if the draft sees and has not read them."""
+        return seq.task.pictures if self._sees and not self._cached[seq.id].text else None
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """Reads at most `chunk` more tokens of each text, in one pass."""
@@ -171,9 +185,10 @@ class ModelProposer(Proposer):
             return
         feeds = []
         for seq in seqs:
-            cached = self._cached[seq.id]
-            piece = seq.tokens[cached.text : min(cached.text + chunk, self._end(seq))]
-            feeds.append(Feed.of(seq, cached, Tree.chain(piece), len(piece)))
+            cached, pictures = self._cached[seq.id], self._unseen(seq)
+            end = min(cached.text + chunk, self._end(seq)) if pictures is None else pictures.length
+            piece = seq.tokens[cached.text : end]
+            feeds.append(Feed.of(seq, cached, Tree.chain(piece), len(piece), pictures=pictures))
         self._run(feeds)
         for feed in feeds:
             feed.cached.text += feed.work.num_text

@@ -14,6 +14,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Finished, Started, TextDelta, TokenScore
+from specdec.server.tools import CallFormat, reader_of, whole_calls
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 
@@ -31,7 +32,14 @@ class Answer:
     """One request's answer, sent as one body (`whole`) or in chunks."""
 
     def __init__(
-        self, request: Generate, model: str, prompts: int, *, id: str | None = None, created: int | None = None
+        self,
+        request: Generate,
+        model: str,
+        prompts: int,
+        *,
+        id: str | None = None,
+        created: int | None = None,
+        calls: CallFormat | None = None,
     ) -> None:
         self.request, self._model = request, model
         self._stream_options = request.stream_options or StreamOptions()
@@ -39,6 +47,7 @@ class Answer:
         self._created = int(time.time()) if created is None else created
         self._counts = [Counts() for _ in range(prompts)]
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
+        self._readers = [] if calls is None else [reader_of(calls, request) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
 
     @property
@@ -116,10 +125,17 @@ class Answer:
     def _choice(self, index: int, deltas: Sequence[TextDelta], chat: str, more: Mapping[str, Any]) -> dict[str, Any]:
         """A choice of these deltas; in a chat the field `chat` has the text, and `more`."""
         text = "".join(delta.text for delta in deltas)
-        said = {chat: {**more, "content": text}} if self.is_chat else {"text": text}
-        choice: dict[str, Any] = {"index": index, **said}
+        finish = next((delta.finish for delta in deltas if delta.finish), None)
+        said: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
+        if self._readers:
+            reader = self._readers[index]
+            text, calls = reader.read(text, last=finish is not None)
+            calls = whole_calls(calls) if chat == "message" else calls
+            said = {"content": text or None, **({"tool_calls": calls} if calls else {})}
+            finish = "tool_calls" if finish == "stop" and reader.calls else finish
+        choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
         choice["logprobs"] = self._logprobs([score for delta in deltas for score in delta.scores])
-        choice["finish_reason"] = next((delta.finish for delta in deltas if delta.finish), None)
+        choice["finish_reason"] = finish
         if self.request.return_drafted:
             choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
             choice["tokens"] = sum(delta.tokens for delta in deltas)

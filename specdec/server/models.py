@@ -136,7 +136,8 @@ def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | 
         return SpeechModel(settings.name, transcriber, limits.audio_seconds)
     generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
     generator.compile()
-    return TextModel(settings.name, generator, context=settings.context, options=settings.options)
+    how = {"context": settings.context, "options": settings.options, "pixels": limits.picture_pixels}
+    return TextModel(settings.name, generator, **how)
 
 
 def _how(settings: ModelSettings) -> dict[str, Any]:

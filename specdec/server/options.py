@@ -45,6 +45,17 @@ def check_length(characters: int, param: str, limits: Limits) -> None:
         raise ApiError(400, message, param=param, code="above_limit")
 
 
+def check_pictures(pictures: Sequence[str], limits: Limits) -> None:
+    """Raises a 400 for more pictures, or larger data URLs, than the server allows."""
+    message = None
+    if len(pictures) > limits.pictures:
+        message = f"`messages` may hold {limits.pictures} pictures at most on this server"
+    elif any(3 * len(url) > 4 * limits.picture_bytes + 192 for url in pictures):  # a byte in base64 is 4/3
+        message = f"a picture may have {limits.picture_bytes:,} bytes at most on this server: make it smaller"
+    if message is not None:
+        raise ApiError(400, message, param="messages", code="above_limit")
+
+
 def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
     given = asked.model_dump(include={*_SAME}, exclude_defaults=True)

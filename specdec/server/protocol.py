@@ -1,48 +1,38 @@
 """Requests: OpenAI's fields, vLLM's, and specdec's own; every number has bounds.
 
 null means that a field is absent. Unsupported fields are refused unless their value has no effect; hints, which change
-no text, are dropped.
+no text, are dropped, and named once in the log.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.server.errors import FieldError
+from specdec.server.sent import Name, Sent, Text, without_nulls
+from specdec.server.tool_fields import ToolCalls, ToolUse
 
+LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _ENTRIES = 1024  # of an object with any names
-_UNKNOWN = 10  # unknown fields of an object that are checked
-_LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
-
-
-def _is_text(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise FieldError("the text holds half of a character (a lone surrogate): leave it out") from None
-    return value
-
-
-def _present(data: Any) -> Any:
-    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+_LONGEST_STOP, _LONGEST_GRAMMAR = 256, 65_536
 
 
 def _few(data: Any) -> Any:
     """An object's first entries, one more than allowed: each could be a fault."""
-    present = _present(data)
+    present = without_nulls(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
 
 
-Text = Annotated[str, AfterValidator(_is_text)]
-Name = Annotated[Text, Field(max_length=_LONGEST_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -62,97 +52,142 @@ Constraints = Annotated[list[Phrase | Alternatives], Field(min_length=1, max_len
 TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_few)]
 
 # Field -> its values without effect, and the message about any other.
-_TOOLS = "leave tool calls out, or describe the answer with `response_format`"
+_TOOLS = "chats have tools, with `tools`"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
+    "functions": (([],), "pass `tools`"),
+    "function_call": (("none", "auto"), "pass `tool_choice`"),
     "parallel_tool_calls": ((True, False), _TOOLS),
     "modalities": ((["text"],), "only text is written: leave it out"),
     "audio": ((), "only text is written: leave it out"),
     "web_search_options": ((), "nothing is searched: leave it out"),
-    "reasoning_effort": ((), "the effort of thinking cannot be set: leave it out"),
-    "verbosity": ((), "leave it out, and ask for short or long answers in words"),
     "suffix": (("",), "text cannot be filled in before a suffix: leave it out"),
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
-    "stop_token_ids": (([],), "pass `stop`, text"),
 }
-HINTS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier")
+HINTS = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier"),
+    *("reasoning_effort", "verbosity"),
+)
+_NAMED = set[str]()  # hints that the log has named
 # Fields of messages: clients send answers back, with all fields that a message can have.
-_CALLS = "leave tool calls and their answers out"
 REFUSED_OF_MESSAGES = {
-    "tool_calls": _CALLS,
-    "function_call": _CALLS,
+    "function_call": "pass `tool_calls`",
     "audio": "only text is read: leave it out",
     "refusal": "pass its text as `content`",
 }
 
 
-class Sent(BaseModel):
-    """An object of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        present = _present(data)
-        unknown = [name for name in present if name not in known]
-        for name in unknown[_UNKNOWN:]:  # each would be a fault
-            del present[name]
-        return present
-
-
 class Message(Sent):
-    """A message of a conversation, text only."""
+    """A message of a conversation: text, and pictures for models that see."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Parts | None = None
     name: Name | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _only_text(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("role") in ("tool", "function"):
-            raise FieldError(f"`role` '{data['role']}' is not supported: {_CALLS}")
+        if data.get("role") == "function":
+            raise FieldError("`role` 'function' is not supported: pass the role 'tool'")
         for name, why in REFUSED_OF_MESSAGES.items():
             if data.get(name):
                 raise FieldError(f"`{name}` is not supported: {why}")
         parts = data.get("content")
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: only text is read")
+            if isinstance(kind, str) and kind not in ("text", "image_url"):
+                why = "only text and pictures (image_url) are read"
+                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: {why}")
         return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
 
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Message:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise FieldError("`tool_call_id` and the role 'tool' go together: pass both")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("`tool_calls` are the assistant's: leave them out of messages of other roles")
+        return self
+
     @property
-    def plain(self) -> dict[str, str]:
+    def text(self) -> str:
+        """Its text alone."""
+        return _joined(self.content or "")
+
+    @property
+    def pictures(self) -> list[str]:
+        """The data URLs of its pictures."""
+        return [part.image_url.url for part in self._parts if part.image_url is not None]
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self.content if isinstance(self.content, list) else []
+
+    @property
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content or "")}
+        content = [part.plain for part in self._parts] if self.pictures else self.text
+        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        calls = [call.plain for call in self.tool_calls or ()] or None
+        plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
         return plain if self.name is None else {**plain, "name": self.name}
 
 
 class TextPart(Sent):
-    """A part of a message."""
+    """A part of a text."""
 
     type: Literal["text"]
     text: Text
 
 
-Parts = Annotated[list[TextPart], Field(fail_fast=True)]
+class PictureUrl(Sent):
+    """A picture in a data URL; `detail` is a hint."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _is_data(cls, url: str) -> str:
+        if not url.startswith("data:image/"):
+            raise FieldError("only data URLs are read (data:image/png;base64,…), and nothing is fetched")
+        return url
+
+
+class Part(Sent):
+    """A part of a message: a text, or a picture."""
+
+    type: Literal["text", "image_url"]
+    text: Text | None = None
+    image_url: PictureUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Part:
+        if getattr(self, self.type) is None or None not in (self.text, self.image_url):
+            raise FieldError(f"a part of type '{self.type}' has a field `{self.type}`, and no other")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as chat templates take it."""
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image", "image": self.image_url.url}
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 Message.model_rebuild()
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _joined(content: str | Sequence[TextPart | Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class StreamOptions(Sent):
@@ -167,7 +202,7 @@ class Prediction(Sent):
     """A draft of the answer."""
 
     type: Literal["content"]
-    content: Text | Parts
+    content: Text | TextParts
 
     @property
     def text(self) -> str:
@@ -217,6 +252,7 @@ class Generate(Sent):
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -266,9 +302,12 @@ class Generate(Sent):
         if not isinstance(data, dict):
             return data
         for name, (neutral, why) in REFUSED.items():
+            if name in cls.model_fields:
+                continue
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in (*REFUSED, *HINTS)}
+        _name_hints({name for name in HINTS if data.get(name) is not None})
+        return {name: data[name] for name in data if name not in {*REFUSED, *HINTS} - {*cls.model_fields}}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
@@ -310,6 +349,13 @@ class Generate(Sent):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
+def _name_hints(names: set[str]) -> None:
+    """Logs the names that the log has not named yet."""
+    for name in sorted(names - _NAMED):
+        _NAMED.add(name)
+        LOG.info("requests have `%s`, which changes no text: it is ignored", name)
+
+
 def _same(value: Any, neutral: Any) -> bool:
     return type(value) is type(neutral) and bool(value == neutral)
 
@@ -338,7 +384,7 @@ class CompletionRequest(Generate):
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
 
-class ChatRequest(Generate):
+class ChatRequest(ToolUse, Generate):
     """Answers a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -357,6 +403,8 @@ class ChatRequest(Generate):
             raise FieldError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
+        if self.offered and self.forms:
+            raise FieldError(f"`{self.forms[0][0]}` sets the form of the answer, and `tools` too: pass one of them")
         return self
 
     @property

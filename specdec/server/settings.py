@@ -85,9 +85,12 @@ class Limits(_Frozen):
     header_bytes: Annotated[int, Field(ge=1024, le=2**20)] = 16 * 2**10
     prompt_characters: Count = 400_000
     prompts: Annotated[int, Field(ge=1, le=256)] = 16
-    choices: Annotated[int, Field(ge=1, le=64)] = 4
+    choices: Annotated[int, Field(ge=1, le=64)] = 16
     beams: Annotated[int, Field(ge=1, le=64)] = 16
     new_tokens: Count | None = None
+    pictures: Annotated[int, Field(ge=0, le=256)] = 8
+    picture_bytes: Bytes = 2**20
+    picture_pixels: Annotated[int, Field(ge=1, le=2**30)] = 2**23
     audio_bytes: Bytes = 25 * 2**20
     audio_seconds: Seconds = 1800.0
     recordings: Annotated[int, Field(ge=1, le=64)] = 2

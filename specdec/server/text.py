@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
+from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs import NAMES
+from specdec.generator.inputs.pictures import PIXELS, with_pictures
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
 from specdec.options.forms import Form
@@ -22,6 +26,7 @@ from specdec.server.errors import ApiError
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
+from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -87,7 +92,8 @@ class TextModel:
     """A generator, and what requests must know about it.
 
     `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt and of the answer, each).
-    `options`: the generator's defaults, of which sampling settings matter here. Raises OptionError without a tokenizer.
+    `options`: the generator's defaults, of which sampling settings matter here. `pixels`: the most of a picture. Raises
+    OptionError without a tokenizer.
     """
 
     task = "text"
@@ -99,23 +105,26 @@ class TextModel:
         *,
         context: int | None = None,
         options: Mapping[str, Any] | None = None,
+        pixels: int = PIXELS,
     ) -> None:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
-        self.name, self.generator, self.tokenizer = name, generator, generator.tokenizer
+        self.name, self.generator, self.tokenizer, self._pixels = name, generator, generator.tokenizer, pixels
         self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = bool(getattr(self.tokenizer, "chat_template", None))
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
+        self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
 
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
         request = prompt.request
-        ids = self.encode(prompt.content, request if isinstance(request, ChatRequest) else None)
+        inputs = self._inputs(prompt.content, request if isinstance(request, ChatRequest) else None)
+        ids = inputs["input_ids"][0] if isinstance(inputs["input_ids"], list) else inputs["input_ids"][0].tolist()
         with refusing():
-            job = self.generator.submit([ids], **self._options(prompt, ids))
+            job = self.generator.submit(inputs, **self._options(prompt, ids))
         cancel.add_done_callback(lambda _: job.cancel())
         echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
@@ -133,6 +142,19 @@ class TextModel:
             for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
                 yield row.whole(tokens, reason)
         yield Finished(out.stats)
+
+    def _inputs(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> dict[str, Any]:
+        """The model's inputs for a prompt or a conversation; raises a 400 for pictures that cannot be read."""
+        if chat is None or not any(message.pictures for message in chat.messages):
+            return {"input_ids": [self.encode(prompt, chat)]}
+        if not self.generator.target.sees or self.generator.processor is None:
+            raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
+        messages = [message.plain for message in chat.messages]
+        with refusing():
+            made = with_pictures(
+                messages, self.generator.processor, pixels=self._pixels, **self._template_options(chat)
+            )
+        return {name: value for name, value in made.items() if name in NAMES}
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
         if isinstance(prompt, list):
@@ -157,14 +179,23 @@ class TextModel:
         return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
-        how: dict[str, Any] = {"continue_final_message": chat.continue_final_message, "return_dict": True}
-        how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
-        return self.template([message.plain for message in chat.messages], **how, **(chat.chat_template_kwargs or {}))
+        how = self._template_options(chat)
+        return self.template([message.plain for message in chat.messages], return_dict=True, **how)
 
-    def template(self, messages: Sequence[dict[str, str]], **how: Any) -> list[int]:
+    def _template_options(self, chat: ChatRequest) -> dict[str, Any]:
+        how: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
+        how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
+        for name, value in (chat.chat_template_kwargs or {}).items():
+            how[name] = value
+        how |= {"tools": [tool.plain for tool in chat.offered]} if chat.offered else {}
+        return how
+
+    def template(self, messages: Sequence[dict[str, Any]], **how: Any) -> list[int]:
         """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""
         if not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
+        if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            check_takes_tools(self._template_text, self.name, "messages")
         try:
             return list(self.tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
         except Exception as error:  # whatever a template raises
@@ -175,14 +206,17 @@ class TextModel:
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.drafter)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
+        if request.stop_token_ids:
+            if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):
+                message = f"`stop_token_ids` must be below {width}, which the model knows"
+                raise ApiError(400, message, param="stop_token_ids")
+            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
         form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
-        if form is not None:
+        if (form := form or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
-            ends = listed(self.generator.target.model.generation_config.eos_token_id)
-            grammar = self.generator.grammars.make(form, self.tokenizer, ends or [self.tokenizer.eos_token_id])
-            options["logits_processor"] = [grammar.copy(begin, max(rows, request.num_samples or 1))]
+            options["logits_processor"] = [self._grammar(form).copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:
             options["force_words_ids"] = [self._phrases(phrase) for phrase in request.constraints]
         if request.top is not None:
@@ -190,6 +224,42 @@ class TextModel:
         if request.prediction is not None and request.prediction.text:
             options["prediction"] = request.prediction.text
         return options
+
+    def calls(self, request: Generate) -> CallFormat | None:
+        """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return None
+        return format_of(self._template_text, self.name)
+
+    def decoder(self, form: CallFormat | None) -> Any:
+        """The tokenizer, which shows the marks of calls also where they are special tokens."""
+        marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
+        return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
+
+    def _grammar(self, form: Form) -> Grammar:
+        """The grammar of a form, to be copied; after a complete text the checkpoint's ends may follow."""
+        ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
+        return self.generator.grammars.make(form, self.tokenizer, ends)
+
+    def _form_of_calls(self, request: Generate) -> Form | None:
+        """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
+        if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
+            return None
+        for place, tool in enumerate(request.callable):
+            self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"))
+        grammar = call_grammar(form, request, self._marks, self._ends)
+        return None if grammar is None else Form("grammar", grammar, "tools")
+
+    @property
+    def _template_text(self) -> str:
+        """The chat template for messages with tools; empty without one."""
+        return str(self.tokenizer.get_chat_template(tools=[{}])) if self.chats else ""
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """The tokens beside the vocabulary proper."""
+        width = self.generator.target.vocab_size
+        return {name: token for name, token in self.tokenizer.get_added_vocab().items() if token < width}
 
     def _room(self, prompt: PromptRequest, length: int) -> int:
         """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
@@ -220,8 +290,9 @@ class _Row:
         stops: Sequence[str],
         echo: tuple[str, Sequence[TokenScore]],
     ) -> None:
-        self._tokenizer, self._row, self._stops, self._echo = model.tokenizer, row, stops, echo
-        self._text = Detokenizer(model.tokenizer, stops)
+        self._tokenizer = model.decoder(model.calls(prompt.request))
+        self._row, self._stops, self._echo = row, stops, echo
+        self._text = Detokenizer(self._tokenizer, stops)
         self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
         self._chunk = prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it

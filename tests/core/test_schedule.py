@@ -311,6 +311,21 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     assert acceptance.of(0.5) < 0.1
 
 
+def test_unlikely_guesses_that_hold_are_drafted() -> None:
+    """At high temperatures a guess of 1% is right every second time. (It was dropped unseen, and that counted as wrong,
+    until nothing was drafted any more.)
+    """
+    source, schedule, drafted = random.Random(0), Cost(), 0
+    for _ in range(200):
+        (plan,) = schedule.plan([Key(0)])
+        k = int(plan.limit > 0 and plan.go_on([[]]) and plan.keep([0.01]))
+        drafted += k
+        asked = 0.3 * (plan.limit > 0)
+        made = outcome(k, int(source.random() < 0.5) * k, seconds=(asked, 1.0), confidence=[0.01] * k)
+        schedule = schedule.after(made)
+    assert drafted > 150
+
+
 @pytest.mark.parametrize(("fixed", "node", "least", "most"), [(1.0, 0.0001, 100, 600), (0.01, 0.002, 0, 8)])
 def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: int, most: int) -> None:
     """Hundreds of nodes where a pass takes a second whatever its width, a few where each takes its time."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf
 from tests.heads import eagle_folder
+from tests.pictures import with_processor
 from tests.pipelines.models import CHAT, model
 from tests.pipelines.models import tokenizer as sentence_tokenizer
 from tests.speech import processor, whisper
@@ -42,6 +43,12 @@ def _llama(seed: int, *, backwards: bool = False, **sizes: Any) -> Callable[[Pat
     return _saved(tokenizer, partial(tiny, "llama", vocab=WIDTH, seed=seed, **sizes))
 
 
+def _llava(folder: Path) -> None:
+    model, made = with_processor()
+    made.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
 def _head(folder: Path) -> None:
     eagle_folder(folder, vocab_size=WIDTH, draft_vocab_size=WIDTH)
 
@@ -63,6 +70,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "distil-whisper/distil-small.en": _saved(processor, partial(whisper, 1)),
     "facebook/bart-large-cnn": _saved(_sentences, partial(model, "bart", 0)),
     "sshleifer/distilbart-cnn-6-6": _saved(_sentences, partial(model, "bart", 1)),
+    "llava-hf/llava-1.5-7b-hf": _llava,
     "bartowski/SmolLM2-1.7B-Instruct-GGUF": _gguf,
 }
 

@@ -255,11 +255,16 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check("transformers", "`cached_file`", "models/hf/private_api", lambda: Path(found) == tmp_path / "model.gguf")
 
 
+def requirements() -> list[Requirement]:
+    """What the package needs, of these libraries among others."""
+    lines = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0].splitlines()
+    return [Requirement(line.strip().strip('",')) for line in lines if line.strip()]
+
+
 def test_tested_releases_are_allowed() -> None:
     """Every dependency has an upper bound, and the releases of constraints.txt lie within all bounds."""
-    lines = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0].splitlines()
     pins = [line.split("#")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     tested = {pin.name: Version(next(iter(pin.specifier)).version) for pin in map(Requirement, pins)}
-    for need in [Requirement(line.strip().strip('",')) for line in lines if line.strip()]:
+    for need in requirements():
         assert any(bound.operator == "<" for bound in need.specifier), f"{need.name} has no upper bound"
         assert tested[need.name] in need.specifier

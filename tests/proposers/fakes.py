@@ -103,6 +103,7 @@ class FakeModel:
     """Causal by construction: what a session reports shows at once if it holds the wrong text."""
 
     config = None
+    sees = False
     device = torch.device("cpu")
 
     def __init__(self, vocab_size: int = 50, *, is_encoder_decoder: bool = False, max_positions: int = 4096) -> None:

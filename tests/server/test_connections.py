@@ -335,7 +335,7 @@ async def test_a_body_that_goes_wrong_after_its_answer(caplog: pytest.LogCapture
     assert not [one for one in caplog.records if one.exc_info]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/"])
 async def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """HEAD was a 405. The connection goes on behind its answer."""
     with caplog.at_level("INFO", "specdec.server"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from specdec.server.protocol import (
     TokenizeRequest,
 )
 from specdec.server.routes import audio as audio_routes
+from specdec.server.sent import Sent
+from specdec.server.tool_fields import ToolUse
 from tests.server.served import app, asking, client, events, model_of, speech_model
 
 soundfile = pytest.importorskip("soundfile")
@@ -126,7 +129,7 @@ def test_every_validator_speaks_to_clients() -> None:
     assert refused > 2000
     models_of_clients = {one for one in vars(protocol).values() if isinstance(one, type) and issubclass(one, BaseModel)}
     walked = {model for base in BASES for _, models in paths(base) for model in models}
-    assert models_of_clients - walked == {BaseModel, protocol.Sent, protocol.Generate}
+    assert models_of_clients - walked == {Sent, ToolUse, protocol.Generate}
 
 
 SAID: list[tuple[dict[str, Any], str, str]] = [
@@ -144,6 +147,8 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"early_stopping": "x"}, "early_stopping", "true or false or 'never' or 'exhaustive'"),
     ({"constraints": [["a"], 5]}, "constraints.1", "`constraints.1` must be text or a list, got 5"),
     ({"typical_p": 0}, "typical_p", "`typical_p` must be above 0, got 0"),
+    ({"stop_token_ids": [1, 999]}, "stop_token_ids", "`stop_token_ids` must be below 259"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "`stop_token_ids` may have 64 entries at most"),
     ({"top_k": 2**21}, "top_k", "`top_k` must be at most 1,048,576, got 2097152"),
     ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
     ({"no_such": 1}, "no_such", "`no_such` is not known here: leave it out"),
@@ -172,7 +177,7 @@ def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
 # which nothing is fetched.
 COMPLETIONS_WRONG: list[dict[str, Any]] = [
-    {"n": 10**9}, {"n": 5}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": 0}, {"max_tokens": -1},
+    {"n": 10**9}, {"n": 17}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": 0}, {"max_tokens": -1},
     {"max_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": -1}, {"num_beams": 10**9}, {"num_beams": 17},
     {"num_samples": 10**7}, {"top_k": -2}, {"top_k": 2**64}, {"top_p": -1}, {"top_p": 1.1}, {"temperature": -1},
     {"temperature": 99}, {"min_tokens": -5}, {"seed": 2**70}, {"seed": -(2**70)}, {"frequency_penalty": 9},
@@ -369,13 +374,20 @@ def test_many_faults_take_no_time(path: str, body: dict[str, Any], place: str) -
     assert seconds < 2
 
 
-def test_hints_that_change_no_text_are_dropped() -> None:
-    """Whatever their value: clients send them by default."""
+def test_hints_that_change_no_text_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever their value: clients send them by default. The log names each once."""
+    monkeypatch.setattr(protocol, "_NAMED", set())
+    monkeypatch.setattr(logging.getLogger("specdec.server"), "propagate", True)
+    caplog.set_level("INFO", "specdec.server")
     with asking(app()) as c:
         values = ("x", True, {"a": "b"}, 5, None)
         bodies = [{"messages": MESSAGES, "max_tokens": 4, "seed": 1, **dict.fromkeys(HINTS, one)} for one in values]
         found = [c.post(CHATS, json=body).json()["choices"][0]["message"]["content"] for body in bodies]
     assert len({*found}) == 1
+    named = [record.getMessage() for record in caplog.records if "changes no text" in record.getMessage()]
+    assert [sum(f"`{name}`" in one for one in named) for name in HINTS] == [1] * len(HINTS)
 
 
 FORMS: list[dict[str, Any]] = [

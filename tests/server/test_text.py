@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from specdec import LanguageModel, SpecGenerator
+from specdec import LanguageModel, SpecGenerator, __version__
 from specdec.generator.detokenizer import decode
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
@@ -176,6 +176,18 @@ def test_stop_texts_end_and_are_cut() -> None:
     assert cut["finish_reason"] == kept["finish_reason"] == "stop"
 
 
+def test_stop_token_ids_end_a_text() -> None:
+    """As vLLM's: beside the model's own ends, also where those are ignored, and their text stays."""
+    model = model_of("suffix")
+    ids = TOKENIZER(PROMPT)["input_ids"]
+    [new] = model.generator.generate([ids], max_new_tokens=20, do_sample=True, top_k=0, seed=9).new_tokens()
+    for ignore_eos in (False, True):
+        with asking(app(model)) as c:
+            found = c.complete(**asked(seed=9, stop_token_ids=[new[5]], ignore_eos=ignore_eos))
+        assert found["usage"]["completion_tokens"] == new.index(new[5]) + 1
+        assert found["choices"][0]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_probabilities(stream: bool) -> None:
     """One entry for every token, its own among the likeliest where it is likely, none above 0."""
@@ -260,6 +272,7 @@ def test_tokens() -> None:
         text = c.post("/detokenize", json={"tokens": ids["tokens"]}).json()
         chat = c.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
         assert c.post("/detokenize", json={"tokens": [10_000]}).status_code == 400
+        assert c.get("/version").json() == {"version": __version__}
     assert ids["count"] == 6
     assert text["prompt"] == "héllo"
     assert decode(TOKENIZER, chat["tokens"]) == "<user>x|<assistant>"

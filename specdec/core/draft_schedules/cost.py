@@ -111,8 +111,9 @@ class CostPlan:
         return Until(self.acceptance.edges, self.acceptance.rates, least)
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether a drafted token is worth verifying; its draft pass is done."""
-        return self._chance(confidence) >= self.verify_cost
+        """Whether a drafted token is worth verifying, or its chance worth knowing; its draft pass is done."""
+        is_trial = len(confidence) == 1 and self.branches in (None, 1) and self.acceptance.is_unknown(confidence[0])
+        return is_trial or self._chance(confidence) >= self.verify_cost
 
     def _chance(self, path: Sequence[float]) -> float:
         """The chance that a whole path is accepted."""

@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
+_FEW = tuple(min(2.0, 8 * edge) for edge in (*_EDGES, 1.0))  # expected tokens of eight guesses of a bin, at most two
+_TRIALS = 4  # guesses of about one confidence that tell little yet
 _LEAST = 0.001  # the least cost of a node, as a share of a pass
 
 
@@ -21,7 +23,9 @@ class Acceptance:
     `levels`: how many depths were tested; of several guesses at one depth at most one is accepted.
 
     The rate of a bin, accepted / believed, is shrunk towards that of all bins with the weight of two *expected* tokens,
-    so that a few misses of unlikely guesses change little. The prior is two levels with an acceptance of 0.8.
+    so that a few misses of unlikely guesses change little, or with that of eight guesses where it is higher so: at high
+    temperatures unlikely guesses hold as often as others, and a few hits say it. The prior is two levels with an
+    acceptance of 0.8.
     """
 
     accepted: tuple[float, ...] = (0.0,) * BINS
@@ -38,11 +42,16 @@ class Acceptance:
     def rates(self) -> list[float]:
         """Per bin, the chance of a guess divided by the draft's confidence in it."""
         overall = (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
-        return [(a + overall * 2) / (b + 2) for a, b in zip(self.accepted, self.believed, strict=True)]
+        bins = zip(self.accepted, self.believed, _FEW, strict=True)
+        return [max((a + overall * w) / (b + w) for w in (2.0, few)) for a, b, few in bins]
 
     def of(self, confidence: float) -> float:
         """The chance of a guess of this confidence."""
         return min(confidence * self.rates[_bin(confidence)], 1.0)
+
+    def is_unknown(self, confidence: float) -> bool:
+        """Whether hardly a guess of about this confidence was tested."""
+        return self.believed[_bin(confidence)] < _TRIALS * confidence
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses on `levels` levels; the memory is about 200 levels long."""

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.inputs.pictures import has_pictures, with_pictures
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.inputs.tokenizers import ids_of
-from specdec.models import Encoding, LanguageModel
+from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
 
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
-NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
-    "prompt"
-}
+NAMES = frozenset(
+    {"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *PICTURES, *MASKS, *MASKS.values()}
+) - {"prompt"}
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any] | Tensor | None
 
 
@@ -32,14 +34,15 @@ class RowPrompt:
 
     `tokens`: decoder ids without padding; `padding`: how many columns of the padded prompt they leave free.
     `encoder_ids`: ids that the encoder reads. `embeds` `[length, width]` are read in place of the tokens, which are as
-    many, or none where only embeddings were given. `negative`: the prompt that guidance steers away from. `prediction`:
-    ids that the output may resemble.
+    many, or none where only embeddings were given. `pictures` are read with the tokens. `negative`: the prompt that
+    guidance steers away from. `prediction`: ids that the output may resemble.
     """
 
     tokens: list[int]
     padding: int = 0
     encoder_ids: list[int] | None = None
     embeds: Tensor | None = None
+    pictures: Pictures | None = None
     negative: list[int] | None = None
     prediction: list[int] | None = None
 
@@ -80,10 +83,14 @@ def read_prompts(
     options: Options,
     target: LanguageModel,
     tokenizer: Any,
+    processor: Any = None,
+    *,
+    fetch: bool = False,
 ) -> Prompts:
     """The prompts of a call; `given` are the model inputs among its keyword arguments.
 
-    `prompt` may be a tokenizer's output, a mapping with `input_ids` and `attention_mask`. Raises OptionError for
+    `prompt` may be the output of a tokenizer or processor, a mapping with `input_ids`. The `processor` puts pictures
+    into `messages`, by URL where it may `fetch` them. Raises OptionError for
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
@@ -93,13 +100,20 @@ def read_prompts(
     given = _without_idle(given, options)
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
-    if messages is not None:
+    own_template = getattr(tokenizer, "chat_template", None) is not None or processor is None
+    if messages is not None and (has_pictures(messages) or not own_template):
+        made = with_pictures(messages, processor, fetch=fetch)
+        value = made.pop("input_ids")
+        given = {**given, **{name: tensor for name, tensor in made.items() if name in NAMES}}
+    elif messages is not None:
         value = _chat(messages, tokenizer)
     how = given, options, target, tokenizer
     if target.is_encoder_decoder:
         prompts = _encoder_decoder(value, *how)
+    elif "inputs_embeds" in given:
+        prompts = _embedded(value, *how)
     else:
-        prompts = _embedded(value, *how) if "inputs_embeds" in given else _prompts(_read(value, *how), options)
+        prompts = _seen(_read(value, *how), given, options, target)
     return _with_negatives(prompts, given, options, target)
 
 
@@ -132,12 +146,18 @@ def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, An
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
     """Raises OptionError for a prompt given twice, UnsupportedError for inputs that the target does not read."""
     sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
-    sources += [name for name in ("inputs", "input_ids", *FEATURES) if name in given]
+    features = FEATURES if target.is_encoder_decoder else ()
+    sources += [name for name in ("inputs", "input_ids", *features) if name in given]
     if len(sources) > 1:
         raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
     if target.is_encoder_decoder and "inputs_embeds" in given:
         raise UnsupportedError("`inputs_embeds` is not supported for targets with an encoder: pass ids or features")
-    for name in (*FEATURES, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
+    if not target.sees and (odd := sorted(PICTURES - FEATURES.keys() & given.keys())):
+        raise UnsupportedError(f"`{odd[0]}` is for models that see pictures; this target does not: leave it out")
+    if "inputs_embeds" in given and (odd := sorted(PICTURES & given.keys())):
+        raise OptionError(f"`{odd[0]}` and `inputs_embeds` both stand for parts of the prompt: pass ids and pictures")
+    others = () if target.sees else FEATURES
+    for name in (*others, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
         if name in given and not target.is_encoder_decoder:
             raise UnsupportedError(f"`{name}` is for models with an encoder; this target continues `input_ids`")
     known = sources or "inputs_embeds" in given or "encoder_outputs" in given
@@ -274,6 +294,15 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
         raise OptionError("`guidance_scale` with `inputs_embeds` alone needs text to begin from: `negative_prompt_ids`")
     rows = [replace(row, negative=negative) for row, negative in zip(prompts.rows, negatives, strict=True)]
     return replace(prompts, rows=rows)
+
+
+def _seen(ids: Ids, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
+    """Prompts of rows of ids, with the pictures that stand in them."""
+    prompts = _prompts(ids, options)
+    if not target.sees:
+        return prompts
+    found = read_pictures(target, given, ids.kept, ids.mask)
+    return replace(prompts, rows=[replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)])
 
 
 def _prompts(ids: Ids, options: Options) -> Prompts:

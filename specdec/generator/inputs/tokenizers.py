@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from os import PathLike
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from specdec.errors import OptionError
 from specdec.options import bundled_models
@@ -32,13 +32,21 @@ def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
     return ids
 
 
-def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = None, **options: Any) -> Any:
+def tokenizer_beside(
+    source: str, *, sees: bool = False, gguf_file: str | PathLike[str] | None = None, **options: Any
+) -> Any:
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
-    For a GGUF file without a tokenizer beside it: the one in the file.
+    For a GGUF file without a tokenizer beside it: the one in the file. For a model that `sees`: its processor, if that
+    works here.
     """
     folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file
+    if sees:
+        with suppress(OSError, ValueError, KeyError, ImportError, TypeError):
+            processor = AutoProcessor.from_pretrained(folder, **options)
+            if hasattr(processor, "image_processor"):
+                return processor
     places: list[dict[str, str]] = [{}]
     if file is not None and find_spec("gguf") is not None:
         places.append({"gguf_file": str(file)})

@@ -50,6 +50,7 @@ class KvSession(KvCache, Session):
         if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
             row, work = self.row(works[0].row), works[0]
             is_chain = not (row.columns.scattered or work.num_cached) and work.tree.is_chain
+            is_chain = is_chain and work.pictures is None
             if is_chain and work.num_new and 0 <= work.num_logits <= work.num_new:
                 return [self._padded.chain(row, work)]
         with torch.no_grad():
@@ -60,10 +61,14 @@ class KvSession(KvCache, Session):
         check_works(works, [row.columns.pending for row in rows])
         if attentions:
             self._language.check_attentions()
-        parts: dict[int, RowNodes] = {}
+        parts, seen = dict[int, RowNodes](), dict[int, Logits]()
+        states = hidden_states_of(hidden)
+        extras = {"output_hidden_states": states} if states else {}
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
-            if work.num_new:
+            if work.pictures is not None:
+                seen[work.row] = self._padded.see(row, work, extras)
+            elif work.num_new:
                 row.columns.begin(work.tree, work.first, work.text_length)
                 row_index = self.index(row.number)
                 parts[row_index] = RowNodes(row_index, row.columns, work)
@@ -78,10 +83,9 @@ class KvSession(KvCache, Session):
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
-            states = hidden_states_of(hidden)
-            extras = {"output_hidden_states": states} if states else {}
             extras |= {"output_attentions": True} if attentions else {}
             found = self._padded.run(parts, extras)
+        found |= seen
         return [found.get(work.row) or self._no_logits(work) for work in works]
 
     def _no_logits(self, work: Work) -> Logits:
@@ -96,7 +100,8 @@ class KvSession(KvCache, Session):
         kinds, encoders = self._language.capability.kinds, self._encoders(row_indices)
         if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
             tokens, columns = [work.tree.tokens[0] for work in works], [row.columns.top for row in rows]
-            inputs = RaggedInputs.next(row_indices, columns, tokens, kinds, self._language.device, encoders)
+            shifts = [row.columns.shift for row in rows]
+            inputs = RaggedInputs.next(row_indices, columns, shifts, tokens, kinds, self._language.device, encoders)
         else:
             inputs = RaggedInputs.of(rows, kinds, self._language.device, encoders)
         if ragged.model.reads_embeds:
@@ -151,7 +156,8 @@ class KvSession(KvCache, Session):
         inputs = RaggedInputs.of(nodes, kinds, self._language.device, self._encoders(row_indices))
         if embeds is not None:
             inputs = replace(inputs, ids=torch.cat(list(embeds))[None])
-        steps = StepInputs.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
+        shifts, most = [row.columns.shift for row in named], max(rule.most for rule in rules) - 1
+        steps = StepInputs.of(row_indices, begins, shifts, most, kinds)
         chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
         self._ragged_passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):

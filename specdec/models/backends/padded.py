@@ -44,6 +44,9 @@ class PaddedPasses:
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
+        if self._language.sees:
+            begin = row.columns.base + row.columns.shift
+            inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
         if self._can_keep:
             inputs["logits_to_keep"] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -51,6 +54,23 @@ class PaddedPasses:
         self.passes += 1
         more = logits.shape[0] - work.num_logits
         return Logits(work, logits[more:] if more else logits, passes=(self.passes,))
+
+    def see(self, row: Row, work: Work, extras: dict[str, Any]) -> Logits:
+        """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
+        pictures = work.pictures
+        assert pictures is not None
+        assert pictures.length == work.num_new
+        row.columns.shift = pictures.shift
+        self._cache.buffers.point(self._cache.index(row.number), 0, pictures.length)
+        kept = {"logits_to_keep": 1} if self._can_keep else {}
+        output = self._language.model(
+            **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept
+        )
+        self.passes += 1
+        hidden = output.get("hidden_states")
+        states = hidden and tuple(None if layer is None else layer[0] for layer in hidden)
+        logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
+        return Logits(work, logits, hidden_states=states, passes=(self.passes,))
 
     def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""
@@ -139,11 +159,14 @@ class PaddedPasses:
             inputs["inputs_embeds"] = self._embed(ids, works)
         else:
             inputs[prefix + "input_ids"] = ids
+        name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(self._language.capability.positions)
+        if name is not None and (layout.view is not None or self._language.sees):
+            inputs[name] = layout.shifted()
         if layout.view is not None:
-            self._add_view(inputs, layout.view, prefix)
+            self._add_mask(inputs, layout.view, prefix)
         return inputs
 
-    def _add_view(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
+    def _add_mask(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
         language, capability = self._language, self._language.capability
         if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
@@ -152,9 +175,6 @@ class PaddedPasses:
             )
         masks = {kind.name: view.mask(kind, self._language.dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
-        name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
-        if name is not None:
-            inputs[name] = view.positions
 
     def _embed(self, ids: Tensor, works: Sequence[Work]) -> Tensor:
         if self._cache.cross is not None:

@@ -55,7 +55,7 @@ class RaggedInputs:
         """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
         tokens = [token for row in rows for token in row.work.new_tokens]
         placed = [_placed(row) for row in rows]
-        positions = np.concatenate([own.positions for own in placed])
+        positions = np.concatenate([own.positions + row.columns.shift for own, row in zip(placed, rows, strict=True)])
         wide = max(own.kin.shape[1] for own in placed)
         tables = [np.concatenate([own.table(kind, wide) for own in placed]) for kind in kinds]
         kept: list[int] = []
@@ -76,13 +76,16 @@ class RaggedInputs:
         cls,
         row_indices: Sequence[int],
         columns: Sequence[int],
+        shifts: Sequence[int],
         tokens: Sequence[int],
         kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> RaggedInputs:
-        """One more token for each row, whose text fills the columns before `columns[i]`."""
-        steps = StepInputs.of(row_indices, columns, 1, kinds)
+        """One more token for each row, whose text fills the columns before `columns[i]`; its position is `shifts[i]`
+        more than the column.
+        """
+        steps = StepInputs.of(row_indices, columns, shifts, 1, kinds)
         return cls(
             torch.tensor([tokens], device=device),
             steps.positions[0].to(device),
@@ -101,14 +104,19 @@ class StepInputs:
 
     @classmethod
     def of(
-        cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
+        cls,
+        row_indices: Sequence[int],
+        columns: Sequence[int],
+        shifts: Sequence[int],
+        passes: int,
+        kinds: Sequence[AttentionKind],
     ) -> StepInputs:
-        """For these rows of the buffers; the first tokens go to these columns."""
+        """For these rows of the buffers; the first tokens go to these columns, at positions `shifts[i]` more."""
         at = np.arange(passes)[:, None] + np.array(columns)
         own = np.broadcast_to(np.array(row_indices), at.shape)
         tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
-        return cls(torch.from_numpy(at[:, None]), stacked)
+        return cls(torch.from_numpy((at + np.array(shifts))[:, None]), stacked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,11 @@ class KvBuffers(Cache):  # type: ignore[misc]
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether the next pass continues a text: some models read the first tokens in both directions."""
+        return self.start > 0
+
+    @property
     def bytes(self) -> int:
         """Bytes of the buffers; of lazy ones, of the pages that were written."""
         total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())

@@ -70,17 +70,17 @@ class KvCache(Cache):
         self.buffers.copy_row(self._index[row], index, columns.top)
         if self.cross is not None:
             self.cross.fork(self._index[row])
-        columns.initial_length = source.columns.initial_length
+        columns.initial_length, columns.shift = source.columns.initial_length, source.columns.shift
         number = self._new(columns)
         self.rows[-1].tree = source.tree if length is None else EMPTY
         return number
 
     @torch.no_grad()
-    def read_from(self, prefix: Prefix, length: int) -> int:
+    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
         index = len(self.rows)
         self.buffers.reserve(index + 1)
         self.buffers.write_prefix(index, prefix, length)
-        return self._new(ColumnMap(base=length, top=length))
+        return self._new(ColumnMap(base=length, top=length, shift=shift))
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:

@@ -60,7 +60,8 @@ class ColumnMap:
 
     `scattered[i]` is the column of scattered node i, `parents[i]` its parent among them (-1: position `base - 1`). The
     first `text` scattered nodes are a chain of text, the others pending branches. Columns from `top` on are free.
-    `initial_length` is the length of the text that the row began with.
+    `initial_length` is the length of the text that the row began with. `shift` is added to positions where models take
+    them as an argument.
     """
 
     base: int = 0
@@ -69,6 +70,7 @@ class ColumnMap:
     parents: list[int] = field(default_factory=list)
     top: int = 0
     initial_length: int = 0
+    shift: int = 0
 
     @property
     def length(self) -> int:
@@ -175,6 +177,11 @@ class Layout:
         key_positions = torch.arange(self.end, device=self.device).expand(len(self.maps), -1)
         positions = key_positions[:, self.start :]
         return AttentionView(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
+
+    def shifted(self) -> Tensor:
+        """Positions `[rows, nodes]` as an argument of the model."""
+        shifts = torch.tensor([own.shift for own in self.maps], device=self.device)
+        return (self.view or self.causal()).positions + shifts[:, None]
 
     def spans(self) -> Tensor:
         """Length of the text when plain decoding read each node, `[rows, nodes]`."""

@@ -53,8 +53,10 @@ class Cache(ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} cannot copy prefixes: check `keeps_prefixes`")
 
-    def read_from(self, prefix: Prefix, length: int) -> int:
-        """Adds a row with the first `length` tokens of a prefix from `keep_prefix`."""
+    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
+        """Adds a row with the first `length` tokens of a prefix from `keep_prefix`, whose positions go on by
+        `shift`.
+        """
         raise UnsupportedError(f"{type(self).__name__} cannot read prefixes: check `keeps_prefixes`")
 
     @abstractmethod

@@ -31,7 +31,8 @@ _SAMPLE = 16  # values of each tensor: a write to the whole tensor changes some 
 _DEEPEST = 4  # nested collections that are read
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _COLLECTIONS = frozenset({list, tuple, dict, set, frozenset})
-_OF_PASSES = {"max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}  # set by passes
+# set by passes
+_OF_PASSES = {"max_seq_len_cached", "rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length"}
 _NO_SETTINGS = _OF_PASSES.union(vars(nn.Module()))
 _OF_OUTPUTS = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions"})
 _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "specdec", "builtins"})

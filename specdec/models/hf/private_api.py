@@ -76,6 +76,11 @@ def loads(auto_class: Any, config: Any) -> bool:
     return type(config) in auto_class._model_mapping
 
 
+def class_of(auto_class: Any, config: Any) -> Any:
+    """The class of an `AutoModelFor…` class for this config; None if it has none."""
+    return auto_class._model_mapping[type(config)] if loads(auto_class, config) else None
+
+
 def skipped_keys(model: Any) -> Any:
     """Arguments that accelerate must not move between devices: `dispatch_model` needs what `from_pretrained` knows."""
     return model._skip_keys_device_placement

@@ -7,13 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
+import transformers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
@@ -22,18 +26,21 @@ from transformers import (
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_packed, slower_than_floats
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
-from specdec.models.hf.private_api import loads
+from specdec.models.hf.private_api import class_of, loads
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
 from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import check
+from specdec.models.pictures.parts import eyes, part_class
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
+_MULTIMODAL = getattr(transformers, "AutoModelForMultimodalLM", None)  # not in all versions
+_WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
 def load(
@@ -119,7 +126,22 @@ def from_checkpoint(
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     with explained(source, name):
         model = _read(folder, how, name)
-    return kind(model, backend=how.backend, exactness=how.exactness, owned=True, change=change)
+    language = kind(model, backend=how.backend, exactness=how.exactness, owned=True, change=change)
+    if language.sees and not eyes(model):
+        language.unread = partial(_eyes, source, folder, how, name, language)
+    return language
+
+
+def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageModel) -> dict[str, nn.Module]:
+    """The part of a checkpoint that reads pictures, in the dtype of the text model."""
+    hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
+    with explained(source, name):
+        config = AutoConfig.from_pretrained(folder, **hub)
+        kind = part_class(_auto_class(config), config, reads_text=False)
+        options = {**hub, "dtype": language.dtype, "use_safetensors": True, "output_loading_info": True}
+        model, info = kind.from_pretrained(folder, config=config, **options)
+        check_complete(folder, info, name)
+    return {part: module.eval().to(language.device) for part, module in model.base_model.named_children()}
 
 
 def _check_unused(how: Loading) -> None:
@@ -167,6 +189,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
             config.dtype = file.dtype
         kind = _auto_class(config)
         places = device_map(how, kind, config)
+        text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
+        reader = text or kind
         options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
         options["offload_folder"] = folder
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
@@ -175,11 +199,13 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         if how.tp_plan is not None:
             options["distributed_config"] = parts(config, how.tp_plan, name)
         with reading():
-            model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+            model, info = reader.from_pretrained(name, config=config, output_loading_info=True, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
             options["dtype"] = _widened(name)
             model = None
-            model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+            model, info = reader.from_pretrained(name, config=config, output_loading_info=True, **options)
+        if text is not None:
+            model.__class__ = class_of(kind, config)
         check_complete(name, info, argument)
         check(model)
         settle_four_bits(model)
@@ -239,7 +265,8 @@ def _computes_on_cpu(how: Loading) -> bool:
 
 def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
+        known = (AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL)
+        return next((c for c in known if c is not None and loads(c, config)), AutoModelForCausalLM)
     return next(
         (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)), AutoModelForSeq2SeqLM
     )

@@ -299,7 +299,7 @@ class Stages(Session):
     def keep_prefix(self, row: int, length: int) -> Prefix:
         return [pair for stage in self.stages for pair in stage.keep_prefix(row, length)]
 
-    def read_from(self, prefix: Prefix, length: int) -> int:
+    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
         each = len(prefix) // len(self.stages)
         rows = [stage.read_from(prefix[i * each : (i + 1) * each], length) for i, stage in enumerate(self.stages)]
         return rows[0]

@@ -6,6 +6,7 @@ const LOAD_EVERY = 2000; // milliseconds
 let models = [];
 let mode = "complete";
 let turns = []; // of the conversation
+let picture = null; // of the next turn, as a data URL
 let running = null; // the AbortController of what runs
 let last = null; // the body of the last request, to be measured
 
@@ -102,8 +103,18 @@ function settings() {
 function request() {
   const text = $("prompt").value;
   const body = settings();
-  if (mode === "chat") return { path: "/v1/chat/completions", body: { ...body, messages: [...turns, { role: "user", content: text }] } };
+  const content = picture ? [{ type: "image_url", image_url: { url: picture } }, { type: "text", text }] : text;
+  if (mode === "chat") return { path: "/v1/chat/completions", body: { ...body, messages: [...turns, { role: "user", content }] } };
   return { path: "/v1/completions", body: { ...body, prompt: text } };
+}
+
+function choosePicture() {
+  picture = null;
+  const [file] = $("picture").files;
+  if (!file) return;
+  const reader = new FileReader();
+  reader.onload = () => { picture = reader.result; };
+  reader.readAsDataURL(file);
 }
 
 // ---- text as it comes ----
@@ -212,7 +223,8 @@ async function send() {
       turns = [...asked.body.messages, { role: "assistant", content: found.text }];
       addTurn("You", $("prompt").value);
       addTurn("Model", ...place.childNodes);
-      $("prompt").value = "";
+      $("prompt").value = $("picture").value = "";
+      picture = null;
     }
   } catch (error) {
     if (error.name === "AbortError") $("figures").textContent = "stopped";
@@ -447,7 +459,7 @@ function choose(name) {
   $("text-panel").hidden = name === "listen";
   $("text-panel").setAttribute("aria-labelledby", `tab-${name}`);
   $("listen-panel").hidden = name !== "listen";
-  $("turns").hidden = name !== "chat";
+  $("turns").hidden = $("picture-label").hidden = name !== "chat";
   $("prompt-label").textContent = name === "chat" ? "Your message" : "Text to continue";
 }
 
@@ -477,13 +489,15 @@ function begin() {
     turns = [];
     last = null;
     for (const id of ["turns", "output", "figures"]) $(id).textContent = "";
-    $("prompt").value = "";
+    $("prompt").value = $("picture").value = "";
+    picture = null;
     $("prompt").focus();
     tell(null);
     busy(false);
   });
   $("record").addEventListener("click", record);
   $("colours").addEventListener("change", () => $("work").classList.toggle("coloured", $("colours").checked));
+  $("picture").addEventListener("change", choosePicture);
   $("model").addEventListener("change", chosen);
   $("key").addEventListener("change", () => {
     try { sessionStorage.setItem("key", $("key").value); } catch { /* kept for this page only */ }

@@ -18,8 +18,8 @@ from specdec.server.cancellation import ThreadStream, ahead, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.models import Host
-from specdec.server.protocol import Text
 from specdec.server.responses import EventStream, watched
+from specdec.server.sent import Text
 from specdec.server.speech import Listen, SpeechModel
 from specdec.server.state import client_of, state_of
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from specdec import __version__
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
@@ -44,6 +45,12 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ok" if sound else "stuck", "models": states}, 200 if sound else 503)
 
 
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of specdec."""
+    return {"version": __version__}
+
+
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Counts and times for Prometheus."""
@@ -75,7 +82,7 @@ async def load(request: Request) -> dict[str, Any]:
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     messages = [message.plain for message in asked.messages or ()]
-    characters = len(asked.prompt or "") + sum(len(message["content"]) for message in messages)
+    characters = len(asked.prompt or "") + sum(len(message.text) for message in asked.messages or ())
     check_length(characters, "messages" if asked.prompt is None else "prompt", state_of(request).settings.limits)
     host, text = _text_host(request, asked.model)
 

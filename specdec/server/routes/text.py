@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
@@ -17,7 +18,7 @@ from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
-from specdec.server.options import check, check_length
+from specdec.server.options import check, check_length, check_pictures
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import State, client_of, state_of
@@ -39,7 +40,12 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     """Answers a conversation."""
-    characters = sum(len(message.plain["content"]) for message in asked.messages)
+    characters = sum(len(message.text) for message in asked.messages)
+    characters += sum(len(call.function.arguments) for message in asked.messages for call in message.tool_calls or ())
+    pictures = [url for message in asked.messages for url in message.pictures]
+    check_pictures(pictures, state_of(request).settings.limits)
+    tools = len(json.dumps([tool.plain for tool in asked.offered]))
+    check_length(tools, "tools", state_of(request).settings.limits)
     return await _answer(request, asked, [None], characters, "messages")
 
 
@@ -82,7 +88,7 @@ class TextRequest:
         settings = state.settings
         chunk, most = settings.stream_chunk if request.stream else None, settings.limits.new_tokens
         self._prompts = [PromptRequest(request, prompt, client, chunk, most) for prompt in prompts]
-        self._answer = Answer(request, host.model.name, len(prompts))
+        self._answer = Answer(request, host.model.name, len(prompts), calls=host.model.calls(request))
         self._room, self._began = settings.limits.unread_bytes, time.monotonic()
 
     async def whole(self) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""Pictures in conversations: opened within limits, and put into the text by the model's processor."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from specdec.errors import OptionError
+
+PIXELS = 2**26
+"""The most pixels of a picture: as many as a square of 8192."""
+_KINDS = ("image", "image_url")
+
+
+def split(tokenizer: Any) -> tuple[Any, Any]:
+    """The tokenizer, and the processor that it is a part of; None for a tokenizer alone."""
+    inner = getattr(tokenizer, "tokenizer", None)
+    return (tokenizer, None) if inner is None or not hasattr(tokenizer, "image_processor") else (inner, tokenizer)
+
+
+def has_pictures(messages: Any) -> bool:
+    """Whether a conversation, or one of several, has a part that is a picture."""
+    return any(part.get("type") in _KINDS for conversation in _conversations(messages) for part in _parts(conversation))
+
+
+def with_pictures(
+    messages: Any, processor: Any, *, fetch: bool = False, pixels: int = PIXELS, **template: Any
+) -> dict[str, Any]:
+    """The model's inputs for conversations with pictures: ids with their mask, and what the processor makes beside.
+
+    A picture is a part `{"type": "image", "image": …}` of a message's content: a path, a PIL image, a data URL, or with
+    `fetch` any URL; of at most `pixels` pixels. `template`: arguments of the chat template. Raises OptionError for
+    pictures that cannot be opened, and for what the template refuses.
+    """
+    if processor is None:
+        raise OptionError("pictures in `messages` need the model's processor: pass it to SpecGenerator as `tokenizer=`")
+
+    def opened(source: Any) -> Any:
+        return open_picture(source, fetch=fetch, pixels=pixels)
+
+    conversations = [[_opened(message, opened) for message in one] for one in _conversations(messages)]
+    how: dict[str, Any] = {"padding": True} if len(conversations) > 1 else {}
+    how |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
+    try:
+        return dict(processor.apply_chat_template(conversations, **how))
+    except Exception as error:  # whatever a template or a processor raises
+        raise OptionError(f"the model's processor refused `messages`: {error}") from error
+
+
+def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> Any:
+    """A picture as a PIL image in RGB, from an image, a path, a data URL, or with `fetch` any URL.
+
+    Raises OptionError for what is none, for broken files, and before decoding for more than `pixels` pixels.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise OptionError(
+            "pictures are opened by Pillow, which is not installed: pip install -e '.[pictures]'"
+        ) from None
+    if not isinstance(source, Image.Image | str | PathLike):
+        raise OptionError.of("image", "a path, a PIL image or a data URL", type(source).__name__)
+    name = "the picture" if not isinstance(source, str | PathLike) else f"the picture {str(source)[:80]!r}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            image = source if isinstance(source, Image.Image) else Image.open(_file(str(source), fetch))
+            if image.width * image.height > pixels:
+                size = f"{image.width} x {image.height}"
+                raise OptionError(f"{name} has {size} pixels, and at most {pixels} are read: make it smaller")
+            return ImageOps.exif_transpose(image).convert("RGB")
+        except OptionError:
+            raise
+        except Exception as error:  # whatever broken files raise
+            raise OptionError(f"{name} cannot be opened ({error}): pass a picture in PNG, JPEG or WebP") from None
+
+
+def _file(source: str, fetch: bool) -> Any:
+    """What Pillow opens: a path, or the bytes of a URL."""
+    if source.startswith("data:"):
+        head, comma, body = source.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise OptionError("the picture's data URL must be base64: data:image/png;base64,…")
+        try:
+            return io.BytesIO(base64.b64decode(body, validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise OptionError(f"the picture's data URL is no base64 ({error}): encode it again") from None
+    if not source.startswith(("http:", "https:")):
+        return source.removeprefix("file://")
+    if not fetch:
+        raise OptionError(f"the picture {source[:80]!r} is a URL: load it yourself, or pass `fetch_pictures=True`")
+    from transformers.image_utils import load_image
+
+    buffer = io.BytesIO()
+    load_image(source, timeout=30).save(buffer, "PNG")
+    return buffer
+
+
+def _conversations(messages: Any) -> list[Any]:
+    known = isinstance(messages, Sequence) and len(messages)
+    return [] if not known else [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _parts(conversation: Any) -> Iterator[Mapping[str, Any]]:
+    """The parts of its messages' contents."""
+    for message in conversation if isinstance(conversation, Sequence) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        yield from (part for part in (content if isinstance(content, list) else ()) if isinstance(part, Mapping))
+
+
+def _opened(message: Mapping[str, Any], opened: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message with its pictures opened, and all its content in parts, as templates of models that see expect."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [_part(part, opened) for part in parts]}
+
+
+def _part(part: Any, opened: Callable[[Any], Any]) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
+        return part
+    names = [name for name in ("image", "image_url", "path", "url") if name in part]
+    if len(names) != 1:
+        raise OptionError.of("image", "one picture in a part of type 'image'", sorted(part))
+    found = part[names[0]]
+    return {"type": "image", "image": opened(found["url"] if isinstance(found, Mapping) else found)}

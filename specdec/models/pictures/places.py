@@ -1,0 +1,212 @@
+"""From the arguments that transformers' processors make of pictures and text to what each row of a batch reads.
+
+A processor puts one placeholder token into the text for each vector that a picture becomes, and stacks the pictures of
+all rows. Here they are dealt out to the rows again, by counting. What follows the last picture is text like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.core.work import Pictures
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models.hf.spec import ModelSpec
+from specdec.models.pictures.sizes import by_row, picture_tokens
+
+
+class _Kind(NamedTuple):
+    """A kind of picture: how errors call it, its main argument, and those with one entry for each of them."""
+
+    word: str
+    main: str
+    beside: tuple[str, ...]
+
+
+_KINDS = {
+    "image": _Kind("picture", "pixel_values", ("image_grid_thw", "image_sizes", "pixel_attention_mask")),
+    "video": _Kind("video", "pixel_values_videos", ("video_grid_thw", "image_sizes_videos", "second_per_grid_ts")),
+    "audio": _Kind("recording", "input_features", ("feature_attention_mask", "input_features_mask")),
+}
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_PER_ROW = ("batch_num_images",)
+NAMES = frozenset({*_PER_TOKEN, *_PER_ROW, *(name for kind in _KINDS.values() for name in (kind.main, *kind.beside))})
+"""The arguments of models beside ids and masks."""
+
+_SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_ratio")
+
+# model_type -> their prompts are read in both directions, if token types mark them
+_TWO_WAYS = {"paligemma"}
+
+
+def sees(model: Any, input_names: frozenset[str]) -> bool:
+    """Whether a model continues text and reads pictures or recordings in it."""
+    return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
+
+
+def place_tokens(config: Any) -> set[int]:
+    """The placeholder tokens of a model's text."""
+    names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
+    return {token for name in names if (token := getattr(config, name, None)) is not None}
+
+
+def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two models read the same arguments, with as many tokens for each picture."""
+    configs = model.model.config, other.model.config
+    eyes = [[getattr(getattr(config, "vision_config", None), name, None) for name in _SIZES] for config in configs] + [
+        [getattr(config, name, None) for name in _SIZES] for config in configs
+    ]
+    same = eyes[0] == eyes[1] and eyes[2] == eyes[3] and configs[0].model_type == configs[1].model_type
+    return model.sees and other.sees and same
+
+
+def read_pictures(
+    language: ModelSpec, given: Mapping[str, Any], rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
+) -> list[Pictures | None]:
+    """What each row of a batch reads beside its text; None for rows of text alone.
+
+    `rows` hold ids without padding, `masks` those given ids that were kept. Raises OptionError where places and
+    pictures do not fit, UnsupportedError for models that cannot go on in text.
+    """
+    tensors = {name: _tensor(name, given[name]) for name in sorted(NAMES & given.keys())}
+    if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
+        raise UnsupportedError(f"{type(language.model).__name__} does not read `{unknown[0]}`: leave it out")
+    parts: list[dict[str, Tensor]] = [{} for _ in rows]
+    ends = [0] * len(rows)
+    for name, kind in _KINDS.items():
+        places = _places(language.model.config, name, rows)
+        ends = [max(end, own[-1] + 1 if own else 0) for end, own in zip(ends, places, strict=True)]
+        beside = {one: tensors[one] for one in (kind.main, *kind.beside) if one in tensors}
+        dealt = _dealt(language, kind, beside, list(map(len, places)), tensors)
+        parts = [{**part, **more} for part, more in zip(parts, dealt, strict=True)]
+    for name in _PER_TOKEN:
+        if name in tensors and name in language.input_names:
+            _add_types(name, tensors[name], parts, masks)
+    whole = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
+    found: list[Pictures | None] = []
+    for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
+        for name in _PER_ROW:
+            if end and name in tensors:
+                part[name] = tensors[name][row : row + 1]
+        found.append(_read(language, part, list(ids), len(ids) if whole else end) if end or whole else None)
+    if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
+        reason = language.capability.reason or "it reads its text again where its scaling changes"
+        raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
+    if any(map(needs_eyes, found)):
+        language.see()
+    return found
+
+
+def needs_eyes(pictures: Pictures | None) -> bool:
+    """Whether the part of a model that reads pictures is needed, not only its own masks."""
+    return pictures is not None and any(kind.main in pictures.inputs for kind in _KINDS.values())
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError.of(name, "a tensor, as a processor makes it", type(value).__name__, str(error)) from None
+
+
+def _places(config: Any, kind: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The positions of each row that hold a placeholder of this kind."""
+    own = getattr(config, f"{kind}_token_id", None)
+    own = getattr(config, f"{kind}_token_index", None) if own is None else own
+    return [[place for place, token in enumerate(ids) if token == own] for ids in rows]
+
+
+def _dealt(
+    language: ModelSpec, kind: _Kind, given: Mapping[str, Tensor], places: list[int], others: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """The rows' parts of the arguments of one kind; row i has `places[i]` placeholders."""
+    if kind.main not in given:
+        if sum(places):
+            raise OptionError(
+                f"the text has {sum(places)} places for a {kind.word}, and none was given: pass `{kind.main}`"
+            )
+        return [{} for _ in places]
+    if not sum(places):
+        way_out = "put its placeholder tokens into the text, as the processor or chat template does"
+        raise OptionError(f"`{kind.main}` holds a {kind.word} without a place in the text: {way_out}")
+    sizes, units = picture_tokens(language, kind.main, given, places, others)
+    counts = _counts(sizes, places)
+    if counts is None:
+        tokens = f"of {sizes[0]} tokens each" if len(set(sizes)) == 1 else f"of {sizes} tokens"
+        raise OptionError(
+            f"`{kind.main}` holds {len(sizes)} {kind.word}s {tokens}, and the rows have {places} places for these: "
+            "pass what one call of the processor made of text and pictures"
+        )
+    firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, given)
+    parts = []
+    for row, (first, count) in enumerate(zip(firsts, counts, strict=False)):
+        own = {}
+        for name, tensor in given.items() if count else ():
+            if rows_apart and len(tensor) == len(places):
+                own[name] = tensor[row : row + 1]
+            elif len(tensor) == len(sizes):
+                own[name] = tensor[first : first + count]
+            elif len(tensor) == sum(units):  # patches of all pictures
+                own[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
+            else:
+                raise OptionError.of(name, f"one entry for each of {len(sizes)} {kind.word}s", list(tensor.shape))
+        parts.append(own)
+    return parts
+
+
+def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:
+    """How many pictures each row reads, if pictures of these sizes fill its places."""
+    counts, at = [], 0
+    for left in places:
+        begin = at
+        while left > 0 and at < len(sizes):
+            left -= sizes[at]
+            at += 1
+        if left:
+            return None
+        counts.append(at - begin)
+    return counts if at == len(sizes) else None
+
+
+def _add_types(name: str, types: Tensor, parts: list[dict[str, Tensor]], masks: Sequence[Sequence[bool]]) -> None:
+    if list(types.shape) != [len(masks), max(map(len, masks))]:
+        raise OptionError.of(name, f"of shape {[len(masks), max(map(len, masks))]}, like the ids", list(types.shape))
+    for part, own, mask in zip(parts, types, masks, strict=True):
+        part[name] = own[: len(mask)][torch.tensor(mask)][None]
+
+
+def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int) -> Pictures:
+    """A row's pictures, which the first `end` of its ids are read with."""
+    inputs = {"input_ids": torch.tensor([ids[:end]]), "attention_mask": torch.ones(1, end, dtype=torch.long), **part}
+    for name in _PER_TOKEN:
+        if name in inputs:
+            inputs[name] = inputs[name][:, :end]
+    if "mm_token_type_ids" in language.input_names and "mm_token_type_ids" not in inputs:
+        inputs["mm_token_type_ids"] = _types(language.model.config, inputs["input_ids"])
+    shift = 0
+    rope_index = getattr(language.model.base_model, "get_rope_index", None)
+    if rope_index is not None:
+        names = inspect.signature(rope_index).parameters
+        positions, _ = rope_index(**{name: value for name, value in inputs.items() if name in names})
+        inputs["position_ids"], shift = positions, int(positions.max()) + 1 - end
+    else:
+        inputs["position_ids"] = torch.arange(end)[None]
+    placed = {
+        name: value.to(language.device, language.dtype if value.is_floating_point() and value.dim() > 1 else None)
+        for name, value in inputs.items()
+    }
+    return Pictures(placed, end, shift)
+
+
+def _types(config: Any, ids: Tensor) -> Tensor:
+    """Each token's kind: 0 for text, then in the order of `_KINDS`."""
+    types = torch.zeros_like(ids)
+    for number, kind in enumerate(_KINDS, 1):
+        for place in _places(config, kind, ids.tolist())[0]:
+            types[0, place] = number
+    return types

@@ -1,0 +1,134 @@
+"""How many placeholder tokens each picture takes, from its arguments alone."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import OptionError
+from specdec.models.hf.spec import ModelSpec
+
+_FIXED = {"llava", "paligemma", "gemma3", "internvl", "idefics3", "smolvlm"}
+
+
+def picture_tokens(
+    language: ModelSpec,
+    main: str,
+    given: Mapping[str, Tensor],
+    places: Sequence[int],
+    others: Mapping[str, Tensor],
+) -> tuple[list[int], list[int]]:
+    """The tokens of each picture, and the entries of the argument `main` that it takes, where these are patches.
+
+    `places`: placeholders in each row of text. Raises OptionError for sizes that the model cannot read.
+    """
+    config, value = language.model.config, given[main]
+    _check_shape(language, main, given)
+    grid = next((tensor for name, tensor in given.items() if name.endswith("_grid_thw")), None)
+    if grid is not None:
+        return _of_grid(config, main, value, grid)
+    if "image_sizes" in given:
+        pack = getattr(language.model.base_model, "pack_image_features", None)
+        if pack is not None:
+            sizes = _packed(language.model.base_model, pack, given["image_sizes"], others.get("batch_num_images"))
+        else:
+            side = _side(config.vision_config.patch_size) * (getattr(config, "spatial_merge_size", None) or 1)
+            sizes = (given["image_sizes"] // side).prod(-1).tolist()
+        return sizes, []
+    count = len(value)
+    if by_row(main, given):
+        real = (value != 0).flatten(2).any(-1).sum(1).tolist()
+        if len(value) != len(places):
+            raise OptionError.of(main, f"of shape [{len(places)}, pictures, channels, height, width]", [*value.shape])
+        each = _known(config) or sum(places) // max(sum(real), 1)
+        if [n * each for n in real] != list(places):
+            raise OptionError(f"`{main}` holds {real} pictures of {each} tokens, and the rows have {places} places")
+        return [each] * sum(real), []
+    if (known := _known(config)) and main == "pixel_values":
+        return [known] * count, []
+    each, rest = divmod(sum(places), count)
+    if rest or any(own % each for own in places):
+        return _runs(count, places), []
+    return [each] * count, []
+
+
+def by_row(main: str, given: Mapping[str, Tensor]) -> bool:
+    """Whether an argument holds the pictures of each row of text, padded with empty ones."""
+    return main == "pixel_values" and given[main].dim() == 5 and "image_sizes" not in given
+
+
+def _known(config: Any) -> int | None:
+    """The tokens of every picture of a fixed size; None for families that are not known."""
+    if config.model_type not in _FIXED:
+        return None
+    vision = config.vision_config
+    count = (_side(vision.image_size) // _side(vision.patch_size)) ** 2
+    count = getattr(config, "mm_tokens_per_image", None) or count // (getattr(config, "scale_factor", None) or 1) ** 2
+    if config.model_type == "llava":  # the first position of some towers is no part of the picture
+        cut = config.vision_feature_select_strategy == "default"
+        count += ("clip" in vision.model_type) - cut
+    return int(count * (getattr(config, "downsample_ratio", None) or 1) ** 2)
+
+
+def _of_grid(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[int], list[int]]:
+    merge = config.vision_config.spatial_merge_size
+    if grid.dim() != 2 or grid.shape[1] != 3 or bool((grid[:, 1:] % merge).any()) or int(grid.min()) < 1:
+        raise OptionError.of("image_grid_thw", f"[pictures, 3], height and width multiples of {merge}", grid.tolist())
+    patches: list[int] = grid.prod(-1).tolist()
+    if len(value) != sum(patches):
+        raise OptionError.of(main, f"{sum(patches)} patches, as the grids {grid.tolist()} say", list(value.shape))
+    return [count // merge**2 for count in patches], patches
+
+
+def _packed(base: Any, pack: Any, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
+    """The lengths of features that are cut to the picture's form: of zeros, by the model's own code."""
+    vision = base.config.vision_config
+    count = sys.modules[type(base).__module__].image_size_to_num_patches
+    tiled = [True] * len(image_sizes) if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
+    features = []
+    for size, is_tiled in zip(image_sizes, tiled, strict=True):
+        patches = count(size, base.config.image_grid_pinpoints, vision.image_size) if is_tiled else 1
+        features.append(torch.zeros(patches, (vision.image_size // vision.patch_size) ** 2, 1))
+    how = {"vision_feature_select_strategy": "full"}
+    known = {name: value for name, value in how.items() if name in inspect.signature(pack).parameters}
+    newline = None if getattr(base, "image_newline", None) is None else torch.zeros(1)
+    lengths: list[int] = pack(features, image_sizes, image_newline=newline, **known)[1].tolist()
+    return lengths
+
+
+def _runs(count: int, places: Sequence[int]) -> list[int]:
+    """Sizes where nothing is known of them: rows with one picture each have those of their places."""
+    read = [own for own in places if own]
+    return read if len(read) == count else [sum(places)] if count == 1 else [-1] * count
+
+
+def _check_shape(language: ModelSpec, main: str, given: Mapping[str, Tensor]) -> None:
+    """Raises OptionError unless pictures of a fixed size have that size, and others come with theirs."""
+    value, vision = given[main], getattr(language.model.config, "vision_config", None)
+    if not value.numel():
+        raise OptionError.of(main, "at least one picture", list(value.shape))
+    packs = hasattr(language.model.base_model, "pack_image_features")
+    needed = {
+        "image_grid_thw": main == "pixel_values" and "image_grid_thw" in language.input_names,
+        "video_grid_thw": main == "pixel_values_videos" and "video_grid_thw" in language.input_names,
+        "image_sizes": main == "pixel_values" and (packs or getattr(vision, "model_type", None) == "pixtral"),
+    }
+    if missing := [name for name, is_needed in needed.items() if is_needed and name not in given]:
+        raise OptionError(f"`{main}` came without `{missing[0]}`: pass all that the processor returned")
+    if main != "pixel_values" or vision is None or value.dim() < 4 or "pixel_attention_mask" in given:
+        return
+    size = getattr(vision, "image_size", None)
+    if size is None or ("image_sizes" in given and value.dim() == 4 and vision.model_type == "pixtral"):
+        return
+    shape = [getattr(vision, "num_channels", 3), _side(size), _side(size, -1)]
+    if list(value.shape[-3:]) != shape:
+        raise OptionError.of(main, f"pictures of shape {shape}", list(value.shape))
+
+
+def _side(size: Any, which: int = 0) -> int:
+    return int(size[which] if isinstance(size, list | tuple) else size)

@@ -1,0 +1,168 @@
+"""Pictures in prompts: what a generator refuses, and that one bad picture ends its own request alone."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import GenerationMixin
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from tests.engine.test_threads import is_clean, together
+from tests.generator.conftest import idle
+from tests.matrix import endless
+from tests.pictures import IMAGE, prompt, seeing, with_processor
+from tests.tiny import silent
+
+COMMON = endless(8)
+SMALL = Image.new("RGB", (20, 30), "teal")
+TEXT = [5, 6, 7]
+
+
+def changed(family: str, **changes: Any) -> dict[str, Any]:
+    """The inputs of a row with one picture, with changes; None leaves one out."""
+    row: dict[str, Any] = {**prompt(family, TEXT, 0, TEXT), **changes}
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def values(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("llava", {"input_ids": torch.tensor([TEXT * 2]), "attention_mask": None}, OptionError, "without a place"),
+    ("llava", {"pixel_values": None}, OptionError, "4 places for a picture, and none was given"),
+    ("llava", {"pixel_values": values(3, 3, 16, 16)}, OptionError, "holds 3 pictures of 4 tokens each"),
+    ("llava", {"pixel_values": values(1, 3, 20, 20)}, OptionError, r"shape \[3, 16, 16\]"),
+    ("llava", {"pixel_values": values(0, 3, 16, 16)}, OptionError, "at least one picture"),
+    ("llava", {"pixel_values": "cat.png"}, OptionError, "`pixel_values` must be a tensor"),
+    ("llava", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, UnsupportedError, "does not read `image_grid_thw`"),
+    ("llava", {"output_hidden_states": True}, UnsupportedError, "with pictures"),
+    ("llava", {"inputs_embeds": values(1, 10, 32)}, OptionError, "inputs_embeds"),
+    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 4]])}, OptionError, "16 patches"),
+    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 3, 3]])}, OptionError, "multiples of 2"),
+    ("qwen2_vl", {"image_grid_thw": None}, OptionError, "image_grid_thw"),
+    (
+        "qwen2_vl",
+        {"pixel_values": values(32, 96), "image_grid_thw": torch.tensor([[1, 4, 8]])},
+        OptionError,
+        "of 8 tokens each, and the rows have \\[16\\] places",
+    ),
+    ("gemma3", {"token_type_ids": torch.tensor([[0, 1]])}, OptionError, "like the ids"),
+    ("smolvlm", {"pixel_values": values(2, 1, 3, 16, 16) + 1}, OptionError, r"shape \[1, pictures"),
+    ("mistral3", {"image_sizes": torch.tensor([[16, 16]])}, OptionError, "1 pictures of 4 tokens"),
+    ("mistral3", {"image_sizes": None}, OptionError, "image_sizes"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "kind", "words"), WRONG)
+def test_wrong_pictures(family: str, changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    """An error that names it, before any pass."""
+    generator = SpecGenerator(model := seeing(family), "suffix")
+    silent(model)
+    with pytest.raises(kind, match=words):
+        generator.generate(**changed(family, **changes), **COMMON)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "token_type_ids"])
+def test_a_model_of_text_alone(name: str) -> None:
+    """It says that it does not see."""
+    with pytest.raises(UnsupportedError, match=f"`{name}` is for models"):
+        idle("llama").generate([TEXT], **{name: torch.ones(1, 3)}, **COMMON)
+
+
+def test_a_picture_that_cannot_be_read_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on, and the generator stays usable."""
+    generator = SpecGenerator(model := seeing("llava"), "suffix")
+    rows = [prompt("llava", TEXT, seed, [*TEXT, *range(8, 20)]) for seed in (0, 3)]
+    alone = [generator.generate(**row, **COMMON).sequences for row in rows]
+    generator = SpecGenerator(model, "suffix")
+    bad, see = rows[1]["pixel_values"], model.model.vision_tower.forward
+
+    def forward(pixel_values: Tensor, *given: Any, **options: Any) -> Any:
+        if torch.equal(pixel_values, bad):
+            raise RuntimeError("a broken picture")
+        return see(pixel_values, *given, **options)
+
+    monkeypatch.setattr(model.model.vision_tower, "forward", forward)
+
+    def run(row: dict[str, Tensor]) -> Any:
+        try:
+            return generator.generate(**row, **COMMON).sequences.tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    found = together(*(lambda row=row: run(row) for row in (rows[0], rows[1], prompt("llava", TEXT), rows[0])))
+    assert found[0] == found[3] == alone[0].tolist()
+    assert found[1] == "a broken picture"
+    assert IMAGE not in found[2][0]
+    assert is_clean(generator)
+
+
+def asked(image: Any, text: str = "What is it?") -> list[dict[str, Any]]:
+    """A conversation about a picture."""
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_messages_with_pictures(tmp_path: Path) -> None:
+    """A path, an image and a data URL are the same picture, to `generate`, `stream` and `submit`; folders bring their
+    processor.
+    """
+    model, processor = with_processor()
+    made = processor(text="user: <image>What is it?. assistant:", images=SMALL, return_tensors="pt")
+    expected = GenerationMixin.generate(model, **made, max_new_tokens=8, do_sample=False).tolist()
+    SMALL.save(file := tmp_path / "teal.png")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    for generator in (SpecGenerator(model, "suffix", tokenizer=processor), SpecGenerator(str(tmp_path / "model"))):
+        for image in (str(file), file, SMALL, data_url(SMALL)):
+            assert generator.generate(messages=asked(image), **COMMON).sequences.tolist() == expected
+        several = generator.generate(messages=[asked(SMALL), asked(SMALL, "Is it teal or is it blue?")], **COMMON)
+        assert several.sequences[0, -8:].tolist() == expected[0][-8:]
+        tokens = [token for event in generator.stream(messages=asked(SMALL), **COMMON) for token in event.token_ids]
+        assert tokens == expected[0][-8:]
+        assert generator.generate(**made, **COMMON).sequences.tolist() == expected
+        assert generator.generate(made, **COMMON).sequences.tolist() == expected
+        plain = generator.generate(messages=[{"role": "user", "content": "Hello"}], **COMMON)
+        assert plain.texts
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("missing.png", "missing.png.* cannot be opened"),
+        ("https://example.org/cat.png", "fetch_pictures=True"),
+        ("data:image/png;base64,%%%", "no base64"),
+        ("data:image/png,abc", "must be base64"),
+        ("data:image/png;base64,iVBORw0KGgo=", "cannot be opened"),
+        (data_url(SMALL)[:-60] + "AAAA", "cannot be opened"),
+        (3, "a path, a PIL image or a data URL"),
+        (Image.new("1", (2**14, 2**13)), "has 16384 x 8192 pixels"),
+    ],
+)
+def test_broken_pictures(image: Any, words: str) -> None:
+    """Each is named, before any pass."""
+    model, processor = with_processor()
+    generator = SpecGenerator(silent(model), "suffix", tokenizer=processor)
+    with pytest.raises(OptionError, match=words):
+        generator.generate(messages=asked(image), **COMMON)
+
+
+def test_pictures_without_a_processor() -> None:
+    """A tokenizer alone cannot read them."""
+    model, processor = with_processor()
+    with pytest.raises(OptionError, match="need the model's processor"):
+        SpecGenerator(silent(model), tokenizer=processor.tokenizer).generate(messages=asked(SMALL), **COMMON)

@@ -1,0 +1,208 @@
+"""Models that see write what `model.generate` writes: every family, with any draft, whatever shares their passes."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.models.backends.kv_session import KvSession
+from specdec.models.pictures.parts import eyes
+from tests.matrix import endless
+from tests.oracle import oracle
+from tests.pictures import FAMILIES, IMAGE, VOCAB, batch, hearing, prompt, seeing
+from tests.tiny import tiny
+
+LENGTH = 16
+BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
+
+
+QUICK = ("qwen2_5_vl", "gemma3", "paligemma")
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@cache
+def model_of(family: str) -> Any:
+    return seeing(family)
+
+
+def rows_of(family: str) -> list[dict[str, Tensor]]:
+    """Text alone, a picture at the end, one in text, and two."""
+    parts = [(BEGINNING, ENDING), (BEGINNING, 0), (BEGINNING, 0, ENDING), (BEGINNING, 1, MIDDLE, 2, ENDING)]
+    return [prompt(family, *row) for row in parts]
+
+
+def reference(model: Any, row: dict[str, Tensor], **options: Any) -> list[list[int]]:
+    """transformers' text of one row."""
+    settings = endless(LENGTH, **{"do_sample": False, "eos_token_id": None, **options})
+    found: list[list[int]] = GenerationMixin.generate(model, **row, **settings).tolist()
+    return found
+
+
+@cache
+def expected(family: str) -> list[list[int]]:
+    """The greedy text of every row."""
+    return [reference(model_of(family), row)[0] for row in rows_of(family)]
+
+
+def new(rows: Any) -> list[list[int]]:
+    """The new tokens of rows of ids."""
+    return [list(map(int, row[-LENGTH:])) for row in rows]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family: str) -> None:
+    """In one batch, with drafts that are right, half right, wrong and random."""
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    other = reference(model, prompt(family, BEGINNING, 3, ENDING))
+    assert new(other) != new(expected(family)[2:3]), "another picture in the same text changes nothing"
+    for kind in (None, "perfect", "half", "wrong", "random"):
+        draft = None if kind is None else oracle(kind, expected(family), VOCAB)
+        out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
+        assert new(out.sequences) == new(expected(family)), kind
+        if kind == "perfect":
+            assert out.stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_beams_equal_transformers(family: str) -> None:
+    """Of two pictures in one text, with a draft."""
+    model, row = model_of(family), rows_of(family)[3]
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    out = SpecGenerator(model, "ngram").generate(**row, **endless(8, **options))
+    assert out.sequences.tolist() == reference(model, row, max_new_tokens=8, **options)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_samples_and_layers_of_our_own(family: str) -> None:
+    """Packed passes write the same greedy text; a seed's text is the same with and without a draft."""
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    packed = SpecGenerator(model, "suffix", backend="packed")
+    assert new(packed.generate(**inputs, **endless(LENGTH)).sequences) == new(expected(family))
+    sampled = endless(LENGTH, do_sample=True, seed=3, num_return_sequences=2)
+    plain = SpecGenerator(model).generate(**inputs, **sampled)
+    assert packed.generate(**inputs, **sampled).sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
+    """A copy of the target guesses all; another model, layers of the target and a model of text alone change
+    nothing.
+    """
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    drafts = {
+        "same": seeing(family),
+        "other": seeing(family, seed=1),
+        "early_exit:1": "early_exit:1",
+        "text": tiny("llama"),
+    }
+    for name, draft in drafts.items():
+        out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
+        assert new(out.sequences) == new(expected(family)), name
+        if name == "same":
+            assert out.stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("draft", ["model", "hybrid"])
+def test_a_model_of_text_alone_reads_no_placeholder(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, samples and beams stay the target's; the draft's row is shorter by the pictures."""
+    model, inputs, read = model_of("llava"), batch("llava", rows_of("llava")), list[list[int]]()
+    small, run = LanguageModel(tiny("llama")), KvSession.run
+
+    def watched(self: KvSession, works: Any, **how: Any) -> Any:
+        if self._language is small:
+            read.extend(work.tree.tokens for work in works)
+        return run(self, works, **how)
+
+    monkeypatch.setattr(KvSession, "run", watched)
+    generator = SpecGenerator(model, small if draft == "model" else ("suffix", small), prefix_cache=False)
+    for options in ({}, {"do_sample": True, "seed": 5}, {"num_beams": 2}):
+        plain = SpecGenerator(model).generate(**inputs, **endless(LENGTH, **options))
+        del read[:]
+        out = generator.generate(**inputs, **endless(LENGTH, **options))
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert any(tokens[: len(BEGINNING)] == BEGINNING for tokens in read)
+        assert not any(IMAGE in (one, other) for tokens in read for one, other in pairwise(tokens) if one == other)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_prefix_is_shared_with_the_same_pictures_alone(family: str) -> None:
+    """By content: another picture in the same text shares nothing; a text that goes on after the same one does."""
+    model, longer = model_of(family), [*ENDING, *range(20, 40)]
+    reads_all = family == "paligemma"  # in both directions, to the end
+    generator = SpecGenerator(model, "suffix")
+    for parts in ((BEGINNING, 0, longer), (BEGINNING, 3, longer), (BEGINNING, 0, longer)):
+        row = prompt(family, *parts)
+        out = generator.generate(**row, **endless(LENGTH))
+        assert new(out.sequences) == new(reference(model, row)), parts
+    width = row["input_ids"].shape[1]
+    assert out.stats.cached_prompt_tokens == (0 if reads_all else width - 1)
+    row = prompt(family, BEGINNING, 0, [*longer, 30, 31])
+    out = generator.generate(**row, **endless(LENGTH))
+    assert new(out.sequences) == new(reference(model, row))
+    assert out.stats.cached_prompt_tokens == (0 if reads_all else width)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_long_prompts_are_read_in_chunks(family: str) -> None:
+    """What follows the last picture; guidance reads its negative prompt without the picture."""
+    model, row = model_of(family), prompt(family, BEGINNING, 1, MIDDLE, 2, [*range(5, 45)])
+    out = SpecGenerator(model, "suffix").generate(**row, **endless(LENGTH, prefill_chunk_size=7))
+    assert new(out.sequences) == new(reference(model, row))
+    assert out.stats.num_target_passes >= 6
+    guided = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[5, 6, 7]])}
+    plain = SpecGenerator(model).generate(**row, **endless(8, **guided))
+    assert SpecGenerator(model, "suffix").generate(**row, **endless(8, **guided)).sequences.equal(plain.sequences)
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("packed", marks=pytest.mark.slow)])
+def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_path: Path) -> None:
+    """Text needs none of their memory; a draft of the target's layers gets them as well."""
+    model, inputs = model_of(family), batch(family, rows_of(family))
+    model.save_pretrained(tmp_path)
+    generator = SpecGenerator(str(tmp_path), "early_exit:1", backend=backend)
+    target = generator.target
+    text = prompt(family, BEGINNING, [*ENDING, *range(20, 40)])
+    for _ in range(2):
+        out = generator.generate(**text, **endless(LENGTH))
+        assert new(out.sequences) == new(reference(model, text))
+        assert not eyes(target.model)
+        assert type(target.model) is type(model)
+    for _ in range(3):
+        out = generator.generate(**inputs, **endless(LENGTH))
+        assert new(out.sequences) == new(expected(family))
+    assert eyes(target.model).keys() == eyes(model).keys()
+    assert target.weight_bytes <= sum(weight.nbytes for weight in model.get_decoder().parameters()) * 2
+    longer = prompt(family, BEGINNING, 0, [*ENDING, *range(20, 40)])
+    generator.generate(**longer, **endless(LENGTH))
+    again = generator.generate(**longer, **endless(LENGTH))
+    assert bool(again.stats.cached_prompt_tokens) == (family != "paligemma")  # read in both directions, to the end
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
+def test_recordings_in_text(family: str) -> None:
+    """They are read as pictures are."""
+    model, row = hearing(family)
+    for draft in (None, "suffix"):
+        out = SpecGenerator(model, draft).generate(**row, **endless(LENGTH))
+        assert out.sequences.tolist() == reference(model, row)
+    with pytest.raises(OptionError, match="places for a recording"):
+        SpecGenerator(model).generate(row["input_ids"], **endless(LENGTH))
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl"])
+def test_rows_of_any_number_of_pictures(family: str) -> None:
+    """Each row reads its own, however many pictures and rows there are."""
+    model = model_of(family)
+    rows = [prompt(family, BEGINNING, *seeds, ENDING) for seeds in ((1, 2), (0,), (), (3, 4, 5))]
+    for some in (rows[:3], rows[1:], rows[::-1]):
+        out = SpecGenerator(model, "suffix").generate(**batch(family, some), **endless(LENGTH))
+        assert new(out.sequences) == [new(reference(model, row))[0] for row in some]

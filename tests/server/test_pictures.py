@@ -1,0 +1,72 @@
+"""Pictures of clients: data URLs within limits, answered as the library answers; nothing else is opened or fetched."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from specdec import SpecGenerator
+from specdec.server.text import TextModel
+from tests.generator.test_pictures import SMALL, asked, data_url
+from tests.pictures import with_processor
+from tests.server.served import app, asking, model_of
+
+
+@cache
+def seeing_model() -> TextModel:
+    model, processor = with_processor()
+    processor.tokenizer.chat_template = processor.chat_template
+    return TextModel("text", SpecGenerator(model, "suffix", tokenizer=processor), context=512, pixels=10_000)
+
+
+def body(*urls: str, **fields: Any) -> dict[str, Any]:
+    """A chat about pictures."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    text = {"type": "text", "text": "What is it?"}
+    return {"messages": [{"role": "user", "content": [*parts, text]}], "max_tokens": 8, "temperature": 0, **fields}
+
+
+def test_a_picture_is_answered_as_by_the_library() -> None:
+    """Whole and streamed; the prompt counts its places."""
+    out = seeing_model().generator.generate(messages=asked(SMALL), max_new_tokens=8, do_sample=False)
+    with asking(app(seeing_model())) as c:
+        found = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
+        text = c.post("/v1/chat/completions", json=body(data_url(SMALL), stream=True)).text
+        other = c.post("/v1/chat/completions", json=body(data_url(Image.new("RGB", (20, 30), "red")))).json()
+    assert out.texts == [found["choices"][0]["message"]["content"]]
+    assert other["choices"] != found["choices"]
+    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == out.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("urls", "words"),
+    [
+        (["https://example.org/cat.png"], "only data URLs are read"),
+        (["file:///etc/hostname"], "only data URLs are read"),
+        (["/etc/hostname"], "only data URLs are read"),
+        (["data:image/png;base64,AAAA"], "cannot be opened"),
+        (["data:image/png;base64,%%"], "no base64"),
+        ([data_url(Image.new("1", (200, 200)))], "has 200 x 200 pixels"),
+        ([data_url(SMALL)] * 3, "2 pictures at most"),
+        (["data:image/png;base64," + "A" * 4000], "may have 2,000 bytes at most"),
+    ],
+)
+def test_refused_pictures(urls: list[str], words: str) -> None:
+    """A 400 that names the reason."""
+    limits = {"pictures": 2, "picture_bytes": 2000}
+    with asking(app(seeing_model(), limits=limits)) as c:
+        answer = c.post("/v1/chat/completions", json=body(*urls))
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_a_model_of_text_alone() -> None:
+    """It says that it reads no pictures."""
+    with asking(app(model_of("suffix"))) as c:
+        answer = c.post("/v1/chat/completions", json=body(data_url(SMALL)))
+    assert (answer.status_code, "reads no pictures" in answer.text) == (400, True)

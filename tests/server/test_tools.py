@@ -1,0 +1,246 @@
+"""Tools in chats: what the model reads of them, calls that a grammar holds, and answers that are read back."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import AddedToken
+
+from specdec import SpecGenerator
+from specdec.decoding.processors.grammar import Grammar
+from specdec.options.forms import Form
+from specdec.server.errors import ApiError
+from specdec.server.protocol import ChatRequest
+from specdec.server.text import TextModel
+from specdec.server.tools import _FORMATS, CallReader, call_grammar, format_of, whole_calls
+from tests.folders import WIDTH, byte_tokenizer
+from tests.server.served import app, asking, client
+from tests.tiny import tiny
+
+pytest.importorskip("llguidance")
+HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", '{"name": function name, "parameters"'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", 'a"}b']}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "time"}}
+USER = {"role": "user", "content": "x"}
+CHATS = "/v1/chat/completions"
+CALLS = {  # format -> an answer with two calls (Llama: one)
+    HERMES: 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"a": "}\\"{"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    MISTRAL: 'Hm. [TOOL_CALLS] [{"name": "weather", "arguments": {"a": "}\\"{"}}, {"name": "time", "arguments": {}}]',
+    LLAMA: '{"name": "weather", "parameters": {"a": "}\\"{"}}',
+}
+
+
+def template(mark: str) -> str:
+    """A chat template with tools, whose calls have a format's mark."""
+    said = "{{ m['content'] }}{% if m.get('tool_calls') %}" + mark + "{{ m['tool_calls'] | tojson }}{% endif %}"
+    return (
+        "{% if tools %}<tools>{{ tools | tojson }}|{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}{{ m.get('tool_call_id', '') }}>" + said + "|{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+
+
+@cache
+def model_of(mark: str, tokens: str = "no") -> TextModel:
+    """A tiny model with a suffix draft; its marks are text, tokens, or special tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template(mark)
+    if tokens != "no":
+        marks = [AddedToken(one, special=tokens == "special") for one in ("<tool_call>", "</tool_call>", "<think>")]
+        tokenizer.add_tokens(marks, special_tokens=tokens == "special")
+    generator = SpecGenerator(
+        tiny("llama", vocab=WIDTH + 3, max_position_embeddings=4096), "suffix", tokenizer=tokenizer
+    )
+    return TextModel("text", generator, context=4096)
+
+
+def ask(model: TextModel, **fields: Any) -> Any:
+    """The answer to a chat with two tools."""
+    with asking(app(model)) as c:
+        body = {"messages": [USER], "tools": [WEATHER, TIME], "max_tokens": 1600, "seed": 3, **fields}
+        found = c.post(CHATS, json=body)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]
+
+
+def fits(call: Any) -> bool:
+    """Whether a call keeps to its function's schema."""
+    given = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "time":
+        return bool(given == {})
+    return given["city"] in ("Rome", 'a"}b') and given["days"] in range(10) and len(given) == 2
+
+
+@pytest.mark.parametrize("mark", CALLS)
+def test_answers_are_read_back(mark: str) -> None:
+    """Cut anywhere, the text and the calls are the same; arguments come in pieces."""
+    text = CALLS[mark]
+    for size in (1, 2, 7, len(text)):
+        reader = CallReader(_FORMATS[mark], {"weather", "time"}, held=True)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
+        calls = whole_calls([delta for _, deltas in found for delta in deltas])
+        assert "".join(said for said, _ in found) == ("" if mark == LLAMA else "Hm.")
+        read = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        assert read == [("weather", '{"a": "}\\"{"}'), ("time", "{}")][: 1 if mark == LLAMA else 2]
+
+
+@pytest.mark.parametrize("mark", CALLS)
+@pytest.mark.parametrize(
+    "text",
+    ["plain {text} <tool", " \n", '{"a": 1}', '<tool_call>\n{"name": "x"', '{"name": "x", "parameters": {}}', ""],
+)
+def test_what_is_no_call_stays_text(mark: str, text: str) -> None:
+    """As written, spaces too: other JSON, half a call, a function that nobody offered."""
+    for size in (1, len(text) or 1):
+        reader = CallReader(_FORMATS[mark], {"weather"}, held=mark != LLAMA)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
+        assert ("".join(said for said, _ in found), reader.calls) == (text, [])
+
+
+def test_formats_that_are_not_read() -> None:
+    """Each by name; a template without tools, too."""
+    assert format_of(template(MISTRAL), "m").is_list
+    for text, said in [
+        ("{{ tools }}<tool_call><function=f>", "Qwen3-Coder"),
+        ("{{ tools }}", "form"),
+        ("", "no tools"),
+    ]:
+        with pytest.raises(ApiError, match=said):
+            format_of(text, "m")
+
+
+@pytest.mark.parametrize("mark", CALLS)
+def test_answers_that_must_call(mark: str) -> None:
+    """They are calls alone, in the schemas of their functions; one of a named function."""
+    choice = ask(model_of(mark), tool_choice="required")
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    assert all(fits(call) for call in choice["message"]["tool_calls"])
+    named = {"type": "function", "function": {"name": "time"}}
+    [call] = ask(model_of(mark), tool_choice=named)["message"]["tool_calls"]
+    assert (call["function"], len(call["id"])) == ({"name": "time", "arguments": "{}"}, 9)
+    assert len(ask(model_of(mark), tool_choice="required", parallel_tool_calls=False)["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("tokens", ["plain", "special"])
+def test_marks_that_are_tokens(tokens: str) -> None:
+    """A call that the model begins by itself keeps to the schema; other tokens beside the vocabulary may be in
+    texts.
+    """
+    model = model_of(HERMES, tokens)
+    opening, think = (str(WIDTH + place) for place in (0, 2))
+    free = ask(model, logit_bias={opening: 100}, parallel_tool_calls=False)
+    assert free["finish_reason"] == "tool_calls"
+    assert [fits(call) for call in free["message"]["tool_calls"]] == [True]
+    assert ask(model, tool_choice="required")["finish_reason"] == "tool_calls"
+    thought = ask(model, logit_bias={think: 100}, max_tokens=5)["message"]
+    assert "tool_calls" not in thought
+    assert thought["content"] == ("<think>" * 5 if tokens == "plain" else None)
+
+
+@pytest.mark.parametrize("mark", [HERMES, MISTRAL])
+def test_free_text_with_calls(mark: str) -> None:
+    """From the opening on, a call keeps to the schema, also where the opening is text; text around it is free."""
+    chat = ChatRequest.model_validate({"messages": [USER], "tools": [WEATHER, TIME]})
+    source = call_grammar(format_of(template(mark), "m"), chat, {"<s>": 1, "</s>": 2}, [2])
+    tokenizer = byte_tokenizer()
+    vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(tokenizer, WIDTH)
+    grammar = Grammar(Form("grammar", source, "tools"), vocabulary, 0)
+
+    def allowed(text: str) -> str:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text[: grammar.allowed([], ids)]
+
+    good = CALLS[mark].replace('{"a": "}\\"{"}', '{"city": "Rome", "days": 5}')
+    assert allowed(good) == good
+    assert allowed("Hm, <tool and {") == "Hm, <tool and {"
+    assert good.startswith(wrong := allowed(good.replace("Rome", "Oslo")))
+    assert wrong.endswith('"city": "')
+    assert call_grammar(format_of(template(LLAMA), "m"), chat, {}, []) is None
+
+
+async def test_a_conversation_with_tools() -> None:
+    """By openai's client: a call, whole and streamed; its result goes back, and the model reads both."""
+    openai = pytest.importorskip("openai")
+    model = model_of(HERMES)
+    async with client(app(model)) as c:
+        asked = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
+        how: dict[str, Any] = {"model": "text", "tools": [WEATHER], "seed": 5, "max_tokens": 1600}
+        done = await asked.chat.completions.create(messages=[USER], tool_choice="required", **how)
+        stream = await asked.chat.completions.create(messages=[USER], tool_choice="required", stream=True, **how)
+        deltas = [chunk.choices[0] async for chunk in stream]
+        message = done.choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+        said: list[Any] = [USER, message, *results]
+        again = await asked.chat.completions.create(messages=said, **{**how, "max_tokens": 4})
+    calls = [call for delta in deltas for call in delta.delta.tool_calls or ()]
+    assert [call.index for call in calls if call.id] == [*range(len(message.tool_calls))]
+    assert deltas[-1].finish_reason == done.choices[0].finish_reason == "tool_calls"
+    for place, call in enumerate(message.tool_calls):
+        own = [one for one in calls if one.index == place]
+        assert (own[0].function.name, len(own) > 3) == (call.function.name, True)
+        assert "".join(one.function.arguments for one in own) == call.function.arguments
+    plain = [{**call.model_dump(), "function": {"name": "weather"}} for call in message.tool_calls]
+    for one, call in zip(plain, message.tool_calls, strict=True):
+        one["function"]["arguments"] = json.loads(call.function.arguments)
+    read = [USER, {"role": "assistant", "content": "", "tool_calls": plain}, *results]
+    ids = model.template(read, tools=[WEATHER], add_generation_prompt=True, return_dict=True)
+    assert again.usage.prompt_tokens == len(ids)
+
+
+def test_tools_that_nobody_may_call() -> None:
+    """With 'none' the model does not read of them, and the answer is as without."""
+    with asking(app(model_of(HERMES))) as c:
+        body = {"messages": [USER], "max_tokens": 8, "seed": 1}
+        found = [c.post(CHATS, json={**body, **more}).json() for more in ({}, {"tools": [TIME], "tool_choice": "none"})]
+    assert found[0]["choices"] == found[1]["choices"]
+    assert found[0]["usage"]["prompt_tokens"] == found[1]["usage"]["prompt_tokens"]
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{**TIME, "type": "x"}]}, "tools.0.type", "'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
+    ({"tools": [TIME] * 2}, "tools", "one name"),
+    ({"tools": [TIME] * 129}, "tools", "128 entries"),
+    ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"$ref": "x"}}}]}, "tools", "`tools.0.function.param"),
+    ({"tools": [{**TIME, "function": {"name": "f", "description": "a" * 65_537}}]}, "tools.0.function.description", ""),
+    ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
+    ({"tool_choice": "required"}, "tool_choice", "`tool_choice` needs `tools`"),
+    ({"tools": [TIME], "guided_regex": "a"}, "guided_regex", "`tools` too"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "`tool_call_id`"),
+    ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages.0.tool_calls", "assistant"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+        "JSON object",
+    ),
+]  # fmt: skip
+
+
+def test_what_is_said_about_tools() -> None:
+    """The field, and what would go."""
+    with asking(app(model_of(HERMES), limits={"prompt_characters": 200_000})) as c:
+        for fields, param, said in WRONG:
+            found = c.post(CHATS, json={"messages": [USER], "max_tokens": 4, **fields})
+            assert found.status_code == 400, (fields, found.text)
+            assert found.json()["error"]["param"] == param, found.text
+            assert said in found.json()["error"]["message"], found.text
+    with asking(app()) as c:  # whose template has no tools
+        for body in (
+            {"messages": [USER], "tools": [TIME]},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        ):
+            assert "takes no tools" in c.post(CHATS, json=body).json()["error"]["message"]
