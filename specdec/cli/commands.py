@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench, tune
@@ -211,6 +212,20 @@ def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
         say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
 
 
-for command in (generate, demo, doctor, bench, tune, serve, batch, summarize, transcribe, compile_, distill, zoo):
+for command in (
+    generate,
+    chat_.chat,
+    demo,
+    doctor,
+    bench,
+    tune,
+    serve,
+    batch,
+    summarize,
+    transcribe,
+    compile_,
+    distill,
+    zoo,
+):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

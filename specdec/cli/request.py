@@ -318,7 +318,7 @@ def read_prompt(prompt: str | None) -> str:
     try:
         prompt.encode()  # bytes that the locale cannot decode arrive as surrogates
     except UnicodeError as error:
-        raise _not_utf8("the prompt", error) from None
+        raise not_utf8("the prompt", error) from None
     return prompt
 
 
@@ -352,7 +352,7 @@ def read_text(file: str) -> str:
         text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
         text.encode()
     except UnicodeError as error:
-        raise _not_utf8(source, error) from None
+        raise not_utf8(source, error) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{source} cannot be read ({reason}): check the name") from None
@@ -361,5 +361,5 @@ def read_text(file: str) -> str:
     return text
 
 
-def _not_utf8(source: str, error: UnicodeError) -> OptionError:
+def not_utf8(source: str, error: UnicodeError) -> OptionError:
     return OptionError(f"{source} is not text in UTF-8 ({error}): convert it first, for example with iconv")
