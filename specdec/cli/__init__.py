@@ -3,6 +3,7 @@
 | file | what it holds |
 | --- | --- |
 | `commands.py` | the entry point, `generate`, errors and exit codes |
+| `chat.py` | `chat`: a conversation in the terminal |
 | `batch.py` | `batch`: a file of rows, and the same rows with their answers |
 | `summarize.py` | `summarize`: summaries of files |
 | `bench.py` | `bench` and `tune`: suites from flags and files, outcomes in words |

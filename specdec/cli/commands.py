@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench, tune
@@ -152,6 +153,11 @@ def generate(
     seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
     num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
     stop: list[str] | None = Option(None, help="Text that ends the answer; repeatable."),
+    response_format: str | None = Option(
+        None, metavar="FILE", help="File with a JSON schema that the answer matches; json: any JSON object."
+    ),
+    guided_regex: str | None = Option(None, metavar="REGEX", help="Expression that the whole answer matches."),
+    guided_choice: list[str] | None = Option(None, metavar="TEXT", help="One of the possible answers; repeatable."),
     *,
     max_memory: list[str] | None = Option(
         None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."
@@ -206,6 +212,20 @@ def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
         say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
 
 
-for command in (generate, demo, doctor, bench, tune, serve, batch, summarize, transcribe, compile_, distill, zoo):
+for command in (
+    generate,
+    chat_.chat,
+    demo,
+    doctor,
+    bench,
+    tune,
+    serve,
+    batch,
+    summarize,
+    transcribe,
+    compile_,
+    distill,
+    zoo,
+):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

@@ -43,6 +43,7 @@ _EXTRAS = {
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
     "ray": "clusters: specdec batch --ray, specdec serve --ray",
     "serve": "specdec serve",
+    "structured": "answers in a form: JSON schemas, expressions, grammars",
     "summaries": "ROUGE",
 }
 """Extras of the package, and what they add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from specdec.cli.terminal import loading
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 from specdec.options.fields import DRAFT_WORDS, DRAWING, IDLE, REFUSED
+from specdec.options.forms import FORMS
 from specdec.options.generate import Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
@@ -43,6 +45,9 @@ FLAGS = {
     "seed": "seed",
     "num_return_sequences": "num_return_sequences",
     "stop": "stop_strings",
+    "response_format": "response_format",
+    "guided_regex": "guided_regex",
+    "guided_choice": "guided_choice",
 }
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 # Options that name a draft, and so replace --method.
@@ -157,7 +162,11 @@ def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
-    flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
+    flags: dict[str, Any] = {
+        name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())
+    }
+    if "response_format" in flags:
+        flags["response_format"] = _response_format(flags["response_format"])
     drawing = [*passed(params, SAMPLING_FLAGS)]
     if drawing and params.get("sample") is False:
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
@@ -168,11 +177,26 @@ def read_options(
         options["max_new_tokens"] = new_tokens
     try:
         resolved = resolve({n: v for n, v in options.items() if n not in CALL_ONLY})
+        if resolved.form is not None:
+            resolved.form.check()
     except OptionError as error:
         raise _in_flags(error, flags) from None
     if resolved.samples:
         options.setdefault("seed", secrets.randbits(32) if seed is None else seed)
     return options
+
+
+def _response_format(file: str) -> dict[str, Any]:
+    """The field of a JSON file that holds it or a schema alone, or of the word json."""
+    if file == "json":
+        return {"type": "json_object"}
+    try:
+        found = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise OptionError.of("--response-format", "json or a file with a JSON schema", file, str(error)) from None
+    if not isinstance(found, dict) or found.get("type") in ("text", "json_object", "json_schema"):
+        return found  # the option's own check tells what is wrong
+    return {"type": "json_schema", "json_schema": {"schema": found}}
 
 
 def _in_flags(error: OptionError, given: Mapping[str, Any]) -> OptionError:
@@ -190,7 +214,7 @@ def _flag(parameter: str) -> str:
 
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `file`: a given option also replaces its rivals of the file; null unsets."""
-    rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
+    rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}, {*FORMS}]
     gone = {name for pair in rivals if pair & given.keys() for name in pair}
     if given.get("do_sample") is False:
         gone |= {*DRAWING, "seed", "num_return_sequences"}
@@ -294,7 +318,7 @@ def read_prompt(prompt: str | None) -> str:
     try:
         prompt.encode()  # bytes that the locale cannot decode arrive as surrogates
     except UnicodeError as error:
-        raise _not_utf8("the prompt", error) from None
+        raise not_utf8("the prompt", error) from None
     return prompt
 
 
@@ -328,7 +352,7 @@ def read_text(file: str) -> str:
         text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
         text.encode()
     except UnicodeError as error:
-        raise _not_utf8(source, error) from None
+        raise not_utf8(source, error) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{source} cannot be read ({reason}): check the name") from None
@@ -337,5 +361,5 @@ def read_text(file: str) -> str:
     return text
 
 
-def _not_utf8(source: str, error: UnicodeError) -> OptionError:
+def not_utf8(source: str, error: UnicodeError) -> OptionError:
     return OptionError(f"{source} is not text in UTF-8 ({error}): convert it first, for example with iconv")

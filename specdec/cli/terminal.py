@@ -21,6 +21,7 @@ OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
     "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
+    "chat": "specdec chat HuggingFaceTB/SmolLM2-1.7B-Instruct --draft-model HuggingFaceTB/SmolLM2-135M-Instruct",
     "compile": "specdec compile zoo:python-code --draft-model zoo:python-code",
     "demo": "specdec demo --sample --seed 3",
     "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
@@ -32,7 +33,7 @@ EXAMPLES = {
     "tune": "specdec tune zoo:python-code zoo:python-code --count 2 --max-new-tokens 32",
     "zoo": "specdec zoo",
 }
-"""An example for the help of each command; all work offline."""
+"""An example for the help of each command; all but that of `chat` work offline."""
 
 
 def is_beside(arguments: Sequence[str]) -> bool:

@@ -19,6 +19,7 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
+from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Request
@@ -76,7 +77,8 @@ class Call:
     """A call's arguments, checked when it is made, and the engine's `request` built from them.
 
     `make_schedule` makes a schedule from the one with which the last request of the family ended. `state` and
-    `exactness` are the target's. `strategy` is the name of the strategy. `caller_blocks`: until the end (`Request`).
+    `exactness` are the target's. `grammar`: of the form that the options set, copied for each row. `strategy` is the
+    name of the strategy. `caller_blocks`: until the end (`Request`).
     """
 
     target: LanguageModel
@@ -88,6 +90,7 @@ class Call:
     make_schedule: Callable[[Schedule | None], Schedule]
     state: ModelState
     exactness: Exactness
+    grammar: Grammar | None = None
     reuses_prefixes: bool = False
     caller_blocks: bool = False
     request: Request = field(init=False)
@@ -111,13 +114,14 @@ class Call:
         criteria, eos_ids = self._criteria(), frozenset(o.eos_ids)
         pacing = self.draft.pacing(o, self.make_schedule)
         seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
-        grammars = (p for p in self.extras.logits_processor if callable(getattr(type(p), "allowed", None)))
-        allowed = next((grammar.allowed for grammar in grammars), None)
         seqs: list[RunningSequence] = []
         needs_hidden = False
         for r, prompt in enumerate(self.prompts.rows):
             stop = Stopping(eos_ids, limit - prompt.padding, criteria)
-            strategy = self._make_strategy(r, prompt, seeds[r], stop)
+            own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.beams),)
+            extra = [*extras.logits_processor, *own]
+            grammars = (one for one in extra if callable(getattr(type(one), "allowed", None)))
+            strategy = self._make_strategy(r, prompt, seeds[r], stop, extra)
             self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
             place = r // o.copies  # of its prompt
             task = DraftTask(
@@ -127,7 +131,7 @@ class Call:
                 inputs=self.prompts.encoder,
                 encoder_row=place,
                 pictures=prompt.pictures,
-                allowed=allowed,
+                allowed=next((one.allowed for one in grammars), None),
             )
             seqs.append(self._sequence(prompt, strategy, task, stop.max_length or limit))
         self.request = Request(
@@ -222,7 +226,7 @@ class Call:
             **common,
         )
 
-    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Strategy:
+    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping, extra: Sequence[Any]) -> Strategy:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -233,7 +237,7 @@ class Call:
             padding=prompt.padding,
             eos_ids=o.eos_ids,
             encoder_ids=None if source is None else torch.tensor([source], device=device),
-            extra=self.extras.logits_processor,
+            extra=extra,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=row,
             device=device,

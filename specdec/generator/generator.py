@@ -13,13 +13,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, make_schedule
 from specdec.core.drafts import Draft
+from specdec.decoding.processors.grammar import Grammar, Grammars
 from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
-from specdec.generator.checks import check_draft
+from specdec.generator.checks import check_draft, check_form
 from specdec.generator.detokenizer import Detokenizer
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
@@ -37,7 +38,7 @@ from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, split, tokenizer_beside, with_predictions
 from specdec.generator.job import Job
 from specdec.models import LanguageModel, needs_eyes, plain_modes
-from specdec.options.generate import Options
+from specdec.options.generate import Options, listed
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.options.resolve import check_defaults, resolve
 from specdec.parallel.load import leading, on_own_device
@@ -86,7 +87,7 @@ class SpecGenerator:
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split(tokenizer)
-        self._drafts = Drafts(self.target, backend=backend)
+        self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
         self._draft = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
@@ -276,6 +277,7 @@ class SpecGenerator:
         for model in () if drafter is None else drafter.models:
             model.state("draft")
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
+        grammar = self._grammar(options, extras)
         where = self.target, extras.tokenizer, self.processor
         prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
         if any(needs_eyes(row.pictures) for row in prompts.rows):
@@ -305,9 +307,19 @@ class SpecGenerator:
             make_schedule=schedule,
             state=state,
             exactness=exactness,
+            grammar=grammar,
             reuses_prefixes=self._prefixes is not None and cached,
             caller_blocks=caller_blocks and extras.streamer is None,
         )
+
+    def _grammar(self, options: Options, extras: Extras) -> Grammar | None:
+        """The grammar of the form that the options set; None without one."""
+        if options.form is None:
+            return None
+        check_form(options.form, extras.tokenizer, extras.prefix_allowed_tokens_fn)
+        own = listed(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
+        ends = options.eos_ids or own or listed(getattr(extras.tokenizer, "eos_token_id", None))
+        return self.grammars.make(options.form, extras.tokenizer, ends)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""

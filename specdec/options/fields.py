@@ -76,14 +76,13 @@ INSTEAD = {
     "chat": "pass `messages=`",
     "draft": "pass it to SpecGenerator, or `assistant_model=` to the call",
     "draft_model": "pass `draft=` to SpecGenerator, or `assistant_model=` to the call",
-    "guided_json": "pass a grammar's `prefix_allowed_tokens_fn=`, or serve the model with `specdec serve`",
     "ignore_eos": "pass `eos_token_id=[]`",
     "method": "pass `draft=` to SpecGenerator",
-    "response_format": "pass a grammar's `prefix_allowed_tokens_fn=`, or serve the model with `specdec serve`",
     "sampling_params": "pass its fields as arguments",
     "speculative_config": "pass `draft=` to SpecGenerator",
     "speculative_model": "pass `draft=` to SpecGenerator",
     "stream": "call `SpecGenerator.stream`",
+    "structured_outputs": "pass `guided_json=`, `guided_regex=`, `guided_grammar=` or `guided_choice=`",
     "system": "pass `messages=`",
     "use_beam_search": "pass `num_beams=`",
 }
@@ -158,6 +157,9 @@ EXPECTED = {
     "bad_words_ids": "a list of words, each a list of at least one token id",
     "exponential_decay_length_penalty": "a pair of a whole number and a factor",
     "watermarking_config": "a transformers WatermarkingConfig or SynthIDTextWatermarkingConfig, or its fields",
+    "guided_json": "a JSON schema, as a mapping, its text or a pydantic model",
+    "guided_choice": "a list of texts, none of them empty",
+    "response_format": "{'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'schema': {…}}}",
     "sampling": f"one of {', '.join(SAMPLING)}",
     "seed": "a whole number, or a list of one for each row",
     "stop_strings": "text, or a list of texts, none of them empty",
@@ -174,6 +176,21 @@ def _sampling(name: str) -> str:
     if name not in SAMPLING:
         raise ValueError(EXPECTED["sampling"])
     return name
+
+
+def _schema(value: Any) -> Any:
+    """A JSON schema, also that of a pydantic model."""
+    return value.model_json_schema() if hasattr(value, "model_json_schema") else value
+
+
+def _response_format(value: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's field, with a JSON schema where its type says so."""
+    named = value.get("json_schema")
+    kinds = ("text", "json_object") if named is None else ("json_schema",)
+    schema = named.get("schema") if isinstance(named, Mapping) else named
+    if value.get("type") not in kinds or not isinstance(schema, Mapping | None):
+        raise ValueError(EXPECTED["response_format"])
+    return value
 
 
 def _watermark(value: Any) -> Any:
@@ -201,5 +218,7 @@ TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
 IdList = Annotated[list[Whole], BeforeValidator(plain)]
 TokenIds = Whole | IdList | None
 Text = Annotated[str, Field(min_length=1)]
+Schema = Annotated[dict[str, Any] | Text, BeforeValidator(_schema)]
+ResponseFormat = Annotated[dict[str, Any], AfterValidator(_response_format)]
 Sampling = Annotated[str, AfterValidator(_sampling)]
 Watermark = Annotated[Any, AfterValidator(_watermark)]

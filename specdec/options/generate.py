@@ -13,7 +13,9 @@ from specdec.options.fields import (
     IdList,
     Number,
     Positive,
+    ResponseFormat,
     Sampling,
+    Schema,
     Share,
     Text,
     TokenId,
@@ -21,6 +23,7 @@ from specdec.options.fields import (
     Watermark,
     Whole,
 )
+from specdec.options.forms import Form, forms
 
 
 class Options(BaseModel):
@@ -80,6 +83,12 @@ class Options(BaseModel):
     ranking: Literal["mean", "sum"] | None = None
     seed: Whole | IdList | None = None
     sampling: Sampling | None = None
+    # the form of the answer
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
     # drafting
     schedule: Any = None
     num_assistant_tokens: Positive | None = None
@@ -118,6 +127,11 @@ class Options(BaseModel):
     @property
     def contrastive(self) -> bool:
         return bool(self.penalty_alpha)
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer; None for any text."""
+        return next(iter(forms(self)), None)
 
     @property
     def copies(self) -> int:

@@ -14,6 +14,7 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError, UnsupportedError
 from specdec.options.checks import warn_of_idle
 from specdec.options.fields import BEAMS_ONLY, DRAWING, IDLE, INSTEAD, OWN, REFUSED, SYNONYMS
+from specdec.options.forms import forms
 from specdec.options.generate import Options
 
 EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
@@ -63,6 +64,13 @@ def check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
             warn_of_idle(
                 f"`{second}`={asked[second]} has no effect beside `{first}`={stronger}: pass `{first}=` instead"
             )
+
+
+def check_forms(options: Options) -> None:
+    """Raises OptionError where two options set the form of the answer."""
+    named = [form.field for form in forms(options)]
+    if len(named) > 1:
+        raise OptionError(f"`{named[0]}` and `{named[1]}` each set the form of the answer: pass one of them")
 
 
 def check_search(options: Options) -> None:

@@ -18,11 +18,13 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.checks import warn_of_idle
 from specdec.options.fields import EXPECTED, IDLE, REFUSED, SEARCHES
+from specdec.options.forms import FORMS
 from specdec.options.generate import Options
 from specdec.options.refusals import (
     EITHER,
     check_contradictions,
     check_effect,
+    check_forms,
     check_known,
     check_lengths,
     check_search,
@@ -50,13 +52,16 @@ def resolve(
     options = _grouped(_valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given])))
     check_lengths(options, {**defaults, **config, **given})
     check_search(options)
+    check_forms(options)
     check_effect(options, given, config, defaults)
     return _settled(options)
 
 
 def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """A generator's defaults without the lengths and ways of searching that the `call` replaces."""
+    """A generator's defaults without the lengths, forms and ways of searching that the `call` replaces."""
     idle = {name for pair in EITHER if any(one in call for one in pair) for name in pair}
+    if any(name in call for name in FORMS):
+        idle |= {*FORMS}
     if call.get("do_sample"):
         idle |= {*SEARCHES}
     if call.get("num_beams") == 1:

@@ -11,7 +11,7 @@
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |
 | `direct_socket.py` | events written to the socket by the decoding thread |
-| `options.py`, `grammar.py` | from request fields to options: stop texts, structured output |
+| `options.py` | from request fields to options: stop texts |
 | `tool_fields.py`, `tools.py` | tools in requests; calls in answers: their grammar and their reading |
 | `scoring.py` | log-probabilities of a prompt's tokens |
 | `metrics.py`, `tracing.py` | metrics for Prometheus, spans for OpenTelemetry |

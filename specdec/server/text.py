@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
+from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
@@ -19,10 +19,10 @@ from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, with_pictures
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
+from specdec.options.forms import Form
 from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
@@ -117,7 +117,6 @@ class TextModel:
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
-        self._lock = threading.Lock()
 
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
@@ -214,9 +213,10 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        if (form := Form.of(request) or self._form_of_calls(request)) is not None:
+        form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
+        if (form := form or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
-            options["logits_processor"] = [Grammar(form, self._grammars, begin, max(rows, request.num_samples or 1))]
+            options["logits_processor"] = [self._grammar(form).copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:
             options["force_words_ids"] = [self._phrases(phrase) for phrase in request.constraints]
         if request.top is not None:
@@ -236,12 +236,17 @@ class TextModel:
         marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
+    def _grammar(self, form: Form) -> Grammar:
+        """The grammar of a form, to be copied; after a complete text the checkpoint's ends may follow."""
+        ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
+        return self.generator.grammars.make(form, self.tokenizer, ends)
+
     def _form_of_calls(self, request: Generate) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
         if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
             return None
         for place, tool in enumerate(request.callable):
-            Grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._grammars, 0)
+            self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"))
         grammar = call_grammar(form, request, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
@@ -274,20 +279,6 @@ class TextModel:
         if isinstance(phrase, str):
             return self.tokenizer.encode(phrase, add_special_tokens=False)
         return [self.tokenizer.encode(one, add_special_tokens=False) for one in phrase]
-
-    @property
-    def _grammars(self) -> Any:
-        with self._lock:
-            return self._grammar_tokenizer
-
-    @cached_property
-    def _grammar_tokenizer(self) -> Any:
-        """llguidance's tokenizer; making it takes seconds for a large vocabulary."""
-        from llguidance.hf import from_tokenizer
-
-        ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
-        width = self.generator.target.vocab_size
-        return from_tokenizer(self.tokenizer, n_vocab=width, eos_token=[end for end in ends if end < width])
 
 
 class _Row:

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -136,7 +137,7 @@ def test_help_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(set(EXAMPLES) - {"serve", "distill", "compile"}))
+@pytest.mark.parametrize("command", sorted(set(EXAMPLES) - {"chat", "serve", "distill", "compile"}))
 def test_examples_run_offline(command: str, tmp_path: Path) -> None:
     """As they stand in the help; those of servers and of training have tests of their own."""
     words = shlex.split(EXAMPLES[command])
@@ -205,6 +206,10 @@ FLAG_ERRORS = {
     "--greedy --top-k 5": "--top-k is for sampling",
     "--num-return-sequences 2": "--num-return-sequences above 1 needs --sample",
     "--set num_samples=3": "`num_samples`=3 is about drawing tokens, which needs --sample",
+    "--guided-regex '('": "error: --guided-regex: unclosed group",
+    "--guided-regex a --guided-choice b": "--guided-regex and --guided-choice each set the form",
+    "--response-format no-such-file": "no-such-file cannot be read",
+    "--response-format pyproject.toml": "`--response-format` must be json or a file with a JSON schema",
     "--stop ''": "--stop must be text, or a list of texts",
     "--set top_k": "KEY=VALUE",
     "--set a=[1": "YAML",
@@ -397,6 +402,97 @@ def test_chat(live: bool, chatty: str, generate: Any, capsys: pytest.CaptureFixt
         assert capsys.readouterr() == (expected.texts[0] + "\n", "")
 
 
+def answers(generator: SpecGenerator, said: list[str], **options: Any) -> list[str]:
+    """What the generator answers turn by turn."""
+    turns: list[dict[str, str]] = []
+    for message in said:
+        turns.append({"role": "user", "content": message})
+        [text] = generator.generate(messages=turns, max_new_tokens=12, **options).texts
+        turns.append({"role": "assistant", "content": text})
+    return [turn["content"] for turn in turns[1::2]]
+
+
+@pytest.fixture
+def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `specdec chat` with these lines on stdin: exit code, stdout, stderr."""
+
+    def call(*lines: str, flags: tuple[str, ...] = (), target: str = chatty) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return run(["chat", target, *NEW, *flags]), *capsys.readouterr()
+
+    return call
+
+
+def test_a_conversation(chatty: str, draft: str, talk: Any) -> None:
+    """A line a turn, each after all that was said; drafts change nothing, /reset forgets, /quit leaves."""
+    generator = SpecGenerator.from_pretrained(chatty)
+    first, second = answers(generator, ["ab", "cd"])
+    assert talk("ab", "", "cd")[:2] == (0, f"{first}\n{second}\n")
+    changed = talk("ab", f"/draft {draft}", "cd", "/draft none", "/reset", "ab", "/quit", "x")
+    assert changed == (0, f"{first}\n{second}\n{first}\n", "")
+
+
+def test_statistics_of_a_conversation(talk: Any) -> None:
+    """After each answer with --stats, or where asked for."""
+    assert "no answer was written yet" in talk("/stats")[2]
+    code, _, err = talk("ab", "/stats", "cd", flags=("--stats",))
+    assert (code, err.count("new tokens")) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("/nonsense", "/nonsense is none of the commands /draft NAME"), ("/draft zoo:nope", "`/draft` must be")],
+)
+def test_wrong_commands_of_a_conversation(line: str, message: str, talk: Any) -> None:
+    """From a pipe they end it, in one line."""
+    code, out, err = talk(line, "ab")
+    assert (code, out, message in err) == (2, "", True)
+
+
+def test_a_conversation_needs_a_chat_template(target: str, talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before weights are read."""
+    monkeypatch.setattr(SpecGenerator, "from_pretrained", None)
+    code, out, err = talk("ab", target=target)
+    assert (code, out) == (2, "")
+    assert "has no chat template" in err
+
+
+def test_a_conversation_at_a_terminal(chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Ctrl-C discards a line, an error ends no conversation, Ctrl-D leaves."""
+    lines = iter([KeyboardInterrupt(), "/nonsense", "ab", EOFError()])
+
+    def typed(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", typed)
+    assert run(["chat", chatty, *NEW]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"\n{answers(SpecGenerator.from_pretrained(chatty), ['ab'])[0]}\n"
+    assert "error: /nonsense" in err
+
+
+def test_ctrl_c_stops_the_answer_alone(chatty: str, talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written stays in the conversation."""
+    before = Printer._write
+
+    def interrupted(self: Printer, text: str, **given: Any) -> None:
+        before(self, text, **given)
+        if text:
+            signal.raise_signal(signal.SIGINT)
+            monkeypatch.setattr(Printer, "_write", before)
+
+    monkeypatch.setattr(Printer, "_write", interrupted)
+    code, out, _ = talk("ab", "/reset", "ab", flags=("--method", "none"))
+    [whole] = answers(SpecGenerator.from_pretrained(chatty), ["ab"])
+    assert code == 0
+    assert out.endswith(f"\n{whole}\n")
+    assert whole.startswith(out.removesuffix(f"\n{whole}\n").rstrip("\ufffd"))
+
+
 def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A plain prompt made many of them end at once: nothing was printed, with exit code 0."""
     ends = ["--set", "forced_eos_token_id=2", "--max-new-tokens", "1"]
@@ -467,6 +563,23 @@ def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
     assert second["texts"] == first["texts"]
     out = generate(*NEW, "--num-return-sequences", "2", *again)[1]
     assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
+
+
+def test_answers_in_a_form(generate: Any, tmp_path: Path) -> None:
+    """A schema's, one of two, an expression's; a flag replaces the file's."""
+    schema, config = tmp_path / "schema.json", tmp_path / "c.yaml"
+    schema.write_text('{"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": false}')
+    config.write_text("guided_choice: [on, off]\n")
+    for flags, expected in {
+        f"--response-format {schema}": r'\{("a": (true|false))?\}',
+        "--guided-choice yes --guided-choice no": "yes|no",
+        f"--config {config} --guided-regex [ab]{{3}}": "[ab]{3}",
+    }.items():
+        texts = {
+            generate("--max-new-tokens", "20", *shlex.split(flags), *more)[1] for more in ([], ["--method", "none"])
+        }
+        assert len(texts) == 1
+        assert re.fullmatch(f"({expected})\n", *texts), flags
 
 
 def test_stop_strings(generate: Any) -> None:

@@ -88,7 +88,15 @@ WRONG_OPTIONS = [
     ({"stop": ["x"]}, "`stop` is not an option of generate: pass `stop_strings=`"),
     ({"num_draft_branches": 2}, "`num_draft_branches` is not an option of generate: pass `num_assistant_branches=`"),
     ({"max_tokens": 9}, "pass `max_new_tokens=`"),
-    ({"response_format": {}}, "pass a grammar's `prefix_allowed_tokens_fn=`"),
+    *(
+        ({"response_format": value}, "`response_format` must be {'type': 'json_object'} or")
+        for value in ({}, "json", {"type": "json_schema"}, {"type": "json_object", "json_schema": {}}, {"type": ["x"]})
+    ),
+    ({"guided_choice": []}, "`guided_choice` must be a list of texts"),
+    ({"guided_json": 5}, "`guided_json` must be a JSON schema"),
+    ({"guided_regex": "a", "guided_json": {}}, "`guided_json` and `guided_regex` each set the form of the answer"),
+    ({"guided_regex": "a"}, "`guided_regex` needs a tokenizer: pass `tokenizer=`"),
+    ({"structured_outputs": {"json": {}}}, "pass `guided_json=`"),
     ({"tokenizer": 3}, "`tokenizer` must be a transformers tokenizer, got 3"),
 ]
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import CancelledError, OptionError
+from specdec.options.forms import Form
 from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, ThreadStream
 from specdec.server.errors import ApiError
-from specdec.server.grammar import Form, Grammar
 from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
 from tests import speech

@@ -10,8 +10,9 @@ import pytest
 from transformers import AddedToken
 
 from specdec import SpecGenerator
+from specdec.decoding.processors.grammar import Grammar
+from specdec.options.forms import Form
 from specdec.server.errors import ApiError
-from specdec.server.grammar import Form, Grammar
 from specdec.server.protocol import ChatRequest
 from specdec.server.text import TextModel
 from specdec.server.tools import _FORMATS, CallReader, call_grammar, format_of, whole_calls

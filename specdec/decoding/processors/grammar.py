@@ -5,57 +5,21 @@ A mask depends on the text alone, so a draft model uses it too, and copied draft
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from specdec.core.tree import common_length
-from specdec.errors import EngineError, OptionError
-from specdec.server.protocol import Generate
+from specdec.errors import EngineError, UnsupportedError
+from specdec.options.forms import Form
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-
-@dataclass(frozen=True)
-class Form:
-    """The form of an answer: a kind of grammar, its source, and the request's field that has it."""
-
-    kind: str  # json, regex, grammar, choice
-    source: Any
-    field: str
-
-    @classmethod
-    def of(cls, asked: Generate) -> Form | None:
-        """The form that a request sets; None without one."""
-        return next((cls(kind, source, field) for field, kind, source in asked.forms), None)
-
-    def compiled(self) -> str:
-        """llguidance's form of the grammar; raises OptionError for an invalid one."""
-        from llguidance import LLMatcher
-
-        try:
-            if self.kind == "regex":
-                return LLMatcher.grammar_from_regex(self.source)
-            if self.kind == "grammar":
-                return LLMatcher.grammar_from_lark(self.source)
-            if self.kind == "choice":
-                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
-                return LLMatcher.grammar_from_lark(f"start: {choices}".replace("\x7f", "\\u007f"))
-            # With free whitespace small models repeat it without end.
-            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
-        except (ValueError, RecursionError) as error:
-            raise self.wrong(str(error)) from None
-
-    def wrong(self, message: str) -> OptionError:
-        """llguidance's message as an OptionError, without the grammar around a regular expression."""
-        if self.kind == "regex":
-            message = message.partition("\n   1 |")[0].rpartition("error: ")[2]
-        return OptionError(f"`{self.field}`: {message}")
 
 
 class Grammar:
@@ -66,15 +30,23 @@ class Grammar:
 
     pure = True  # a function of ids and logits
 
-    def __init__(self, form: Form, tokenizer: LLTokenizer, begin: int, rows: int = 1) -> None:
+    def __init__(self, form: Form, vocabulary: LLTokenizer, begin: int = 0, rows: int = 1) -> None:
+        compiled = form.compiled()
         from llguidance import LLMatcher
 
         self._begin = begin
-        first = LLMatcher(tokenizer, form.compiled(), log_level=0)
+        first = LLMatcher(vocabulary, compiled, log_level=0)
         if first.is_error():
             raise form.wrong(first.get_error())
         self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
-        self._ends = torch.tensor(tokenizer.eos_tokens)
+        self._ends = torch.tensor(vocabulary.eos_tokens)
+
+    def copy(self, begin: int, rows: int) -> Grammar:
+        """The same of another prompt; this one must not have been called."""
+        made = copy(self)
+        made._begin = begin
+        made._matchers = [_Follower(self._matchers[0].matcher.deep_copy()) for _ in range(rows)]
+        return made
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for forbidden tokens."""
@@ -125,3 +97,31 @@ class _Follower:
         count = self.matcher.try_consume_tokens(new)
         self.read += new[:count]
         return count == len(new)
+
+
+class Grammars:
+    """Makes grammars over vocabularies of `width` tokens, the last two of which it keeps."""
+
+    def __init__(self, width: int) -> None:
+        self._width, self._lock = width, Lock()
+        self._vocabulary = lru_cache(2)(_vocabulary)  # making one takes seconds if it is large
+
+    def make(self, form: Form, tokenizer: Any, ends: Sequence[int]) -> Grammar:
+        """A grammar to copy for each prompt; raises as `Form.compiled`, and UnsupportedError for a slow tokenizer.
+
+        `ends`: the ids that may follow a complete text.
+        """
+        form.compiled()  # an invalid form is told at once
+        with self._lock:
+            try:
+                vocabulary = self._vocabulary(tokenizer, self._width, tuple(end for end in ends if end < self._width))
+            except ValueError as error:
+                way_out = "pass one of the kind PreTrainedTokenizerFast"
+                raise UnsupportedError(f"`{form.field}` cannot read the tokenizer ({error}): {way_out}") from None
+        return Grammar(form, vocabulary)
+
+
+def _vocabulary(tokenizer: Any, width: int, ends: tuple[int, ...]) -> LLTokenizer:
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, n_vocab=width, eos_token=list(ends))

@@ -1,0 +1,149 @@
+"""`specdec chat`: a conversation in the terminal, or one message a line from a pipe."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from typer import Argument, Context, Option
+
+from specdec.cli import flags
+from specdec.cli.request import DRAFT_OPTIONS, Request, load, not_utf8, read_request
+from specdec.cli.show import Printer, show_stats
+from specdec.cli.terminal import OK, loading, say, stop_on_interrupt
+from specdec.errors import OptionError, SpecdecError
+from specdec.options.bundled_models import locate
+from specdec.options.fields import DRAFT_WORDS
+from specdec.options.load import Loading
+
+if TYPE_CHECKING:
+    from specdec.core.stats import Stats
+    from specdec.generator.generator import SpecGenerator
+
+NEW_TOKENS = 1024
+COMMANDS = "/draft NAME (a model, suffix, none, …), /stats, /reset, /quit"
+
+
+@flags.takes(
+    "draft_model method num_draft_tokens schedule sample temperature top_k top_p",
+    "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code",
+    "config set_ stats quiet",
+)
+def chat(
+    ctx: Context,
+    target: str | None = Argument(
+        None, metavar="TARGET", help="Hub id, folder or GGUF file of a chat model; may come from --config."
+    ),
+    system: str | None = Option(None, metavar="TEXT", help="System message."),
+    max_new_tokens: int | None = Option(None, help=f"Length limit of an answer; {NEW_TOKENS} if nothing sets one."),
+    seed: int | None = Option(None, help="Seed of sampling; random by default."),
+    *,
+    stats: bool,
+    quiet: bool,
+) -> int:
+    """Talk to a chat model; the draft's tokens are coloured. Ctrl-C stops an answer, Ctrl-D leaves.
+
+    /draft NAME changes the draft, /stats shows statistics, /reset forgets what was said, /quit leaves.
+    """
+    request = read_request(ctx.params, new_tokens=NEW_TOKENS)
+    if request.options.get("num_return_sequences", 1) > 1:
+        raise OptionError("`num_return_sequences`: a conversation has one answer a turn: leave it out")
+    check_template(request, quiet=quiet)
+    talk = Conversation(load(request, quiet=quiet), request.options, system)
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        with suppress(ImportError):
+            __import__("readline")  # edits lines
+        say(COMMANDS, "dim")
+    while (line := _line(at_terminal=at_terminal)) is not None:
+        try:
+            if not talk.turn(line):
+                break
+            if stats and not line.startswith("/"):
+                talk.show_stats()
+        except SpecdecError as error:
+            if not at_terminal:
+                raise
+            say(f"error: {error}", "red")
+    return OK
+
+
+def check_template(request: Request, *, quiet: bool) -> None:
+    """Raises OptionError for a target without a chat template, before its weights are read."""
+    with loading(f"loading the tokenizer of {request.target}", quiet=quiet):
+        from specdec.generator.inputs import tokenizer_beside
+
+        how, _ = Loading.split({name: value for name, value in request.loading.items() if name != "draft_options"})
+        found = (tokenizer_beside(request.target, sees=sees, **how.beside) for sees in (False, True))
+        if not any(getattr(one, "chat_template", None) for one in found):
+            way_out = "name a chat model, or continue texts with specdec generate"
+            raise OptionError(f"`TARGET` {request.target!r} has no chat template: {way_out}")
+
+
+class Conversation:
+    """What was said, and the generator and the options of the next answer."""
+
+    def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None) -> None:
+        self._generator, self._options = generator, options
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.said = [*self._first]
+        self._stats: Stats | None = None
+
+    def turn(self, line: str) -> bool:
+        """Answers a message or obeys a command; False for the one that leaves."""
+        command, _, rest = line.partition(" ")
+        match command:
+            case "/quit":
+                return False
+            case "/reset":
+                self.said = [*self._first]
+            case "/stats":
+                self.show_stats()
+            case "/draft" if rest.strip():
+                self._take(rest.strip())
+            case str() if command.startswith("/"):
+                raise OptionError(f"{command} is none of the commands {COMMANDS}")
+            case _ if line.strip():
+                self._answer(line)
+        return True
+
+    def show_stats(self) -> None:
+        if self._stats is None:
+            return say("no answer was written yet")
+        show_stats(self._stats)
+
+    def _take(self, draft: str) -> None:
+        """Loads the draft of the next answers; raises for one that cannot be used, which changes nothing."""
+        named = draft if draft == "none" or draft.partition(":")[0] in DRAFT_WORDS else locate(draft, "draft", "/draft")
+        kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
+        options = {**kept, "assistant_model": named}
+        self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
+        self._options = options
+
+    def _answer(self, message: str) -> None:
+        asked = [*self.said, {"role": "user", "content": message}]
+        printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False)
+        with stop_on_interrupt() as interrupt:
+            call = {**self._options, "stopping_criteria": [interrupt]}
+            out = printer.follow(self._generator.stream(messages=asked, **call))
+        self._stats = out.stats
+        self.said = [*asked, {"role": "assistant", "content": (out.texts or [""])[0]}]
+
+
+def _line(*, at_terminal: bool) -> str | None:
+    """The next line; None at the end. Ctrl-C discards what was typed."""
+    while True:
+        try:
+            line = input("> " if at_terminal else "")
+            line.encode()  # raises for bytes that are no text
+            return line
+        except EOFError:
+            return None
+        except UnicodeError as error:
+            raise not_utf8("standard input", error) from None
+        except KeyboardInterrupt:
+            if not at_terminal:
+                raise
+            print()

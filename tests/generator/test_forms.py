@@ -1,0 +1,128 @@
+"""Answers in a form: JSON of a schema, expressions, grammars and choices, with every draft the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from specdec import SpecGenerator
+from specdec.errors import OptionError, UnsupportedError
+from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import tiny
+
+pytest.importorskip("llguidance")
+TOKENIZER = byte_tokenizer()
+DRAFTS = {"none": None, "suffix": "suffix", "model": tiny("llama", vocab=WIDTH, seed=1)}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Flag(BaseModel, extra="forbid"):
+    on: bool
+
+
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        lambda text: 0 <= json.loads(text)["age"] <= 99,
+    ),
+    "json": ({"guided_json": json.dumps(SCHEMA)}, lambda text: len(json.loads(text)["name"]) <= 5),
+    "model": ({"guided_json": Flag}, lambda text: isinstance(Flag.model_validate_json(text).on, bool)),
+    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, lambda text: re.fullmatch(r"[ab]{2,4}\.[0-9]", text)),
+    "lark": ({"guided_grammar": 'start: "x" ("," /[0-9]/){1,3}'}, lambda text: text.startswith("x,")),
+    "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_k": 0},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+}
+
+
+@cache
+def generator_of(draft: str, family: str = "llama") -> SpecGenerator:
+    return SpecGenerator(tiny(family, vocab=WIDTH), DRAFTS[draft], tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_in_a_form(name: str, way: str) -> None:
+    """Prompts of several lengths: the draft changes nothing, and every text is complete and in the form."""
+    fields, fits = FORMS[name]
+    found = [
+        generator_of(draft).generate(["ab", "abab ab"], max_new_tokens=60, eos_token_id=2, **fields, **WAYS[way])
+        for draft in DRAFTS
+    ]
+    assert found[0].texts == found[1].texts == found[2].texts
+    assert all(fits(text) for text in found[0].texts)
+    assert {*found[0].stats.finish_reasons} == {"eos"}
+
+
+def test_an_encoder_decoder_answers_in_a_form() -> None:
+    """Its answer begins behind the decoder's start."""
+    out = generator_of("suffix", "t5").generate(["ab", "b"], max_new_tokens=8, guided_choice=["yes", "no"])
+    assert {*out.texts} <= {"yes", "no"}
+
+
+def test_the_call_replaces_the_default() -> None:
+    """Another form, or none; and its own end token ends the text."""
+    gen = SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=TOKENIZER, max_new_tokens=8, guided_choice=["yes", "no"])
+    [end] = TOKENIZER.encode("!")
+    assert gen.generate("ab").texts[0] in ("yes", "no")
+    assert gen.generate("ab", guided_regex="[01]{3}", eos_token_id=end).texts[0][3:] == "!"
+    free = generator_of("none").generate("ab", max_new_tokens=8)
+    assert gen.generate("ab", response_format={"type": "text"}).texts == free.texts
+    assert json.loads(gen.generate("ab", max_new_tokens=200, response_format={"type": "json_object"}).texts[0]) == {}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "schema": ({"guided_json": {"type": "no-such-type"}}, "`guided_json`: "),
+    "format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        "`response_format`: ",
+    ),
+    "regex": ({"guided_regex": "("}, "`guided_regex`: unclosed group"),
+    "rival": (
+        {"guided_regex": "a", "prefix_allowed_tokens_fn": lambda row, ids: [3]},
+        "`guided_regex` and `prefix_allowed_tokens_fn` each say which tokens may follow",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_forms(name: str) -> None:
+    """Each names its option."""
+    options, message = WRONG[name]
+    with pytest.raises(OptionError, match=re.escape(message)):
+        generator_of("none").generate("ab", max_new_tokens=8, **options)
+
+
+def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=re.escape("`guided_regex` needs llguidance: pip install -e '.[struc")):
+        generator_of("none").generate("ab", max_new_tokens=8, guided_regex="a")
+
+
+def test_a_slow_tokenizer() -> None:
+    """llguidance reads fast tokenizers alone."""
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            return TOKENIZER(*given, **named)
+
+    with pytest.raises(UnsupportedError, match="`guided_regex` cannot read the tokenizer"):
+        generator_of("none").generate("ab", max_new_tokens=8, guided_regex="a", tokenizer=Slow())
