@@ -386,7 +386,15 @@ def fitted(node: float, **more: Any) -> Cost:
     passes, drafts = LinearFit(), LinearFit()
     for nodes in (1, 4, 9, 16, 25):
         passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
-    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=LinearFit().add(1, 1.0), probe_rounds=1, **more)
+    return Cost(
+        k=16,
+        passes=passes,
+        drafts={"model": drafts},
+        measured_rounds=2,
+        plain=LinearFit().add(1, 1.0),
+        probe_rounds=1,
+        **more,
+    )
 
 
 @pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, 1)])
@@ -485,8 +493,19 @@ def test_the_default_begins_with_the_published_length_until_costs_are_known() ->
         read = outcome(5, accepted, seconds=(0.05, 1.0))
         schedule = schedule.after(replace(read, seqs=[replace(read.seqs[0], prefill=True)]))
         assert limit(schedule) == expected
-        assert limit(schedule.after(outcome(expected, expected, seconds=(0.05, 1.0)))) == Cost().k
+        schedule = schedule.after(outcome(expected, expected, seconds=(0.05, 1.0)))
+        assert limit(schedule) == expected + 2
+        assert limit(schedule.after(outcome(5, 5, seconds=(0.05, 1.0)))) == Cost().k
     assert limit(Auto.of(ScheduleSetup(tokens=3, trees=False))) == 3
+
+
+def test_a_stall_in_the_first_draft_pass_stops_no_drafting() -> None:
+    """The first pass of a draft that is cheap took as long as forty of the target, as when it is built."""
+    for first in (Cost(), Auto.of(ScheduleSetup(trees=False))):
+        schedule: Any = first.after(outcome(3, 0, seconds=(40.0, 1.0), confidence=[0.7] * 3))
+        assert limit(schedule) > 0
+        schedule = schedule.after(outcome(3, 3, seconds=(0.05, 1.0), confidence=[0.7] * 3))
+        assert limit(schedule) > 3
 
 
 def test_the_default_stops_where_drafting_loses() -> None:

@@ -143,9 +143,11 @@ class Cost:
     branches: int | None = None
     widest: int | None = None
     offloaded: bool = False
-    # Of the draft: how often it is right, and the seconds of its passes over the nodes of one level, by source.
+    # Of the draft: how often it is right, the seconds of its passes over the nodes of one level, by source, and the
+    # rounds that they are known from.
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: Mapping[str, LinearFit] = field(default_factory=dict)
+    measured_rounds: int = 0
     # Seconds of a target pass over its nodes, of a whole round without a draft over its sequences, and those of a round
     # that are neither the draft's nor the target's.
     passes: LinearFit = field(default_factory=LinearFit)
@@ -263,8 +265,8 @@ class Cost:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the seconds of passes of target and draft are known."""
-        return bool(self.passes.weight and self.drafts)
+        """Whether the seconds of passes of target and draft are known: one round may have been a stall."""
+        return self.measured_rounds > 1
 
     @property
     def _drafting_seqs(self) -> int:
@@ -370,7 +372,8 @@ class Cost:
             found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
         if tried:
             found |= {
-                "drafts": self._with_draft(round),
+                "drafts": (drafts := self._with_draft(round)),
+                "measured_rounds": self.measured_rounds + (drafts is not self.drafts),
                 "drafting_seqs": self._sharing(round),
                 "probe_rounds": self.probe_rounds + 1,
             }
