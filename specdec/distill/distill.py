@@ -254,7 +254,7 @@ class Trainer:
             stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
             streams.append(stream)
         if prompts:
-            learned, held = divide_prompts(encode_prompts(tokenizer, prompts))
+            learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
             stream, seconds = writer.write(learned, self._may_write)
             if len(stream):
                 streams.append(stream)

@@ -16,7 +16,7 @@ from specdec.errors import OptionError
 from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
-from specdec.generator.inputs.pictures import PIXELS, chat_ids, with_pictures
+from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
 from specdec.options.checks import refusing
 from specdec.options.forms import Form
@@ -113,7 +113,7 @@ class TextModel:
         self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
-        self.chats = any(getattr(part, "chat_template", None) for part in (self.tokenizer, self.generator.processor))
+        self.chats = has_template(self.tokenizer, self.generator.processor)
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
