@@ -103,7 +103,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     elif options.max_length is not None:
         limit = options.max_length - prompts.num_embeds_only
     elif prompts.is_text:
-        raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
+        raise OptionError("a text or `messages` needs a length limit: pass `max_new_tokens=`")
     else:
         limit = width + DEFAULT_LENGTH
     if limit <= width:

@@ -169,6 +169,8 @@ def test_pipelines_and_training_keep_texts_of_a_template_in_parts() -> None:
     target, processor = with_processor()
     generator = SpecGenerator(target, tokenizer=processor)
     (answer,) = Text(generator)([{"role": "user", "content": "Hello"}], return_tensors=True, max_new_tokens=8)
+    with pytest.raises(OptionError, match="a text or `messages` needs a length limit"):
+        generator.generate(messages=[{"role": "user", "content": "Hello"}])
     ids = [answer["generated_token_ids"], *encode_prompts(processor.tokenizer, ["Hello"], processor)]
     ids += Summarizer(generator, template="{text}")._ids(["Hello"])
     for one in ids:

@@ -57,7 +57,8 @@ class RowPrompt:
 class Prompts:
     """The prompts of a call.
 
-    `padded` `[rows, width]`: ids with padding, as the result returns them. `encoder`: the encoder's arguments;
+    `padded` `[rows, width]`: ids with padding, as the result returns them. `is_text`: they were texts or conversations,
+    which need a length limit. `encoder`: the encoder's arguments;
     `encoding`: its output, where the caller passed that. Where only embeddings were given, `padded` has no columns and
     `num_embeds_only` is their number: lengths count them, but processors, criteria and drafts see the new ids alone, as
     in transformers. (A draft that should see the prompt needs its `input_ids` too.)
@@ -113,6 +114,7 @@ def read_prompts(
         prompts = _embedded(value, *how)
     else:
         prompts = _seen(_read(value, *how), given, options, target)
+    prompts = replace(prompts, is_text=prompts.is_text or messages is not None)
     return _with_negatives(prompts, given, options, target)
 
 
