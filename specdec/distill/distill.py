@@ -30,7 +30,7 @@ from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prom
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
-from specdec.options.checks import is_number, is_whole
+from specdec.options.fields import is_number, is_whole
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")

@@ -22,7 +22,7 @@ from specdec.generator.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
-from specdec.options.checks import is_whole
+from specdec.options.fields import is_whole
 from specdec.options.generate import Options
 from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.parallel.load import load

@@ -35,7 +35,7 @@ from specdec.models.hf.rotary import Scaling
 from specdec.models.pictures import sees
 from specdec.models.pictures.parts import eyes
 from specdec.models.probe import find_capability
-from specdec.options.checks import is_list, is_whole
+from specdec.options.fields import is_list, is_whole
 
 _SEEING = threading.RLock()  # held while a model gets the modules that read pictures
 

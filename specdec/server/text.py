@@ -18,9 +18,8 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, with_pictures
 from specdec.generator.job import Delta
-from specdec.options.checks import refusing
-from specdec.options.forms import Form
-from specdec.options.generate import listed
+from specdec.options.generate import Form, listed
+from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.options import StopTexts, call_options

@@ -16,8 +16,8 @@ from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictu
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.inputs.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
-from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
+from specdec.options.refusals import warn_of_idle
 
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
