@@ -143,7 +143,7 @@ class DraftWord(NamedTuple):
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
-    "early_exit": DraftWord("early_exit", "EarlyExitDraft", argument="N"),
+    "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # What a value with parts must be; pydantic would name one part only.
