@@ -1,11 +1,19 @@
-"""How a model can be run, by architecture: its kind of cache, how it gets positions, which masks it takes."""
+"""How a model can be run, by architecture: its kind of cache, how it gets positions, which masks it takes.
+
+`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from specdec.models.cache.layout import AttentionKind
+from specdec.models.cache.session import Session
 from specdec.models.hf.tiny_models import SIZES
 
 CacheKind = Literal["kv", "replay", "none"]
@@ -111,3 +119,38 @@ def known(config: Any) -> Capability | None:
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
     """Our own keys and values; masks by layer kind if layers differ in what they see."""
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
+
+
+class ModelSpec(Protocol):
+    """A transformers `model` and how to run it; `LanguageModel` implements this and documents each attribute."""
+
+    model: Any
+    config: Any
+    capability: Capability
+    input_names: frozenset[str]
+    vocab_size: int
+    max_positions: int | None
+    device: torch.device
+    dtype: torch.dtype
+    is_encoder_decoder: bool
+    is_strict: bool
+    sees: bool
+
+    @property
+    def decoder(self) -> Any: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def is_offloaded(self) -> bool: ...
+    @property
+    def forgets_order(self) -> bool: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def see(self) -> Any: ...
+    def session(self) -> Session: ...
+    def with_capability(self, model: Any, capability: Capability) -> ModelSpec: ...
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
+    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
+    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...
