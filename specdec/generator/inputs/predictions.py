@@ -19,18 +19,20 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
     if prediction is None:
         return prompts
     mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
-    items = [prediction] if isinstance(prediction, str) else prediction if mixed else _ids(prediction, target)
+    items = (
+        [prediction] if isinstance(prediction, str) else prediction if mixed else _prediction_ids(prediction, target)
+    )
     if len(items) != len(prompts.rows):
         expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
         raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
-    found = [item if item is None else _row(item, target, tokenizer) for item in items]
+    found = [item if item is None else _prediction(item, target, tokenizer) for item in items]
     rows = [replace(row, prediction=ids) for row, ids in zip(prompts.rows, found, strict=True)]
     return replace(prompts, rows=rows)
 
 
-def _row(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
+def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not isinstance(item, str):
-        [ids] = _ids(item, target)
+        [ids] = _prediction_ids(item, target)
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
@@ -40,5 +42,5 @@ def _row(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     return ids
 
 
-def _ids(value: Any, target: LanguageModel) -> list[list[int]]:
+def _prediction_ids(value: Any, target: LanguageModel) -> list[list[int]]:
     return read_ids("prediction", value, {}, target).kept
