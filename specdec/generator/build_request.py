@@ -28,7 +28,8 @@ from specdec.engine.request import Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.drafts_by_name import ScheduledDraft
-from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id, split
+from specdec.generator.inputs import Prompts, RowPrompt, pad_id, split
+from specdec.generator.tokenizers import check_tokenizer
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options

@@ -18,7 +18,7 @@ from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import DraftError, OptionError, VocabularyError
-from specdec.generator.inputs import check_tokenizer, tokenizer_beside
+from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name

@@ -13,7 +13,7 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import Options
 from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.stats import total
