@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.pipelines.speech.audio import Samples
 
-_BLOCK = 6000  # frames at a time
+_FRAMES = 6000  # frames at a time
 
 
 def window_features(samples: Samples, extractor: Any) -> Tensor:
@@ -33,8 +33,8 @@ def long_features(samples: Samples, extractor: Any) -> Tensor:
     filters = torch.from_numpy(extractor.mel_filters).float().T.contiguous()
     frames = len(samples) // hop
     found = torch.empty(filters.shape[0], frames)
-    for begin in range(0, frames, _BLOCK):
-        end = min(begin + _BLOCK, frames)
+    for begin in range(0, frames, _FRAMES):
+        end = min(begin + _FRAMES, frames)
         piece = _around(samples, begin * hop - size // 2, (end - 1) * hop + size - size // 2)
         stft = torch.stft(torch.from_numpy(piece), size, hop, window=window, center=False, return_complex=True)
         found[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
