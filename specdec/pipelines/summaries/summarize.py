@@ -15,8 +15,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import Options
-from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
-from specdec.pipelines.stats import total
+from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
