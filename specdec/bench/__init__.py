@@ -10,7 +10,7 @@
 | `synthetic.py` | drafts that know the text, for targets without a small sibling |
 | `samples.py`, `compare.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
-| `plots.py`, `report.py`, `report.html.j2` | plots and the page |
+| `report.py`, `report.html.j2` | plots and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tune.py` | the best schedule of one pair |
 | `machine.py` | machine, versions, contention, peak memory |
