@@ -1,4 +1,4 @@
-"""How a model can be run, by architecture: its kind of cache, how it gets positions, which masks it takes.
+"""How a model can be run, by architecture: its kind and size of cache, how it gets positions, which masks it takes.
 
 `ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
 """
@@ -119,6 +119,26 @@ def known(config: Any) -> Capability | None:
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
     """Our own keys and values; masks by layer kind if layers differ in what they see."""
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
+
+
+def kv_width(config: Any) -> int:
+    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together."""
+    if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
+        return max(map(kv_width, config.per_layer_config))
+    heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
+    hidden = _first(config, "hidden_size", "d_model", "n_embd")
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kept = (
+        1 if shared else getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    )
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // max(heads, 1)
+    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:  # keys and values differ in width
+        return heads * (rope + config.qk_nope_head_dim + config.v_head_dim)
+    return 2 * kept * width
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 1)
 
 
 class ModelSpec(Protocol):

@@ -20,9 +20,8 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
-from specdec.models.cache.layout import kv_width
 from specdec.models.cache.session import Session
-from specdec.models.capability import Capability, cache_reset_length, rope_boundary
+from specdec.models.capability import Capability, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import shallow_exit

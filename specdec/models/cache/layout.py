@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -231,23 +230,3 @@ def ancestry(parents: list[int]) -> np.ndarray:
         if parent >= 0:
             kin[node] |= kin[parent]
     return kin
-
-
-def kv_width(config: Any) -> int:
-    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together."""
-    if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
-        return max(map(kv_width, config.per_layer_config))
-    heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
-    hidden = _first(config, "hidden_size", "d_model", "n_embd")
-    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kept = (
-        1 if shared else getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    )
-    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // max(heads, 1)
-    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:  # keys and values differ in width
-        return heads * (rope + config.qk_nope_head_dim + config.v_head_dim)
-    return 2 * kept * width
-
-
-def _first(config: Any, *names: str) -> int:
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 1)

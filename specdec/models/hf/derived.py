@@ -1,4 +1,4 @@
-"""Models made of other models, which stay unchanged: of their weights, some of their layers, or two of them.
+"""Models made of other models, which stay unchanged: copies over their weights, some of their layers, joined parts.
 
 An early exit shares all weights, and only the modules above the layer list are copied, shallowly; a model of chosen
 layers has copies of its own.
