@@ -28,9 +28,9 @@ from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
 from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.generator.inputs import check_tokenizer
+from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
-from specdec.options.checks import is_number, is_whole
+from specdec.options.fields import is_number, is_whole
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import listed
 from specdec.pipelines.batching import BATCH, check_call, decode, make_generator, row_seeds
 

@@ -13,14 +13,13 @@ from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import OptionError
-from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
-from specdec.options.checks import refusing
-from specdec.options.forms import Form
-from specdec.options.generate import listed
+from specdec.generator.tokenizers import Detokenizer, before_stop, decode
+from specdec.options.generate import Form, listed
+from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.options import StopTexts, call_options

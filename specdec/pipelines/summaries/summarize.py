@@ -14,10 +14,9 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import Options
-from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
-from specdec.pipelines.stats import total
+from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
