@@ -184,7 +184,7 @@ def _own(message: str, path: str, value: Any) -> ApiError:
     """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
     named = first_named(message)
     if path and named and isinstance(value, Mapping) and named in value:
-        message, named = message.replace(named, f"{path}.{named}", 1), f"{path}.{named}"
+        message, named = message.replace(f"`{named}`", f"`{path}.{named}`", 1), f"{path}.{named}"
     elif path:
         message, named = f"`{path}`: {message}", path
     return ApiError(400, message, param=named, code="invalid_value")
