@@ -33,7 +33,7 @@ from specdec.decoding.strategies.beam_scoring import (
     extended,
     totals,
 )
-from specdec.errors import SpecdecError
+from specdec.errors import OptionError
 from specdec.options.generate import Options
 
 
@@ -98,7 +98,7 @@ class BeamSearch(Scoring):
         if self.seed is not None and scores is not None:
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
             if not found.tokens:
-                raise SpecdecError(noise.NONE_LEFT)
+                raise OptionError(noise.NONE_LEFT)
             return found
         leaves = self.leading(views, count)
         if leaves is not None:

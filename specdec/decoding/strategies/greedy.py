@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Step
 from specdec.core.work import Logits
-from specdec.decoding import device_reads
+from specdec.decoding import device_reads, noise
 from specdec.decoding.strategies.base import SMALL, TextStrategy
 from specdec.options.generate import Options
 
@@ -33,7 +34,9 @@ class Greedy(TextStrategy):
         return Step(best[at])
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        return device_reads.first_best(processed)
+        token = device_reads.first_best(processed)
+        return noise.checked(noise.EMPTY if processed[token] == -torch.inf else token)
 
     def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        return processed.argmax(dim=-1)
+        best, tokens = processed.max(dim=-1)
+        return tokens.masked_fill(best == -torch.inf, noise.EMPTY)
