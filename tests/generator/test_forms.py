@@ -107,6 +107,18 @@ def test_wrong_forms(name: str) -> None:
         generator_of("none").generate("ab", max_new_tokens=8, **options)
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "form",
+    [{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}],
+)
+def test_forms_that_no_text_can_follow(form: dict[str, Any], draft: str) -> None:
+    """An expression beyond llguidance's bounds, a rule of itself alone. (The text ended, as if it were complete.)"""
+    with pytest.raises(OptionError, match="no text can go on in this form"):
+        generator_of(draft).generate("ab", max_new_tokens=8, **form)
+    assert generator_of(draft).generate("ab", max_new_tokens=8, guided_choice=["no"], eos_token_id=2).texts == ["no"]
+
+
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
