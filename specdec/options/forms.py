@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.errors import OptionError, UnsupportedError
 
 FORMS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
 """The options that set it; they exclude one another."""
+_STACK, _STACKS = 2**28, threading.Lock()  # bytes, of which only those that are used take memory
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,9 @@ class Form:
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
                 return LLMatcher.grammar_from_lark(f"start: {choices}".replace("\x7f", "\\u007f"))
             # With free whitespace small models repeat it without end.
-            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
-        except (ValueError, RecursionError) as error:
+            schema = self.source if isinstance(self.source, str) else json.dumps(self.source)
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        except (TypeError, ValueError, RecursionError) as error:
             raise self.wrong(str(error)) from None
 
     def check(self) -> None:
@@ -47,7 +53,7 @@ class Form:
         compiled = self.compiled()
         from llguidance import LLMatcher
 
-        if message := LLMatcher.validate_grammar(compiled):
+        if message := deeply(lambda: LLMatcher.validate_grammar(compiled)):
             raise self.wrong(message)
 
     def wrong(self, message: str) -> OptionError:
@@ -55,6 +61,17 @@ class Form:
         if self.kind == "regex":
             message = message.partition("\n   1 |")[0].rpartition("error: ")[2]
         return OptionError(f"`{self.field}`: {message}")
+
+
+def deeply(function: Callable[[], T]) -> T:
+    """The function's result, from a thread with a large stack: llguidance needs some of it for each rule in a row."""
+    with _STACKS, ThreadPoolExecutor(1) as thread:
+        usual = threading.stack_size(_STACK)
+        try:
+            result = thread.submit(function)
+        finally:
+            threading.stack_size(usual)
+        return result.result()
 
 
 def forms(options: Any) -> list[Form]:

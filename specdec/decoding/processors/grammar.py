@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.core.tree import common_length
 from specdec.errors import OptionError, UnsupportedError
-from specdec.options.forms import Form
+from specdec.options.forms import Form, deeply
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,7 +35,7 @@ class Grammar:
         from llguidance import LLMatcher
 
         self._form, self._begin = form, begin
-        first = LLMatcher(vocabulary, compiled, log_level=0)
+        first = deeply(lambda: LLMatcher(vocabulary, compiled, log_level=0))
         if first.is_error():
             raise form.wrong(first.get_error())
         self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
