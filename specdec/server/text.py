@@ -147,13 +147,14 @@ class TextModel:
         """The model's inputs for a prompt or a conversation; raises a 400 for pictures that cannot be read."""
         if chat is None or not any(message.pictures for message in chat.messages):
             return {"input_ids": [self.encode(prompt, chat)]}
+        return self.seen([message.plain for message in chat.messages], **self._template_options(chat))
+
+    def seen(self, messages: Sequence[dict[str, Any]], **how: Any) -> dict[str, Any]:
+        """The model's inputs for a conversation with pictures; raises a 400 for those that cannot be read."""
         if not self.generator.target.sees or self.generator.processor is None:
             raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
-        messages = [message.plain for message in chat.messages]
         with refusing():
-            made = with_pictures(
-                messages, self.generator.processor, pixels=self._pixels, **self._template_options(chat)
-            )
+            made = with_pictures(messages, self.generator.processor, pixels=self._pixels, **how)
         return {name: value for name, value in made.items() if name in NAMES}
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
