@@ -232,6 +232,13 @@ def test_the_documented_example() -> None:
         assert str(out.beam_indices[row].tolist()) == indices
 
 
+@pytest.mark.parametrize("penalty", [-200.0, 200.0])
+def test_extreme_penalties_are_no_warning(penalty: float) -> None:
+    """NumPy's, of a division by zero, was on the error stream of servers."""
+    gen = SpecGenerator(tiny("llama", vocab=VOCAB))
+    assert gen.generate([[5, 6]], num_beams=2, max_new_tokens=4, length_penalty=penalty).sequences.shape[1] <= 6
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 2, "do_sample": True}, {"do_sample": True}, {}])
 @pytest.mark.parametrize("local", [True, False])
 def test_nothing_left_to_choose_is_an_error(

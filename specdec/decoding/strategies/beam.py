@@ -129,6 +129,7 @@ class BeamSearch(Scoring):
         finish = finished[0].reason if over else None
         return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
 
+    @np.errstate(divide="ignore", over="ignore")  # extreme penalties, as in transformers
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
 
