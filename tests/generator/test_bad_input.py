@@ -69,6 +69,8 @@ WRONG_OPTIONS = [
     ({"eos_token_id": True}, "`eos_token_id` must be a token id, or a list of token ids, got True"),
     ({"bad_words_ids": [[]]}, "`bad_words_ids` must be a list of words, each a list of at least one token id, got"),
     ({"bad_words_ids": []}, "bad_words_ids"),
+    ({"sequence_bias": {"a": 1.0}}, "`sequence_bias` must be ids from 0 to 63, which the target knows, got 'a'"),
+    ({"guided_regex": ""}, "`guided_regex` must be a regular expression, as text that is not empty, got ''"),
     ({"suppress_tokens": ["7"]}, "`suppress_tokens` must be a list of token ids, got ['7']"),
     ({"stop_strings": []}, "`stop_strings` must be text, or a list of texts, none of them empty, got []"),
     *(({"stop_strings": value}, "`stop_strings` must be text") for value in ("", ["x", ""])),
