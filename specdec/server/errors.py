@@ -71,6 +71,7 @@ _CLIENTS = {
     "`force_words_ids`": "`constraints`",
     "`top_logprobs`": "`logprobs`",
     "`prompt_ids`": "`prompt`",
+    "pass `pixel_values`": "send it as a part of `messages` in a chat",
     "set `do_sample=False`": "set `temperature` to 0",
     "`do_sample=True`": "a `temperature` above 0",
     "=True": "=true",

@@ -199,6 +199,8 @@ class TextModel:
             check_takes_tools(self._template_text, self.name, "messages")
         try:
             return chat_ids(list(messages), self.tokenizer, self.generator.processor, **how)
+        except OptionError:  # of the processor's template, in words
+            raise
         except Exception as error:  # whatever a template raises
             raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 

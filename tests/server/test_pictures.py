@@ -79,6 +79,20 @@ def test_refused_pictures(urls: list[str], words: str) -> None:
             assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "asked_", "words"),
+    [
+        ("completions", {"prompt": "a <image> b"}, "1 places for a picture, and none was given: send it as a part of"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "<image>"}]}, "the model's processor refused"),
+    ],
+)
+def test_a_place_without_a_picture(path: str, asked_: dict[str, Any], words: str) -> None:
+    """The way out was the library's, `pixel_values`, and the chat's error was told twice."""
+    with asking(app(seeing_model())) as c:
+        error = c.post(f"/v1/{path}", json=asked_).json()["error"]
+    assert (error["param"], words in error["message"], "template" in error["message"]) == ("messages", True, False)
+
+
 def test_a_model_of_text_alone() -> None:
     """It says that it reads no pictures."""
     asked_ = body(data_url(SMALL))
