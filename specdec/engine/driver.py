@@ -47,13 +47,15 @@ class Driver:
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Yields a request's rounds: with `stream` as they come, otherwise all at its end.
 
-        Raises the error that ended the request early, and EngineError for a call from within the engine. Closing the
-        generator cancels the request.
+        Raises the error that ended the request early, and EngineError for a call from within the engine and for a
+        request that is being read. Closing the generator cancels the request.
         """
         self._check()
         self.engine.budget.check(request)
         with self._lock:
             self.check_open()
+            if request in self._open:
+                raise EngineError("this job is being followed: read its deltas there, or submit another")
             self._open.add(request)
             self._arrived.append(request)
         try:
