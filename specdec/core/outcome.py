@@ -44,11 +44,6 @@ class Outcome:
     leaves: Sequence[int] = (-1,)
     known: dict[int, View] = field(default_factory=dict)
 
-    @property
-    def kept(self) -> list[tuple[int, list[int], int]]:
-        """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
-        return [(work.row, work.path(self.path), work.num_text + self.num_text) for work in self.works]
-
     def hidden(self, layers: Sequence[int], length: int) -> Hidden:
         """The hidden states of the new text and of new nodes on the path, without positions that have no ids.
 

@@ -11,7 +11,7 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.engine.request import Request
 from specdec.errors import DraftError
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, Session
 from specdec.options.checks import is_whole
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
@@ -148,17 +148,17 @@ class OpenDrafts:
                 f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to {vocab - 1}"
             )
 
-    def message(self, one: Outcome, length: int) -> Commit | None:
+    def message(self, one: Outcome, target: Session) -> Commit | None:
         """What a sequence's draft gets of a round; None for a chunk of a prompt whose hidden states it does not read.
 
-        `length`: positions of text that were cached before the pass.
+        `target`: its cache before the outcome is committed.
         """
         drafter = self._requests[one.seq.id].drafter
         layers = () if drafter is None else drafter.hidden_layers
         if not (one.states or layers):
             return None
         read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
-        hidden = one.hidden(layers, length) if read else None
+        hidden = one.hidden(layers, target.length(one.seq.row)) if read else None
         return Commit(one.seq, one.path, one.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:

@@ -12,6 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import torch
 
 from specdec.core.outcome import Outcome, accept
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
@@ -23,7 +27,6 @@ from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.stopwatch import Stopwatch
 from specdec.models import LanguageModel
 
 
@@ -55,6 +58,9 @@ class Engine:
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
+        # An exception within `self._blamed(seqs)` is an error of their requests, which sit out until the round ends
+        # them.
+        self._blamed = partial(Blamed, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
         self.target = self.scheduler.target
@@ -195,17 +201,18 @@ class Engine:
         """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
         of each.
         """
-        watch = Stopwatch(self.model.device)
+        began = perf_counter()
         proposals = self._propose(seqs, chunk)
-        watch.lap("draft")
+        drafted = seconds_on(self.model.device)
         outcomes = self._run(seqs, proposals, chunk)
-        watch.lap("verify")
+        verified = seconds_on(self.model.device)
         self._accept(outcomes)
-        watch.lap("select")
+        selected = seconds_on(self.model.device)
         nodes = sum(work.num_new for one in outcomes for work in one.works)
         outcomes = [one for one in outcomes if self._goes_on(one.seq)]
         rounds = self._commit(outcomes, proposals)
-        self._deliver(outcomes, watch.round(rounds, nodes))
+        phases = drafted - began, verified - drafted, selected - verified
+        self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
         self._end_failed()
         self._release([one.seq for one in outcomes if one.finish is not None])
 
@@ -224,20 +231,20 @@ class Engine:
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
-        works: dict[int, list[Work]] = {}
-        for seq in filter(self._goes_on, seqs):
-            with self._blamed([seq]):
-                works[seq.id] = self._works(seq, proposals.get(seq.id, EMPTY), chunk)
-        seqs = list(filter(self._goes_on, seqs))
+        seqs = [seq for seq in seqs if self._goes_on(seq)]
+        if not seqs:
+            return []
         requests = {self._requests[seq.id] for seq in seqs}
         layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
-        together = [work for seq in seqs for work in works[seq.id]]
-        if together:
-            with self._blamed(seqs):
-                outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
-                return [Outcome(seq, works[seq.id], _guided([next(outputs) for _ in works[seq.id]])) for seq in seqs]
+        with self._blamed(seqs):
+            works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
+            together = [work for own in works for work in own]
+            outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
+            return [
+                Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)
+            ]
         return []
 
     def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
@@ -258,9 +265,13 @@ class Engine:
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        messages = [self.drafts.message(one, self.target.length(one.seq.row)) for one in outcomes]
-        kept = [part for one in outcomes for part in one.kept]
-        self.target.commit([row for row, _, _ in kept], [path for _, path, _ in kept], texts=[n for _, _, n in kept])
+        messages = [self.drafts.message(one, self.target) for one in outcomes]
+        passed = [(one, work) for one in outcomes for work in one.works]
+        self.target.commit(
+            [work.row for _, work in passed],
+            [work.path(one.path) for one, work in passed],
+            texts=[work.num_text + one.num_text for one, work in passed],
+        )
         rounds = []
         for one in outcomes:
             if not one.states:
@@ -305,16 +316,13 @@ class Engine:
                 self._finish(request)
         self.drafts.close_idle(every=self.budget.limit is not None)
 
-    def _blamed(self, seqs: Sequence[RunningSequence]) -> Blamed:
-        """An exception within is an error of these sequences' requests, which sit out until the round ends them."""
-        return Blamed(seqs, self._requests, self._failed)
-
     def _goes_on(self, seq: RunningSequence) -> bool:
         """Whether the sequence's request has no error."""
         return self._requests[seq.id] not in self._failed
 
     def _end_failed(self) -> None:
-        failed, self._failed = self._failed, {}
+        failed = dict(self._failed)
+        self._failed.clear()
         for request, error in failed.items():
             self._end(request, error)
 
@@ -337,3 +345,10 @@ def _guided(outputs: list[Logits]) -> Logits:
         return outputs[0]
     own, other = outputs
     return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
+
+
+def seconds_on(device: torch.device) -> float:
+    """The time, after waiting for the kernels of an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return perf_counter()
