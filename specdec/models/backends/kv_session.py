@@ -71,8 +71,7 @@ class KvSession(KvCache, Session):
                 seen[work.row] = self._padded.see(row, work, extras | more)
             elif work.num_new:
                 row.columns.begin(work.tree, work.first, work.text_length)
-                row_index = self.index(row.number)
-                parts[row_index] = RowNodes(row_index, row.columns, work)
+                parts[row.index] = RowNodes(row.index, row.columns, work)
         if self.cross is not None and parts:
             self.cross.project()
         ragged, found = self._ragged, dict[int, Logits]()
@@ -146,7 +145,7 @@ class KvSession(KvCache, Session):
             row.columns.begin(tree, len(tree) - 1, 0)
         if self.cross is not None:
             self.cross.project()
-        row_indices, kinds = [self.index(row) for row in rows], self._language.capability.kinds
+        row_indices, kinds = [row.index for row in named], self._language.capability.kinds
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
             self.buffers.extend(row_index, begin + rule.most - 1)
