@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from specdec.core.drafts import Commit, Draft, Plan, Proposer
 from specdec.core.outcome import Outcome
@@ -14,6 +14,7 @@ from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
 from specdec.options.checks import is_whole
 
+Item = TypeVar("Item")
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
@@ -195,14 +196,12 @@ class OpenDrafts:
         return [(draft, group) for draft, group in drafts if draft is not None]
 
 
-def grouped(
-    seqs: Iterable[RunningSequence], of: Callable[[RunningSequence], Any]
-) -> list[tuple[Any, list[RunningSequence]]]:
-    """The sequences grouped by the identity of `of(seq)`, groups in the order of their first sequence."""
-    groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
-    for seq in seqs:
-        owner = of(seq)
-        groups.setdefault(id(owner), (owner, []))[1].append(seq)
+def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:
+    """The items grouped by the identity of `of(item)`, groups in the order of their first item."""
+    groups: dict[int, tuple[Any, list[Item]]] = {}
+    for item in items:
+        owner = of(item)
+        groups.setdefault(id(owner), (owner, []))[1].append(item)
     return list(groups.values())
 
 

@@ -218,9 +218,10 @@ class Engine:
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
-        ready = [seq for seq in seqs if seq.tokens and not self.scheduler.sees(seq)]
-        asked = [seq for seq in ready if chunk is None or self._ends(seq, chunk)]
-        return self.drafts.propose(asked, reading=chunk is not None)
+        ready = [seq for seq in seqs if seq.tokens]
+        if chunk is not None:
+            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self._ends(seq, chunk)]
+        return self.drafts.propose(ready, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
@@ -288,18 +289,14 @@ class Engine:
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        rounds = {one.id: one for one in round_.seqs}
-        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
-        passes = {one.seq.id: one.out.passes for one in outcomes}
-        for request, seqs in grouped([one.seq for one in outcomes], lambda seq: self._requests[seq.id]):
-            request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
-            request.rounds.append(round_.of([rounds[seq.id] for seq in seqs if seq.id in rounds]))
-        decided = [
-            one.seq for one in outcomes if one.seq.id in rounds and self._requests[one.seq.id].drafter is not None
-        ]
+        outcomes, found = [one for one in outcomes if self._goes_on(one.seq)], {one.id: one for one in round_.seqs}
+        for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
+            request.passes += len({number for one in own for number in one.out.passes})
+            request.rounds.append(round_.of([found[one.seq.id] for one in own if one.states]))
+        decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].drafter is not None]
         for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._blamed(seqs):
-                pacing.schedule = pacing.schedule.after(round_.of([rounds[seq.id] for seq in seqs]))
+                pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
