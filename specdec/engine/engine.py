@@ -105,98 +105,6 @@ class Engine:
         if running:
             self._round(running)
 
-    @property
-    def _admitted(self) -> list[Request]:
-        """The requests with sequences in the engine."""
-        return list(dict.fromkeys(self._requests.values()))
-
-    def _admit(self, request: Request) -> None:
-        """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""
-        for seq in request.seqs:
-            self._last_id += 1
-            seq.id = self._last_id
-            self._requests[seq.id] = request
-        with self._blamed(request.seqs):
-            self.drafts.start(request.drafter)
-            if request.encode is not None:
-                request.encoding = request.encode()
-            self._make_room()
-            self.scheduler.add(request)
-            self.prefilling += request.seqs
-        self._end_failed()
-
-    def _make_room(self) -> None:
-        """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
-        limit, admitted = self.budget.limit, self._admitted
-        if limit is None:
-            return
-        ample = self.budget.ample(admitted)
-        self.target.bound(*ample)
-        for draft in self.drafts.open.values():
-            if draft.proposer.cache is not None:
-                draft.proposer.cache.bound(*ample)
-        prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
-        prefix_cache.shrink()
-
-    def _prefill(self) -> None:
-        """One pass over unread prompts: the first ones, as many as fit into a chunk."""
-        ready = self._ready()
-        self._end_failed()
-        ready = [seq for seq in ready if seq.id in self._requests]
-        if not ready:
-            return
-        request = self._requests[ready[0].id]
-        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
-        limit = SHARED_CHUNK if others_wait else CHUNK
-        chunk = min(request.prefill_chunk or limit, limit)
-        if request.traced:
-            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        batch = self._batch(ready, request, chunk)
-        self._round(batch, chunk)
-        self.scheduler.update(batch)
-        self.running += [seq for seq in self.prefilling if seq.prefilled]
-        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
-
-    def _ready(self) -> list[RunningSequence]:
-        """Prompts to read next.
-
-        Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
-        does not hold them up.
-        """
-        order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
-        if self._others_first:
-            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
-        self._others_first = not self._others_first
-        ready: list[RunningSequence] = []
-        unread = 0
-        for seq in order:
-            if unread >= CHUNK:
-                break  # later, a sequence may continue what is read until then
-            with self._blamed([seq]):  # where no cache row can be made
-                if self.scheduler.follow(seq, self._requests[seq.id]):
-                    ready.append(seq)
-                    unread += self.scheduler.unread(seq)
-        return ready
-
-    def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
-        """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
-        batch: list[RunningSequence] = []
-        widest = tokens = 0
-        for seq in seqs:
-            own = self._requests[seq.id]
-            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
-                continue
-            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
-            widest, tokens = max(widest, size), tokens + size
-            sees = self.scheduler.sees(seq)
-            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
-                break
-            batch.append(seq)
-            if sees:
-                break  # an error in a pass over pictures is one of its request alone
-        return batch
-
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
         """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
         of each.
@@ -297,6 +205,98 @@ class Engine:
         for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._blamed(seqs):
                 pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
+
+    @property
+    def _admitted(self) -> list[Request]:
+        """The requests with sequences in the engine."""
+        return list(dict.fromkeys(self._requests.values()))
+
+    def _admit(self, request: Request) -> None:
+        """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""
+        for seq in request.seqs:
+            self._last_id += 1
+            seq.id = self._last_id
+            self._requests[seq.id] = request
+        with self._blamed(request.seqs):
+            self.drafts.start(request.drafter)
+            if request.encode is not None:
+                request.encoding = request.encode()
+            self._make_room()
+            self.scheduler.add(request)
+            self.prefilling += request.seqs
+        self._end_failed()
+
+    def _make_room(self) -> None:
+        """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
+        limit, admitted = self.budget.limit, self._admitted
+        if limit is None:
+            return
+        ample = self.budget.ample(admitted)
+        self.target.bound(*ample)
+        for draft in self.drafts.open.values():
+            if draft.proposer.cache is not None:
+                draft.proposer.cache.bound(*ample)
+        prefix_cache = self.scheduler.prefix_cache
+        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.shrink()
+
+    def _prefill(self) -> None:
+        """One pass over unread prompts: the first ones, as many as fit into a chunk."""
+        ready = self._ready()
+        self._end_failed()
+        ready = [seq for seq in ready if seq.id in self._requests]
+        if not ready:
+            return
+        request = self._requests[ready[0].id]
+        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
+        limit = SHARED_CHUNK if others_wait else CHUNK
+        chunk = min(request.prefill_chunk or limit, limit)
+        if request.traced:
+            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+        batch = self._batch(ready, request, chunk)
+        self._round(batch, chunk)
+        self.scheduler.update(batch)
+        self.running += [seq for seq in self.prefilling if seq.prefilled]
+        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
+
+    def _ready(self) -> list[RunningSequence]:
+        """Prompts to read next.
+
+        Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
+        does not hold them up.
+        """
+        order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
+        if self._others_first:
+            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
+        self._others_first = not self._others_first
+        ready: list[RunningSequence] = []
+        unread = 0
+        for seq in order:
+            if unread >= CHUNK:
+                break  # later, a sequence may continue what is read until then
+            with self._blamed([seq]):  # where no cache row can be made
+                if self.scheduler.follow(seq, self._requests[seq.id]):
+                    ready.append(seq)
+                    unread += self.scheduler.unread(seq)
+        return ready
+
+    def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
+        """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
+        batch: list[RunningSequence] = []
+        widest = tokens = 0
+        for seq in seqs:
+            own = self._requests[seq.id]
+            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
+                continue
+            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
+            widest, tokens = max(widest, size), tokens + size
+            sees = self.scheduler.sees(seq)
+            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
+                break
+            batch.append(seq)
+            if sees:
+                break  # an error in a pass over pictures is one of its request alone
+        return batch
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
