@@ -114,10 +114,9 @@ class Engine:
         drafted = seconds_on(self.model.device)
         outcomes = self._run(seqs, proposals, chunk)
         verified = seconds_on(self.model.device)
-        self._accept(outcomes)
-        selected = seconds_on(self.model.device)
         nodes = sum(work.num_new for one in outcomes for work in one.works)
-        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
+        outcomes = self._accept(outcomes)
+        selected = seconds_on(self.model.device)
         rounds = self._commit(outcomes, proposals)
         phases = drafted - began, verified - drafted, selected - verified
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
@@ -165,12 +164,15 @@ class Engine:
             return seq.chunks(lengths, chunk)
         return seq.works(lengths, proposal)
 
-    def _accept(self, outcomes: Sequence[Outcome]) -> None:
-        """Runs every sequence's strategy as far as the logits reach."""
+    def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not
+        fail.
+        """
         for one in outcomes:
             if one.out.work.num_logits:
                 with self._blamed([one.seq]):
                     accept(one, self._requests[one.seq.id].wanted(one.out))
+        return [one for one in outcomes if self._goes_on(one.seq)]
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
