@@ -47,11 +47,11 @@ class KvSession(KvCache, Session):
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
         """One pass; several if passes are padded and rows lie far apart."""
-        if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
-            row, work = self.row(works[0].row), works[0]
-            is_chain = not (row.columns.scattered or work.num_cached) and work.tree.is_chain
-            is_chain = is_chain and work.pictures is None
-            if is_chain and work.num_new and 0 <= work.num_logits <= work.num_new:
+        if self._is_simple and len(works) == 1 and not (hidden or attentions):
+            [work] = works
+            row, nodes = self.row(work.row), len(work.tree.tokens)
+            is_text = not (row.columns.scattered or work.num_cached or work.embeds is not None or work.pictures)
+            if is_text and nodes and 0 <= work.num_logits <= nodes and work.tree.is_chain:
                 return [self._padded.chain(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)

@@ -39,7 +39,8 @@ class PaddedPasses:
     def chain(self, row: Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
         row.tree = work.tree
-        row.columns.begin(work.tree, work.first, work.text_length)
+        if not row.columns.top:
+            row.columns.begin(work.tree, work.first, work.text_length)
         self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
