@@ -21,7 +21,7 @@ _IDLE = 2  # proposers without sequences that keep their buffers for the next re
 class Blamed(NamedTuple):
     """An exception within becomes the error of the requests of `seqs` in `failed`; meanwhile no row of a cache moves.
 
-    (A class: `contextmanager` takes three times as long, and a round has eight of these.)
+    (A class: `contextmanager` takes three times as long, and a round has seven of these.)
     """
 
     seqs: Sequence[RunningSequence]
