@@ -12,7 +12,7 @@ from specdec.core.tree import Tree
 from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
-from specdec.options.checks import is_whole
+from specdec.options.fields import is_whole
 
 Item = TypeVar("Item")
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request

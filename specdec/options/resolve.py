@@ -16,10 +16,8 @@ from pydantic import ValidationError
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
-from specdec.options.checks import warn_of_idle
 from specdec.options.fields import EXPECTED, IDLE, REFUSED, SEARCHES
-from specdec.options.forms import FORMS
-from specdec.options.generate import Options
+from specdec.options.generate import FORMS, Options
 from specdec.options.refusals import (
     EITHER,
     check_contradictions,
@@ -28,6 +26,7 @@ from specdec.options.refusals import (
     check_known,
     check_lengths,
     check_search,
+    warn_of_idle,
 )
 
 DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Pictures, Work
-from specdec.proposers.best_branch import branch_tokens
+from specdec.proposers.views import branch_tokens
 
 
 @dataclass(eq=False, slots=True)

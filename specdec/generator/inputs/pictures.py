@@ -52,6 +52,11 @@ def with_pictures(
         raise OptionError(f"the model's processor refused `messages`: {error}") from error
 
 
+def has_template(tokenizer: Any, processor: Any) -> bool:
+    """Whether the model has a chat template, the tokenizer's or the processor's."""
+    return any(getattr(one, "chat_template", None) for one in (tokenizer, processor))
+
+
 def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
     """The ids of a conversation of text alone, by the processor's template where it has one: that takes texts in parts,
     and loses others.

@@ -18,8 +18,8 @@ from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepIn
 from specdec.models.backends.ragged_model import Buffers
 from specdec.models.cache.kv_cache import KvCache
 from specdec.models.cache.session import Session, check_works
+from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
-from specdec.models.hf.spec import ModelSpec
 
 
 class KvSession(KvCache, Session):

@@ -14,8 +14,8 @@ from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.cache.session import Cache, check_paths
+from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
-from specdec.models.hf.spec import ModelSpec
 
 
 @dataclass(eq=False, slots=True)
