@@ -137,7 +137,7 @@ class TextStrategy(StrategyBase):
     ) -> Advance:
         """Emits the token after the end of the text."""
         [view], new = views, [step.token for step in steps]
-        step = self.emit(seq, new, view.out, view.node)
+        step = self.emit(seq, new, view.out, view.out.first + view.at)
         if step.scores is not None:
             state = (*(state or ()), step.scores[None])
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
