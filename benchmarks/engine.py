@@ -6,7 +6,8 @@
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
-path:     how many files and functions of the package a second greedy call with the draft model enters.
+path:     how many files and functions of the package a second greedy call with the draft model enters, and how many of
+          them more than every second of its rounds.
 long:     the time of one round's target side at past 2,000 over past 128, against the same ratio for bare forwards
           over preallocated buffers.
 """
@@ -18,6 +19,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -125,23 +127,25 @@ def overhead(target: Any, draft: Any, prompts: list[Any], repeats: int) -> None:
 
 
 def path(target: Any, draft: Any, prompt: Any) -> None:
-    """Counts the files and functions of the package, comprehensions left out, that a warm call enters."""
-    root, seen = str(Path(specdec.__file__).parent), set[tuple[str, str]]()
+    """Counts the files and functions of the package, comprehensions left out, that a warm call and its rounds enter."""
+    root, calls = str(Path(specdec.__file__).parent), Counter[tuple[str, str]]()
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
-            seen.add((code.co_filename, code.co_qualname))
+            calls[code.co_filename, code.co_qualname] += 1
 
     generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5)
     for _ in range(2):
-        seen.clear()
+        calls.clear()
         threading.setprofile(note)
         sys.setprofile(note)
-        generator.generate(prompt, max_new_tokens=32, **GREEDY)
+        rounds = generator.generate(prompt, max_new_tokens=32, **GREEDY).stats.num_target_passes
         sys.setprofile(None)
         threading.setprofile(None)
-    print(f"path: {len({file for file, _ in seen})} files, {len(seen)} functions")
+    often = [function for function, count in calls.items() if 2 * count > rounds]
+    for name, seen in (("the call", list(calls)), ("its rounds", often)):
+        print(f"path: {name}: {len({file for file, _ in seen})} files, {len(seen)} functions")
 
 
 def useless(target: LanguageModel, draft: LanguageModel, prompts: list[Any], repeats: int, watch: Watch) -> None:
