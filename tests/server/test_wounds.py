@@ -118,7 +118,10 @@ ALICE = "alice: a-good-key-of-letters\n" * 2
 WRONG_KEYS = {
     f"{ALICE}short": "line 3 is shorter",
     f"{ALICE}a-key-of-letters-with-é": "line 3 has characters that no header carries",
-    f"{ALICE}a-key-of\tenough-letters": "line 3 has characters that no header carries",
+    f"{ALICE}a-key-of\x00enough-letters": "line 3 has characters that no header carries",
+    f"{ALICE}a-key-of\tenough-letters": "line 3 has a key with a space",
+    f"{ALICE}bob a-key-of-enough-letters": "line 3 has a key with a space",  # it was one key, without its colon
+    f"{ALICE}bob: a key of enough letters": "line 3 has a key with a space",
     f"{ALICE}bob: a-good-key-of-letters": "line 3 is that of 'alice', too",
     f"{ALICE}a-good-key-of-letters": "line 3 is that of 'alice', too",
     f"{ALICE}key-1: another-key-of-letters": "line 3 .*choose another",
