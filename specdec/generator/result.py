@@ -65,8 +65,7 @@ def _described(
     if drafter is not None and drafter.models:
         settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
     out.stats = recorder.stats(
-        [seq.id for seq in call.seqs],
-        cached_prompt_tokens=request.cached_prompt_tokens,
+        call.seqs,
         num_target_passes=request.passes,
         seconds=seconds,
         finish_reasons=tuple(finish_reasons),

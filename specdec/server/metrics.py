@@ -62,7 +62,6 @@ class Metrics:
         self.drafts.labels(model).inc(stats.num_spec_steps)
         self.drafted.labels(model).inc(stats.num_draft_tokens)
         self.accepted.labels(model).inc(stats.num_accepted_draft_tokens)
-        self.cached_tokens.labels(model).inc(stats.cached_prompt_tokens)
         for position in range(min(max(stats.per_step_accepted, default=0), _POSITIONS)):
             reached = sum(accepted > position for accepted in stats.per_step_accepted)
             self.per_position.labels(model, str(position)).inc(reached)

@@ -72,6 +72,11 @@ class Finished:
 
     stats: Stats
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that no choice read again: choices read the prompt together."""
+        return min((row.cached_prompt_tokens for row in self.stats.per_row), default=0)
+
 
 @dataclass(frozen=True)
 class PromptRequest:
