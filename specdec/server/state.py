@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ipaddress import IPv6Address
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from specdec.server.admission import Admission, Clients
 from specdec.server.errors import ApiError, unavailable
@@ -61,9 +61,18 @@ class State:
             host.close()
 
     def note(
-        self, own: str, method: str, path: str, status: int, seconds: float, sent: int, key: str | None = None
+        self,
+        own: str,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        sent: int,
+        *,
+        client: str,
+        key: str | None = None,
     ) -> None:
-        """Logs one line about a request: never its content, and no path but a route's."""
+        """Logs one line about a request of the address `client`: never its content, and no path but a route's."""
         self.metrics.requests.labels(path, str(status)).inc()
         facts = {
             "request_id": own,
@@ -72,6 +81,7 @@ class State:
             "status": status,
             "seconds": round(seconds, 4),
             "bytes": sent,
+            "client": client,
             "key": key,
         }
         LOG.info(json.dumps(facts), extra={"facts": facts})
@@ -96,11 +106,16 @@ def state_of(request: Request) -> State:
 def client_of(request: Request) -> str:
     """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
     known: str | None = request.scope.get("specdec.key")
-    if known is not None or request.client is None:
-        return known or ""
+    return sender_of(request, state_of(request).settings) if known is None else known
+
+
+def sender_of(request: HTTPConnection, settings: ServeSettings) -> str:
+    """The client's address: the last one that is no trusted proxy's; empty without any."""
+    if request.client is None:
+        return ""
     forwarded = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
     for text in (request.client.host, *(part.strip() for part in reversed(forwarded) if part.strip())):
-        if not is_trusted(address_of(text), state_of(request).settings):
+        if not is_trusted(address_of(text), settings):
             break  # a client can forge those before it
     return origin_of(text)
 
