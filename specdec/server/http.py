@@ -168,6 +168,10 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(rest, self._stop)
         self.config.timeout_graceful_shutdown = math.ceil(rest + _MERCY)
         await super().shutdown(sockets)
+        if cut := self._state.cut:
+            LOG.warning("stopped, %d request%s cut", cut, "s were" if cut > 1 else " was")
+        else:
+            LOG.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the drain; a second signal closes the listener at once."""

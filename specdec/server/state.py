@@ -19,6 +19,7 @@ from specdec.server.models import Hosts
 from specdec.server.settings import ServeSettings, address_of
 
 LOG = logging.getLogger("specdec.server")
+ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
 _AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
 
@@ -33,6 +34,7 @@ class State:
         heard = sum(host.turns.free for host in hosts.all.values() if host.model.task == "speech")
         self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
         self.draining = self.stopping = False
+        self.cut = 0  # requests that the server gave up when it stopped
         self._tasks: set[asyncio.Task[Any]] = set()
         self._last: list[Callable[[], None]] = []
         self.metrics.watch(hosts.loads, self.uploads)
@@ -42,10 +44,11 @@ class State:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if self.stopping:  # after its first step: a task that never ran would not close its generators
+            self.cut += 1
             task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
-        self.stopping = True
+        self.stopping, self.cut = True, len(self._tasks)
         for task in self._tasks:
             task.cancel()
 
@@ -71,8 +74,12 @@ class State:
         *,
         client: str,
         key: str | None = None,
+        error: str | None = None,
     ) -> None:
-        """Logs one line about a request of the address `client`: never its content, and no path but a route's."""
+        """Logs one line about a request of the address `client`: never its content, and no path but a route's.
+
+        `error`: the code of its error; that of a stream comes after the status.
+        """
         self.metrics.requests.labels(path, str(status)).inc()
         facts = {
             "request_id": own,
@@ -83,6 +90,7 @@ class State:
             "bytes": sent,
             "client": client,
             "key": key,
+            "error": error,
         }
         LOG.info(json.dumps(facts), extra={"facts": facts})
 
