@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from psutil import virtual_memory
 
-from specdec import LoadError, SpecdecError
+from specdec import LoadError, OptionError, SpecdecError
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
@@ -92,6 +92,20 @@ def test_flags_that_do_not_go(
     monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
     assert run(["serve", *arguments, "--quiet"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_every_wrong_key_is_named() -> None:
+    """The first of them was, in pydantic's words."""
+    model = {"name": "m", "target": "t", "drafft": "suffix"}
+    with pytest.raises(OptionError) as error:
+        read_settings({"models": [model], "prt": 1, "color": "red", "limits": {"runing": 3, "waiting": "x"}})
+    assert str(error.value).split("; ") == [
+        "`models.0.drafft`: unknown key (did you mean `draft`?)",
+        '`limits.waiting` must be a whole number, got "x"',
+        "`limits.runing`: unknown key (did you mean `running`?)",
+        "`prt`: unknown key (did you mean `port`?)",
+        "`color`: unknown key",
+    ]
 
 
 def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
