@@ -100,14 +100,14 @@ class _Notes(logging.Handler):
 def notes(*, quiet: bool) -> Iterator[None]:
     """Prints the library's log from INFO on within the context, nothing if quiet."""
     log, handler = logging.getLogger("specdec"), logging.NullHandler() if quiet else _Notes(logging.INFO)
-    level = log.level
+    before, level, propagates = log.handlers[:], log.level, log.propagate
     log.addHandler(handler)  # without a handler, logging itself prints warnings
     if not quiet:
         log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        log.handlers, log.propagate = before, propagates
         log.setLevel(level)
 
 
