@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from specdec.bench.corpus import is_held_out, source_files
+from specdec.bench.prompts import is_held_out, source_files
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # What torch and transformers bring with them: code of other hands, which the standard library alone has too little of.

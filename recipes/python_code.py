@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.course import Course, check_stage
 from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
-from specdec.bench.corpus import held_out_prompts, source_files
+from specdec.bench.prompts import held_out_prompts, source_files
 from specdec.distill.optimise import make_optimizers, save
 from specdec.options.bundled_models import cache
 

@@ -172,8 +172,8 @@ def main() -> None:
     import numpy as np
     from measure import Watch, table
 
+    from specdec.pipelines.scoring import error_rate
     from specdec.pipelines.speech.audio import read_audio
-    from specdec.pipelines.speech.word_errors import error_rate
 
     args, watch = arguments(), Watch()
     pythons = dict(entry.split("=", 1) for entry in args.python)

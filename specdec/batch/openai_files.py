@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from specdec.batch.answer import BatchSpec, Fields, Task, explained
 from specdec.batch.tasks import load_generator
 from specdec.core.stats import Stats
-from specdec.pipelines.stats import total
+from specdec.pipelines.batching import total
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error, invalid

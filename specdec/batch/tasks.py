@@ -11,9 +11,9 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.tokenizers import ids_of
 from specdec.options import bundled_models
-from specdec.options.checks import plain
+from specdec.options.fields import plain
 from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
 

@@ -5,12 +5,12 @@
 | `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
 | `imports.py` | modules of the caller's own, which register drafts |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
-| `runner.py`, `group.py` | measure plain and assisted decoding in turn; resume a killed run |
+| `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, and one measured call |
 | `synthetic.py` | drafts that know the text, for targets without a small sibling |
 | `samples.py`, `compare.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
-| `plots.py`, `report.py`, `report.html.j2` | plots and the page |
+| `report.py`, `report.html.j2` | plots and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tune.py` | the best schedule of one pair |
 | `machine.py` | machine, versions, contention, peak memory |

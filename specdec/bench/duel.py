@@ -8,8 +8,8 @@ from time import perf_counter as clock
 from typing import Any
 
 from specdec.bench.compare import Difference, differences
-from specdec.bench.corpus import held_out_prompts
 from specdec.bench.machine import Watch
+from specdec.bench.prompts import held_out_prompts
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.options.bundled_models import Pair

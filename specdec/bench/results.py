@@ -18,9 +18,8 @@ from specdec.bench.figures import (
     speedup,
     typical,
 )
-from specdec.bench.group import name_of
 from specdec.bench.machine import Watch
-from specdec.bench.runner import Outcome
+from specdec.bench.runner import Outcome, name_of
 from specdec.bench.samples import Mismatch, Sample
 from specdec.bench.suite import PLAIN, Cell, Group
 

@@ -1,26 +1,182 @@
-"""Runs a suite: plain and assisted decoding in turn, every sample kept as soon as it exists."""
+"""Runs a suite: plain and assisted decoding in turn, texts compared, every sample kept as soon as it exists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from specdec.bench.group import GroupRun, in_words
-from specdec.bench.imports import digests
+from specdec.bench.compare import differences, explain
+from specdec.bench.imports import digests, place_of
 from specdec.bench.machine import Watch, provenance
-from specdec.bench.prompts import batches, read_prompts
-from specdec.bench.samples import Failure, Run, Store, fingerprint
-from specdec.bench.suite import PLAIN, Suite
-from specdec.bench.systems import Systems
+from specdec.bench.prompts import PromptText, batches, read_prompts
+from specdec.bench.samples import Failure, Key, Run, Sample, Store, fingerprint
+from specdec.bench.suite import PLAIN, Cell, Group, Suite
+from specdec.bench.synthetic import Oracle, SyntheticDraft
+from specdec.bench.systems import Measured, Systems, measure
 from specdec.errors import SpecdecError
+from specdec.generator.generator import SpecGenerator
 from specdec.options.versions import versions
 
 Notify = Callable[[int, int, str], None]
+
+WARM_UP = 16  # new tokens of a warm-up call
+
+
+@dataclass
+class GroupRun:
+    """A group, its prompts in batches, and where its records, failures and progress go."""
+
+    suite: Suite
+    group: Group
+    batches: Sequence[Sequence[PromptText]]
+    store: Store
+    failures: list[Failure]
+    report: Callable[[str], None]
+    _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # plain texts by batch, for synthetic drafts
+
+    @property
+    def size(self) -> int:
+        """The number of samples of a complete run."""
+        return len(self._systems) * len(self.batches) * self.suite.repeats
+
+    @property
+    def _systems(self) -> list[Cell | None]:
+        return [None, *self.group.cells]
+
+    def is_finished(self) -> bool:
+        """Whether all samples exist and all differences are explained."""
+        is_measured = len(self.store.samples.keys() & set(self._keys())) == self.size
+        return is_measured and all(map(self._is_explained, self._keys()))
+
+    def run(self, systems: Systems, watch: Watch) -> None:
+        """Measures and compares what is missing."""
+        alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
+        if None not in alive:
+            return
+        for turn in range(len(self.batches) * self.suite.repeats):
+            repeat, batch = divmod(turn, len(self.batches))
+            first = turn % len(alive)
+            for cell in alive[first:] + alive[:first]:
+                self._attempt(cell, partial(self._sample, systems, watch, cell, batch, repeat))
+        self._compare(systems)
+
+    def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
+        """Runs `action` unless the system failed before; returns whether it succeeded, and notes the failure."""
+        if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.failures):
+            return False
+        try:
+            action()
+        except Exception as error:
+            self.failures.append(Failure(self.group.label, name_of(cell), in_words(error)))
+            return False
+        return True
+
+    def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
+        """Short calls; the first loads the draft."""
+        self.report(f"warming up: {name_of(cell)}")
+        generator = self._generator(systems, cell, 0)
+        for _ in range(self.suite.warm_up):
+            generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
+
+    def _sample(self, systems: Systems, watch: Watch, cell: Cell | None, batch: int, repeat: int) -> None:
+        key = Key(self.group.label, name_of(cell), batch, repeat)
+        if key in self.store.samples:
+            return
+        self.report(f"{self.group.label}: {name_of(cell)}")
+        prompts = self.batches[batch]
+        generator = self._generator(systems, cell, batch)
+        watch.look()
+        done = measure(generator, self._call(cell, prompts))
+        self.store.add(sample(key, prompts[0].category, done, watch.spins[-1]))
+
+    def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
+        """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
+        generator = systems.generator(self.group.label, cell)
+        drafter = generator.drafter
+        if isinstance(drafter, SyntheticDraft):
+            if batch not in self._foretold:
+                out = systems.plain.generate(**self._call(None, self.batches[batch]))
+                self._foretold[batch] = out.new_tokens()
+            width = generator.target.vocab_size
+            drafter.oracle = Oracle(self._foretold[batch], drafter.rates, width, seed=batch)
+        return generator
+
+    def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
+        """The arguments of `generate`, with at most `most` new tokens."""
+        options = self.suite.call(self.group.strategy, cell)
+        if most is not None:
+            options["max_new_tokens"] = min(most, options["max_new_tokens"])
+        if self.group.prompts.chat:
+            return {"messages": [[{"role": "user", "content": prompt.text}] for prompt in prompts], **options}
+        return {"prompt": [prompt.text for prompt in prompts], **options}
+
+    def _compare(self, systems: Systems) -> None:
+        """Records the mismatches of each text that should equal plain decoding's and does not."""
+        for key in self._keys():
+            if not self._is_explained(key):
+                call = self._call(None, self.batches[key.batch])
+                for mismatch in explain(*self._both(key), systems.plain, call):
+                    self.store.add(mismatch)
+
+    def _is_explained(self, key: Key) -> bool:
+        """Whether a text equals plain decoding's, may differ, or has its mismatches recorded."""
+        if key.system == PLAIN or not self.group.strategy.comparable or self.store.explained(key):
+            return True
+        plain, other = self._both(key)
+        return plain is None or other is None or not any(differences(plain.tokens, other.tokens))
+
+    def _both(self, key: Key) -> tuple[Any, Any]:
+        """Plain decoding's sample and the other system's, None where one is missing."""
+        return self.store.samples.get(key._replace(system=PLAIN)), self.store.samples.get(key)
+
+    def _keys(self) -> Iterator[Key]:
+        for cell in self._systems:
+            for batch in range(len(self.batches)):
+                for repeat in range(self.suite.repeats):
+                    yield Key(self.group.label, name_of(cell), batch, repeat)
+
+
+def name_of(cell: Cell | None) -> str:
+    """A system's name in records."""
+    return cell.label if cell is not None else PLAIN
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line; one that specdec does not raise on purpose with its place."""
+    place = "" if isinstance(error, SpecdecError) else f" ({place_of(error)})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
+    """The record of a finished call."""
+    stats = done.out.stats
+    assert stats is not None
+    return Sample(
+        *key,
+        category=category,
+        tokens=done.out.new_tokens(),
+        seconds=done.seconds,
+        first_token=done.first_token,
+        gaps=[round(gap, 7) for gap in done.gaps],
+        draft_seconds=stats.draft_seconds,
+        verify_seconds=stats.verify_seconds,
+        select_seconds=stats.select_seconds,
+        passes=stats.num_target_passes,
+        drafted=list(stats.per_step_drafted),
+        accepted=list(stats.per_step_accepted),
+        memory=done.memory,
+        spin=spin,
+        exactness=stats.exactness,
+        backend=stats.settings["backend"],
+        draft_backend=stats.settings.get("draft_backend"),
+    )
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def chat(
 def check_template(request: Request, *, quiet: bool) -> None:
     """Raises OptionError for a target without a chat template, before its weights are read."""
     with loading(f"loading the tokenizer of {request.target}", quiet=quiet):
-        from specdec.generator.inputs import tokenizer_beside
+        from specdec.generator.tokenizers import tokenizer_beside
 
         how, _ = Loading.split({name: value for name, value in request.loading.items() if name != "draft_options"})
         found = (tokenizer_beside(request.target, sees=sees, **how.beside) for sees in (False, True))

@@ -47,7 +47,7 @@ class Printer:
     """Writes one row's text as it streams; `show_draft` distinguishes the draft's tokens from the target's."""
 
     def __init__(self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True) -> None:
-        from specdec.generator.detokenizer import Detokenizer
+        from specdec.generator.tokenizers import Detokenizer
 
         self._out, self._pieces = out, Detokenizer(tokenizer)
         self._show_draft = show_draft

@@ -65,7 +65,7 @@ def summarize(
     if references and len(references) != len(texts):
         raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))
     if references:
-        from specdec.pipelines.summaries.rouge import scorer
+        from specdec.pipelines.scoring import scorer
 
         scorer()  # raises SpecdecError where its library is missing
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
@@ -148,7 +148,7 @@ def conclude(
     if not found:
         return
     from specdec.pipelines import rouge
-    from specdec.pipelines.stats import total
+    from specdec.pipelines.batching import total
 
     documents = [document for part in found for document in part.documents]
     pairs = list(zip([document.texts[0] for document in documents], references, strict=False))

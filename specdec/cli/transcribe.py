@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,11 +124,6 @@ def transcribe_all(
             show_stats(heard[0].stats)
         if not quiet and heard:
             say(pace(heard))
-
-
-def in_seconds(notify: Callable[[float, float, str], None], part: str) -> Callable[[float, float], None]:
-    """Reports the progress of a part of the work in seconds of sound."""
-    return lambda done, known: notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
 
 
 def how_to_go_on(folder: Path | None) -> str:

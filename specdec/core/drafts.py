@@ -44,7 +44,7 @@ class Until(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """A logits processor in numbers (`specdec.decoding.processors.numeric`)."""
+    """A logits processor in numbers (`specdec.decoding.processors.pipeline`)."""
 
     name: str
     numbers: Sequence[float]

@@ -28,9 +28,9 @@ from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
 from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.generator.inputs import check_tokenizer
+from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
-from specdec.options.checks import is_number, is_whole
+from specdec.options.fields import is_number, is_whole
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")
@@ -254,7 +254,7 @@ class Trainer:
             stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
             streams.append(stream)
         if prompts:
-            learned, held = divide_prompts(encode_prompts(tokenizer, prompts))
+            learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
             stream, seconds = writer.write(learned, self._may_write)
             if len(stream):
                 streams.append(stream)

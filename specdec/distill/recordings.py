@@ -19,8 +19,7 @@ from specdec.distill.teacher import DiskCache, Example, Teacher
 from specdec.distill.texts import EVALUATIONS, HELD_OUT, Evaluation, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
-from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in
-from specdec.pipelines.speech.features import window_features
+from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in, window_features
 from specdec.pipelines.speech.whisper import Whisper
 
 _BATCH = 8  # windows that the target transcribes together

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from specdec.distill.optimise import save
 from specdec.distill.teacher import Example, Teacher, divergence, output_of
 from specdec.models import LanguageModel
-from specdec.models.hf.layer_subset import with_layers
+from specdec.models.hf.derived import with_layers
 from specdec.models.vocabulary import cut
 from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
 

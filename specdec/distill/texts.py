@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.distill.teacher import Example, Teacher
 from specdec.errors import OptionError
+from specdec.generator.inputs.pictures import chat_ids, has_template
 
 WINDOW = 512  # tokens, at most
 _LEAST = 64  # tokens of text, and of a held-out prompt
@@ -43,12 +44,11 @@ def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
     return texts
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """The ids of prompts, through the tokenizer's chat template if it has one."""
-    if getattr(tokenizer, "chat_template", None):
+def encode_prompts(tokenizer: Any, prompts: Sequence[str], processor: Any = None) -> list[list[int]]:
+    """The ids of prompts, through the model's chat template if it has one."""
+    if has_template(tokenizer, processor):
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
-        found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        found = [chat_ids(turn, tokenizer, processor, add_generation_prompt=True) for turn in turns]
     else:
         found = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     return [ids[-_LONGEST:] for ids in found if ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.core.draft_schedules import Schedule
@@ -26,8 +28,9 @@ from specdec.engine.request import Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.drafts_by_name import ScheduledDraft
-from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id, split
-from specdec.models import Encoding, LanguageModel, ModelState, digest
+from specdec.generator.inputs import Prompts, RowPrompt, pad_id, split
+from specdec.generator.tokenizers import check_tokenizer
+from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
@@ -275,3 +278,10 @@ def row_seeds(options: Options, count: int) -> list[int]:
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return [fold(seed, row) for row in range(count)]
+
+
+def digest(tensor: Tensor) -> bytes:
+    """A fingerprint of a tensor's shape, type and content."""
+    plain = tensor.detach().cpu().contiguous()
+    head = f"{plain.dtype} {tuple(plain.shape)}".encode()
+    return hashlib.blake2b(head + plain.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()

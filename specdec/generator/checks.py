@@ -14,9 +14,9 @@ from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
-from specdec.options.checks import warn_of_idle
 from specdec.options.forms import Form
 from specdec.options.generate import Options, listed
+from specdec.options.refusals import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -103,7 +103,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     elif options.max_length is not None:
         limit = options.max_length - prompts.num_embeds_only
     elif prompts.is_text:
-        raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
+        raise OptionError("a text or `messages` needs a length limit: pass `max_new_tokens=`")
     else:
         limit = width + DEFAULT_LENGTH
     if limit <= width:

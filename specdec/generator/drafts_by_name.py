@@ -18,11 +18,12 @@ from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import Draft, Drafter
 from specdec.engine.request import Pacing
 from specdec.errors import DraftError, OptionError, VocabularyError
-from specdec.generator.inputs import check_tokenizer, tokenizer_beside
+from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
+from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
-from specdec.options.checks import is_whole
+from specdec.options.fields import is_whole
 from specdec.options.generate import Options
 from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.parallel.load import load
@@ -42,7 +43,6 @@ from specdec.proposers import (
 )
 from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import kind_of, load_head
-from specdec.proposers.shared_encoder import on_encoder_of
 
 # transformers' arguments that name a call's draft -> the arguments that belong to each.
 ALIASES: dict[str, tuple[str, ...]] = {

@@ -1,20 +1,25 @@
-"""What a call returns: a `Generation`, or the `Event`s of a stream."""
+"""What a call returns: a `Generation`, which a notebook shows in colour, or the `Event`s of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from specdec.core.stats import Stats
-from specdec.generator.detokenizer import decode, pieces
-from specdec.generator.notebook import as_html
+from specdec.generator.tokenizers import decode, pieces
 
 PerToken = tuple[Tensor, ...]
 PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
+
+_BOX = "font-family:monospace;white-space:pre-wrap;line-height:1.5"
+# underlined for readers who see no colour
+_DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"
+_QUIET = "opacity:.75;font-size:90%"
 
 
 @dataclass
@@ -88,3 +93,32 @@ class Event:
     token_ids: list[int]
     accepted: int
     row: int = 0
+
+
+def as_html(rows: Sequence[Sequence[tuple[str, bool]]], stats: Stats | None) -> str:
+    """HTML of texts, each in pieces with whether the draft guessed them, and a line of `stats`.
+
+    The colours work on light and dark pages.
+    """
+    texts = [f'<div style="{_BOX}">{"".join(_piece(*piece) for piece in row)}</div>' for row in rows]
+    if len(texts) > 1:
+        texts = [f'<div style="{_QUIET}">{n}/{len(texts)}</div>{text}' for n, text in enumerate(texts, 1)]
+    return f"<div>{''.join(texts)}{'' if stats is None else _figures(stats)}</div>"
+
+
+def _piece(text: str, drafted: bool) -> str:
+    return f'<span style="{_DRAFTED}" title="from the draft">{escape(text)}</span>' if drafted else escape(text)
+
+
+def _figures(stats: Stats) -> str:
+    """Speed, passes, and with a draft how many of its guesses were accepted."""
+    facts = [
+        f"{stats.num_new_tokens} tokens in {stats.seconds:.2f} s",
+        f"{stats.tokens_per_second:.0f} tokens/s",
+        f"{stats.num_target_passes} passes of the target",
+    ]
+    if stats.num_spec_steps:
+        facts.append(f"{stats.mean_acceptance_length:.2f} tokens per round with a draft")
+        mark = f'<span style="{_DRAFTED}">from the draft</span>'
+        facts.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses kept")
+    return f'<div style="{_QUIET}">{" · ".join(facts)}</div>'

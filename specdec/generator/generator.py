@@ -14,14 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.core.draft_schedules import Schedule, make_schedule
 from specdec.core.drafts import Draft
 from specdec.decoding.processors.grammar import Grammar, Grammars
-from specdec.engine.driver import Driver
+from specdec.engine.driver import Driver, release_helpers
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
 from specdec.generator.checks import check_draft, check_form
-from specdec.generator.detokenizer import Detokenizer
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Drafts,
@@ -35,8 +33,9 @@ from specdec.generator.drafts_by_name import (
 )
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
-from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, split, tokenizer_beside, with_predictions
+from specdec.generator.inputs import Prompt, read_prompts, split, with_predictions
 from specdec.generator.job import Job
+from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Options, listed
 from specdec.options.load import Loading, Vocabulary, check_loaded

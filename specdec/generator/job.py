@@ -19,8 +19,7 @@ from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation
-from specdec.generator.recorder import Recorder
-from specdec.generator.result import finished, unfinished
+from specdec.generator.result import Recorder, finished, unfinished
 
 
 class Delta(NamedTuple):

@@ -1,4 +1,4 @@
-// Logits processors as numbers, encoded by specdec/decoding/processors/numeric.py: each changes the scores of the next
+// Logits processors as numbers, encoded by specdec/decoding/processors/pipeline.py: each changes the scores of the next
 // token, and follows the guesses.
 
 #pragma once
@@ -77,7 +77,7 @@ struct Top : Filter {
 };
 
 // first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens: Whisper's
-// rules, as in specdec/decoding/processors/whisper_timestamps.py.
+// rules, as in specdec/decoding/processors/suppress.py.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;

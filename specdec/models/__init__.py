@@ -1,10 +1,9 @@
 """The only folder that runs a transformers forward: sessions, capabilities, loading."""
 
-from specdec.models.cache.buffers import prefix_bytes
+from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
-from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
@@ -18,7 +17,6 @@ __all__ = [
     "LanguageModel",
     "ModelState",
     "Session",
-    "digest",
     "free_bytes",
     "load",
     "needs_eyes",

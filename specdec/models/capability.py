@@ -1,11 +1,19 @@
-"""How a model can be run, by architecture: its kind of cache, how it gets positions, which masks it takes."""
+"""How a model can be run, by architecture: its kind and size of cache, how it gets positions, which masks it takes.
+
+`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from specdec.models.cache.layout import AttentionKind
+from specdec.models.cache.session import Session
 from specdec.models.hf.tiny_models import SIZES
 
 CacheKind = Literal["kv", "replay", "none"]
@@ -111,3 +119,58 @@ def known(config: Any) -> Capability | None:
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
     """Our own keys and values; masks by layer kind if layers differ in what they see."""
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
+
+
+def kv_width(config: Any) -> int:
+    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together."""
+    if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
+        return max(map(kv_width, config.per_layer_config))
+    heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
+    hidden = _first(config, "hidden_size", "d_model", "n_embd")
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kept = (
+        1 if shared else getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    )
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // max(heads, 1)
+    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:  # keys and values differ in width
+        return heads * (rope + config.qk_nope_head_dim + config.v_head_dim)
+    return 2 * kept * width
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 1)
+
+
+class ModelSpec(Protocol):
+    """A transformers `model` and how to run it; `LanguageModel` implements this and documents each attribute."""
+
+    model: Any
+    config: Any
+    capability: Capability
+    input_names: frozenset[str]
+    vocab_size: int
+    max_positions: int | None
+    device: torch.device
+    dtype: torch.dtype
+    is_encoder_decoder: bool
+    is_strict: bool
+    sees: bool
+
+    @property
+    def decoder(self) -> Any: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def is_offloaded(self) -> bool: ...
+    @property
+    def forgets_order(self) -> bool: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def see(self) -> Any: ...
+    def session(self) -> Session: ...
+    def with_capability(self, model: Any, capability: Capability) -> ModelSpec: ...
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
+    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
+    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...

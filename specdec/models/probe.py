@@ -16,11 +16,19 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
-from specdec.models.capability import OWN_MASKS, REPLAY, Capability, Positions, attention_kinds, known, kv_capability
+from specdec.models.capability import (
+    OWN_MASKS,
+    REPLAY,
+    Capability,
+    ModelSpec,
+    Positions,
+    attention_kinds,
+    known,
+    kv_capability,
+)
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.spec import ModelSpec
 from specdec.models.hf.tiny_models import tiny_model
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.

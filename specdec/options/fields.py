@@ -1,13 +1,12 @@
-"""Tables of single options: their types, which are refused, which belong to one strategy."""
+"""Tables of single options: their types, which are refused, which belong to one strategy; and kinds of values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
-
-from specdec.options.checks import plain
 
 
 class Rule(NamedTuple):
@@ -144,7 +143,7 @@ class DraftWord(NamedTuple):
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
-    "early_exit": DraftWord("early_exit", "EarlyExitDraft", argument="N"),
+    "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # What a value with parts must be; pydantic would name one part only.
@@ -166,6 +165,26 @@ EXPECTED = {
     "seed": "a whole number, or a list of one for each row",
     "stop_strings": "text, or a list of texts, none of them empty",
 }
+
+
+def plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python objects; other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_list(value: object) -> bool:
+    """Whether `value` is a sequence other than text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer of Python, numpy or torch, not a bool."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the former is faster
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one(value: object) -> object:

@@ -65,12 +65,13 @@ class Form:
 
 def deeply(function: Callable[[], T]) -> T:
     """The function's result, from a thread with a large stack: llguidance needs some of it for each rule in a row."""
-    with _STACKS, ThreadPoolExecutor(1) as thread:
-        usual = threading.stack_size(_STACK)
-        try:
-            result = thread.submit(function)
-        finally:
-            threading.stack_size(usual)
+    with ThreadPoolExecutor(1) as thread:
+        with _STACKS:  # the size is that of all threads that begin
+            usual = threading.stack_size(_STACK)
+            try:
+                result = thread.submit(function)
+            finally:
+                threading.stack_size(usual)
         return result.result()
 
 

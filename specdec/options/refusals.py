@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError, UnsupportedError
-from specdec.options.checks import warn_of_idle
 from specdec.options.fields import BEAMS_ONLY, DRAWING, IDLE, INSTEAD, OWN, REFUSED, SYNONYMS
 from specdec.options.forms import forms
 from specdec.options.generate import Options
@@ -20,6 +22,24 @@ from specdec.options.generate import Options
 EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 """Pairs of fields for one length: the first counts."""
 _SCHEDULE = ("plan", "after", "max_branches")  # attributes of a schedule object
+_refusing = ContextVar("refusing", default=False)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Within this context an option without effect raises instead of warning: clients of a server see no warnings."""
+    before = _refusing.set(True)
+    try:
+        yield
+    finally:
+        _refusing.reset(before)
+
+
+def warn_of_idle(message: str) -> None:
+    """Warns of an option without effect; raises OptionError within `refusing`."""
+    if _refusing.get():
+        raise OptionError(message)
+    warnings.warn(message, stacklevel=2)  # a fixed place, so that Python shows each message once
 
 
 def check_known(name: str, value: object) -> None:

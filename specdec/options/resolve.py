@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
-from specdec.options.checks import warn_of_idle
 from specdec.options.fields import EXPECTED, IDLE, REFUSED, SEARCHES
 from specdec.options.forms import FORMS
 from specdec.options.generate import Options
@@ -28,6 +27,7 @@ from specdec.options.refusals import (
     check_known,
     check_lengths,
     check_search,
+    warn_of_idle,
 )
 
 DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}

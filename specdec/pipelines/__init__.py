@@ -13,8 +13,8 @@ from specdec.errors import OptionError
 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
+    from specdec.pipelines.scoring import rouge
     from specdec.pipelines.speech.transcribe import Transcriber, Transcription
-    from specdec.pipelines.summaries.rouge import rouge
     from specdec.pipelines.summaries.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text
 
@@ -29,7 +29,7 @@ _HOMES = {
     "Summaries": "summaries.summarize",
     "Summary": "summaries.summarize",
     "Transcription": "speech.transcribe",
-    "rouge": "summaries.rouge",
+    "rouge": "scoring",
 }
 __all__ = [
     "PIPELINES",

@@ -1,9 +1,9 @@
-"""Shared by pipelines over text: making a generator, and decoding prompts in batches."""
+"""Shared by pipelines: making a generator, decoding prompts in batches, and the statistics of several calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.core.stats import Stats
@@ -12,7 +12,6 @@ from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
-from specdec.pipelines.stats import total
 
 BATCH = 8  # prompts decoded together
 _NO_PLACE = ("streamer", "return_dict_in_generate")
@@ -94,3 +93,17 @@ def decode(
         found.starts.extend(out.sequences[::copies, :start].tolist())
         stats.append(out.stats)
     return Decoded(found.new, found.starts, total(stats))
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """The statistics of several calls of one generator: sums of counts and seconds, rows one after the other."""
+    joined: dict[str, Any] = {}
+    for field in fields(Stats) if parts else ():
+        values = [getattr(part, field.name) for part in parts]
+        if isinstance(field.default, tuple):
+            joined[field.name] = tuple(item for value in values for item in value)
+        elif isinstance(field.default, int | float):
+            joined[field.name] = sum(values)
+        else:
+            joined[field.name] = values[-1]
+    return Stats(**joined)

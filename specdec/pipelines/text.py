@@ -7,7 +7,8 @@ from typing import Any
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.inputs.pictures import chat_ids
+from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import listed
 from specdec.pipelines.batching import BATCH, check_call, decode, make_generator, row_seeds
 
@@ -87,12 +88,12 @@ class Text:
         if isinstance(item, str):
             return ids_of(self._tokenizer, item, verbose=False)
         go_on = _goes_on(item, go_on)
-        how = {"add_generation_prompt": not go_on, "continue_final_message": go_on, "return_dict": True}
+        how: dict[str, Any] = {"add_generation_prompt": not go_on, "continue_final_message": go_on}
+        how |= {"tools": tools} if tools else {}
         try:
-            found: list[int] = self._tokenizer.apply_chat_template(list(item), tools=tools, **how)["input_ids"]
+            return chat_ids(list(item), self._tokenizer, self.generator.processor, **how)
         except Exception as error:  # of any class: templates are code of the checkpoint
-            raise OptionError(f"the tokenizer's chat template refused the messages: {error}") from error
-        return found
+            raise OptionError(f"the model's chat template refused the messages: {error}") from error
 
 
 def _check_form(full: bool | None, text: bool | None, tensors: bool | None) -> None:

@@ -10,18 +10,16 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.best_branch import best_branch
-from specdec.proposers.early_exit import EarlyExitDraft
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.hybrid import HybridDraft
-from specdec.proposers.model import ModelDraft
+from specdec.proposers.model import EarlyExitDraft, ModelDraft
 from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer.by_text import TextBridge
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
-from specdec.proposers.text_alone import TextAloneDraft
+from specdec.proposers.views import TextAloneDraft, best_branch
 
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()

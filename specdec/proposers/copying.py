@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
-from specdec.proposers.best_branch import branch_tokens
+from specdec.proposers.views import branch_tokens
 
 SEPARATOR = -1
 """Separates texts in one index; no text contains it, and no proposal crosses it."""

@@ -8,8 +8,8 @@ from operator import index
 from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
-from specdec.proposers.best_branch import branch_tokens
 from specdec.proposers.copying import cut, merge_chains
+from specdec.proposers.views import branch_tokens
 
 Propose = Callable[[list[int], int], Iterable[int]]
 

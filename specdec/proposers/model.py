@@ -1,4 +1,6 @@
-"""A draft that is a language model: chains for texts, trees for texts and searches, from one cache per sequence."""
+"""A draft that is a language model, also one of the target's own first layers: chains for texts, trees for
+texts and searches, from one cache per sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits
 from specdec.decoding.samplers import fit
+from specdec.errors import OptionError
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed
 
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
     from specdec.models import Encoding, LanguageModel, Session
-
 
 _FEW = 16  # missing tokens that are fed in the pass that makes the first guess
 
@@ -252,15 +254,11 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        cached, usual = self._cached[seq.id], seq.task.sampler.branches
+        cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, self._may_follow)
-        readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
-        return Branches(seq, plan, limit if readable else 0, cached, self._may_follow)
-
-    def _may_follow(self, seq: SequenceView, token: int) -> bool:
-        """Whether a guess may follow `token`: it ends no text, and the draft has an embedding for it."""
-        return token < self._model.vocab_size and token not in seq.task.ends
+            return Chain(seq, plan, limit, cached, readable)
+        can_read = max(seq.tree.tokens, default=0) < readable
+        return Branches(seq, plan, limit if can_read else 0, cached, readable)
 
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
@@ -297,3 +295,28 @@ class ModelProposer(Proposer):
                 if (following := growth.take(tree, fit(out.logits, self._vocab_size))) is not None
             ]
             level += 1
+
+
+class EarlyExitDraft(ModelDraft):
+    """Drafts with the target's first `layers` layers and its own head (LayerSkip, arXiv 2404.16710, section 3.3)."""
+
+    def __init__(self, target: LanguageModel, layers: int) -> None:
+        super().__init__(
+            target.early_exit(layers),
+            source=f"early_exit:{layers}",
+            shared_encoder=target.is_encoder_decoder,
+            sees=target.sees,
+        )
+        self.layers = layers
+
+    @classmethod
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDraft:
+        """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
+        layers = int(argument) if argument is not None and argument.isdecimal() else 0
+        if not 1 <= layers < target.num_layers:
+            least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"
+            raise OptionError.of(name, least, "early_exit" if argument is None else f"early_exit:{argument}")
+        return cls(target, layers)
+
+    def __repr__(self) -> str:
+        return f"EarlyExitDraft({self.layers})"

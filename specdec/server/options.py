@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Draft
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator.detokenizer import decode
+from specdec.generator.tokenizers import decode
 from specdec.server.errors import ApiError
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits

@@ -14,14 +14,14 @@ from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import OptionError
-from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
-from specdec.generator.inputs.pictures import PIXELS, chat_ids, with_pictures
+from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
-from specdec.options.checks import refusing
+from specdec.generator.tokenizers import Detokenizer, before_stop, decode
 from specdec.options.forms import Form
 from specdec.options.generate import listed
+from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.options import StopTexts, call_options
@@ -122,7 +122,7 @@ class TextModel:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
-        self.chats = any(getattr(part, "chat_template", None) for part in (self.tokenizer, self.generator.processor))
+        self.chats = has_template(self.tokenizer, self.generator.processor)
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from specdec.bench import group as group_module
+from specdec.bench import runner
 from specdec.bench.systems import measure
 from specdec.bench.tune import best, candidates, ranked, snippet
 from specdec.cli.bench import bench, suite_keys
@@ -170,7 +170,7 @@ def test_a_mismatch_is_exit_code_3(
             done.out.sequences[0, -1] += 1
         return done
 
-    monkeypatch.setattr(group_module, "measure", lie)
+    monkeypatch.setattr(runner, "measure", lie)
     assert run(arguments) == 3
     out, err = capsys.readouterr()
     assert "2 DIFFER" in out

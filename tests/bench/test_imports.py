@@ -10,9 +10,9 @@ import pytest
 
 from specdec import DraftError, OptionError, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run
-from specdec.bench.group import in_words
 from specdec.bench.imports import digests, import_modules
 from specdec.bench.results import Results
+from specdec.bench.runner import in_words
 from specdec.core.drafts import Draft
 from specdec.proposers import DRAFTS, FunctionDraft
 from tests.folders import WIDTH, byte_tokenizer

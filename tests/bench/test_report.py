@@ -14,8 +14,7 @@ import pytest
 from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import Watch
-from specdec.bench.plots import leaders, short, themed
-from specdec.bench.report import as_html, number
+from specdec.bench.report import as_html, leaders, number, short, themed
 from tests.browser import launched
 from tests.folders import saved_model
 

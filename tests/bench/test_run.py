@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.bench import exit_state, read_suite, results, run
-from specdec.bench import group as group_module
+from specdec.bench import exit_state, read_suite, results, run, runner
 from specdec.bench.results import as_csv
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
@@ -74,7 +73,7 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         return measure(*arguments)
 
-    monkeypatch.setattr(group_module, "measure", counting)
+    monkeypatch.setattr(runner, "measure", counting)
     folder = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(read_suite(keys), folder)
@@ -166,7 +165,7 @@ def lie(generator: SpecGenerator, call: dict[str, Any]) -> Measured:
 
 def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The position, both tokens, and how far the target's two best logits are apart there."""
-    monkeypatch.setattr(group_module, "measure", lie)
+    monkeypatch.setattr(runner, "measure", lie)
     keys = {**keys, "drafts": "suffix"}
     found = results(run(read_suite(keys), tmp_path / "out"))
     assert exit_state(found) == "mismatch"
@@ -191,7 +190,7 @@ def test_what_may_differ(
 ) -> None:
     """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""
     monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: exactness)
-    monkeypatch.setattr(group_module, "measure", lie)
+    monkeypatch.setattr(runner, "measure", lie)
     found = results(run(read_suite({**keys, "near_tie": 1e6, "drafts": "suffix"}), tmp_path / "out"))
     assert exit_state(found) == "ok"
     assert {m["excuse"] for m in found["mismatches"]} == {"near-tie" if exactness == "exact" else exactness}

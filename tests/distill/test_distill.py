@@ -23,7 +23,7 @@ from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
-from specdec.models.hf.layer_subset import with_layers
+from specdec.models.hf.derived import with_layers
 from specdec.pipelines import Transcriber
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle

@@ -119,7 +119,7 @@ def test_the_errors_page_has_messages_of_every_kind() -> None:
     for kind in made.KINDS:
         assert f"## {kind}\n" in page
         assert len(re.findall(r"^- ", page.split(f"## {kind}\n")[1].split("\n## ")[0], re.M)) >= 1
-    assert "- a text prompt needs a length limit: pass `max_new_tokens=`" in page
+    assert "- a text or `messages` needs a length limit: pass `max_new_tokens=`" in page
     assert "SpecdecError" not in made.KINDS
     assert {*made.KINDS} < {*vars(errors)}
 

@@ -292,8 +292,13 @@ def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
 def test_half_of_a_character(kind: Any) -> None:
     """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
     made = kind(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
-    with pytest.raises(OptionError, match=r"half of a character \(the lone surrogate '\\ud800', at \d+\)"):
+    half = r"half of a character \(the lone surrogate '\\ud800', at \d+\)"
+    with pytest.raises(OptionError, match=half):
         (made.generate if kind is SpecGenerator else made)("a\ud800", max_new_tokens=4)
+    if kind is SpecGenerator:
+        made.tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(OptionError, match=half):
+            made.generate(messages=[{"role": "user", "content": "a\ud800"}], max_new_tokens=4)
 
 
 def test_positions_run_out() -> None:

@@ -9,7 +9,7 @@ from html import unescape
 import torch
 
 from specdec import SpecGenerator
-from specdec.generator.notebook import as_html
+from specdec.generator.generation import as_html
 from tests.folders import WIDTH, byte_tokenizer
 from tests.oracle import oracle
 from tests.tiny import tiny

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec.distill.texts import encode_prompts
+from specdec.pipelines import Summarizer, Text
 from tests.engine.test_threads import is_clean, together
 from tests.generator.conftest import idle
 from tests.matrix import endless
@@ -160,6 +162,19 @@ def test_messages_with_pictures(tmp_path: Path) -> None:
         for plain in (generator.generate(messages=chats, **COMMON), generator.generate(messages=chats[1], **COMMON)):
             text = processor.tokenizer.decode(plain.sequences[-1, :-8])
             assert text.endswith("user: Hello again. assistant:")
+
+
+def test_pipelines_and_training_keep_texts_of_a_template_in_parts() -> None:
+    """The processor's template prints parts alone: the message of a text prompt becomes one."""
+    target, processor = with_processor()
+    generator = SpecGenerator(target, tokenizer=processor)
+    (answer,) = Text(generator)([{"role": "user", "content": "Hello"}], return_tensors=True, max_new_tokens=8)
+    with pytest.raises(OptionError, match="a text or `messages` needs a length limit"):
+        generator.generate(messages=[{"role": "user", "content": "Hello"}])
+    ids = [answer["generated_token_ids"], *encode_prompts(processor.tokenizer, ["Hello"], processor)]
+    ids += Summarizer(generator, template="{text}")._ids(["Hello"])
+    for one in ids:
+        assert "user: Hello. assistant:" in processor.tokenizer.decode(one)
 
 
 @pytest.mark.parametrize(

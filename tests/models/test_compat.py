@@ -28,8 +28,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 from specdec.models.cache import recurrent_state
 from specdec.models.cache.buffers import KvLayer
 from specdec.models.hf import device_hooks, private_api
-from specdec.models.hf.positions import Lookup
-from specdec.models.hf.rotary import Scaling
+from specdec.models.hf.positions import Lookup, Scaling
 from specdec.pipelines.speech.word_times import attention_maps
 from tests.folders import saved_gguf
 from tests.models.test_rotary import LONG
@@ -180,14 +179,14 @@ CONTRACTS: list[tuple[str, str, str, Callable[[], bool]]] = [
      lambda: len(Lookup(tiny("t5").get_decoder(), "bias")._methods) > 0),
     ("transformers", "`build_alibi_tensor`", "models/hf/positions",
      lambda: hasattr(tiny("bloom").get_decoder(), "build_alibi_tensor")),
-    ("transformers", "`rope_type` of rotary modules", "models/hf/rotary",
+    ("transformers", "`rope_type` of rotary modules", "models/hf/positions",
      lambda: len(Scaling(tiny("llama", **LONG).get_decoder(), 32)._modules) == 1),
     ("accelerate", "`_hf_hook`, `execution_device`, `pre_forward` or `post_forward`", "models/hf/device_hooks",
      weights_at_hand),
     ("torch", "`torch.export.Dim.DYNAMIC` or `_config.backed_size_oblivious`", "models/backends/compiler",
      sizes_of_exported_code),
     ("bitsandbytes", "`Linear4bit.compute_dtype` or its logger", "models/loading/quantizers", four_bit_layers),
-    *(("transformers", f"`{count}` of the config of {name!r}", "models/hf/layer_subset",
+    *(("transformers", f"`{count}` of the config of {name!r}", "models/hf/derived",
        lambda name=name, count=count: vars(tiny(name).config)[count] == 2)
       for name, count in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("t5", "num_decoder_layers"))),
     ("transformers", "`encoder_attn`, its projections, `scaling`, `num_heads` or `head_dim`",

@@ -276,7 +276,7 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     functions = [keyed(lambda mlp, own=own: setattr(mlp, "act", own)) for own in (F.silu, F.relu)]
     assert len({key(ragged()), *remote, *hooked, *functions}) == 7
     before, read, root = key(ragged()), Path.read_bytes, Path(kernels.__file__).parents[1]
-    for name in ("kernels/ops.py", "models/hf/shallow_copy.py"):
+    for name in ("kernels/ops.py", "models/hf/derived.py"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=root / name: read(path) + b"#" * (path == own))
             compiled_key._own_code.cache_clear()

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
-from specdec.generator.inputs import tokenizer_beside
+from specdec.generator.tokenizers import tokenizer_beside
 from specdec.models import load
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.hf.private_api import whole_gguf

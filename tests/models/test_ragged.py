@@ -15,7 +15,7 @@ from specdec.core.work import Work
 from specdec.models import LanguageModel
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.cache.cross_attention import CrossAttention
-from specdec.models.hf.shallow_copy import shallow_copy
+from specdec.models.hf.derived import shallow_copy
 from tests.models.exact import Twin, in_threads, twin_of
 from tests.tiny import NAMES, tiny
 

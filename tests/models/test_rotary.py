@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.models import Capability
-from specdec.models.hf import rotary
+from specdec.models.hf.positions import Scaling
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference
@@ -163,4 +163,4 @@ def test_drafted_passes_are_saved() -> None:
 def test_scaling_that_nobody_can_set() -> None:
     """A rotary module that is not the library's cannot be asked for spans."""
     with pytest.raises(UnsupportedError, match="rope_scaling"):
-        rotary.Scaling(nn.Linear(2, 2), 32)
+        Scaling(nn.Linear(2, 2), 32)

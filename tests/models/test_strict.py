@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.core.work import Work
 from specdec.models import exactness
-from specdec.models.backends.order_free_activations import Sigmoid, Tanh
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
+from specdec.models.backends.ragged_model import Sigmoid, Tanh
 from specdec.models.exactness import strict_obstacle
 from tests.heads import eagle_folder
 from tests.matrix import endless

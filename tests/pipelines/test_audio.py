@@ -14,8 +14,7 @@ import soundfile
 import torch
 
 from specdec import OptionError, SpecdecError, Transcriber
-from specdec.pipelines.speech.audio import read_audio
-from specdec.pipelines.speech.features import long_features
+from specdec.pipelines.speech.audio import long_features, read_audio
 from tests.speech import RATE, processor, speech, whisper
 
 SOUND = speech(0.8)
@@ -81,7 +80,7 @@ def test_long_features_equal_the_extractor(seconds: float, monkeypatch: pytest.M
     how = {"sampling_rate": RATE, "truncation": False, "padding": "longest", "return_tensors": "pt"}
     expected = PARTS.feature_extractor(sound, **how).input_features[0]
     for block in (6000, 64, 1):
-        monkeypatch.setattr("specdec.pipelines.speech.features._BLOCK", block)
+        monkeypatch.setattr("specdec.pipelines.speech.audio._FRAMES", block)
         found = long_features(sound, PARTS.feature_extractor)
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 
 from specdec import OptionError, Transcriber
 from specdec.pipelines.speech.subtitles import srt, vtt
-from specdec.pipelines.speech.timestamps import split
+from specdec.pipelines.speech.windows import split
 from tests.speech import processor, whisper
 
 CHUNKS = [

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from specdec import LanguageModel, SpecGenerator, __version__
-from specdec.generator.detokenizer import decode
+from specdec.generator.tokenizers import decode
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
 from tests.server.served import DRAFTS, TOKENIZER, app, asking, events, model_of

@@ -1,24 +1,30 @@
-"""The logits processors of one row, as one callable."""
+"""The logits processors of one row, as one callable, and as numbers for compiled chains.
+
+`specdec/kernels/filters.h` applies the numbers: their effect after a text and after each guess that follows it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from specdec.core.drafts import Choice
+from specdec.core.drafts import Choice, Filter
 from specdec.decoding.processors import table
-from specdec.decoding.processors.group_diversity import HammingDiversityLogitsProcessor
-from specdec.decoding.processors.numeric import in_numbers
+from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
 from specdec.decoding.processors.table import PrefixFn, ProcessorSetup
-from specdec.decoding.processors.whisper_timestamps import Timestamps
+from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
+
+Text = list[int]
 
 
 @dataclass(frozen=True)
@@ -171,3 +177,36 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
         guides = getattr(options, "guidance_scale", None) not in (None, 1)
         if guides and type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
+
+
+def in_numbers(item: Any, text: Text) -> list[Filter] | None:
+    """A processor's filters after a text; None where it has no numeric form, as every subclass."""
+    kind = _KINDS.get(type(item))
+    return None if kind is None else kind(item, text)
+
+
+def _suppressed(item: Suppress, text: Text) -> list[Filter]:
+    first, end = item.acts_on(len(text))
+    return [Filter("suppress", (first, end, *(token for token in item.tokens if token >= 0)))] if end > 0 else []
+
+
+def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
+    if item.begin > len(text):
+        return None
+    generated = text[item.begin :]
+    initial = -1 if item.most_initial is None else item.most_initial
+    how = item.first, item.end, initial, item.by_probability, item.newest(generated)
+    return [Filter("timestamps", (*how, *generated[-2:]))]
+
+
+_KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
+    Suppress: _suppressed,
+    SuppressAtBegin: _suppressed,
+    MinLength: _suppressed,
+    MinNewTokens: _suppressed,
+    stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
+    TopK: lambda item, text: [Filter("top", (item.k, 1.0, 1))],
+    TopP: lambda item, text: [Filter("top", (0, item.p, item.min_tokens_to_keep))],
+    TopKTopP: lambda item, text: [Filter("top", (item.top_k.k, item.top_p.p, item.top_p.min_tokens_to_keep))],
+    Timestamps: _timestamps,
+}

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors.group_diversity import HammingDiversityLogitsProcessor
-from specdec.decoding.processors.penalties import OutputPenalty
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor, OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
-from specdec.decoding.processors.whisper_timestamps import Timestamps
 from specdec.errors import OptionError
 
 PrefixFn = Callable[[int, Tensor], list[int]]

@@ -10,17 +10,15 @@ from typing import Any
 
 from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
-from specdec.decoding.strategies.base import StrategySetup
+from specdec.decoding.strategies.base import Greedy, StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
 from specdec.decoding.strategies.beam_scoring import Beams
 from specdec.decoding.strategies.block import Block
 from specdec.decoding.strategies.constrained import ConstrainedSearch
 from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
 from specdec.decoding.strategies.contrastive import Contrastive
-from specdec.decoding.strategies.coupled import Coupled, Match
-from specdec.decoding.strategies.greedy import Greedy
 from specdec.decoding.strategies.group import GroupSearch
-from specdec.decoding.strategies.rejection import Rejection
+from specdec.decoding.strategies.sampling import Coupled, Match, Rejection
 from specdec.errors import OptionError
 
 STRATEGIES: tuple[type[Strategy], ...] = (

@@ -1,4 +1,7 @@
-"""What strategies share: from the target's logits to processed scores, and the step that keeps them."""
+"""What strategies share: from the target's logits to processed scores, and the step that keeps them.
+
+Greedy decoding, the plainest strategy, is at the end.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ class TextStrategy(StrategyBase):
     ) -> Advance:
         """Emits the token after the end of the text."""
         [view], new = views, [step.token for step in steps]
-        step = self.emit(seq, new, view.out, view.node)
+        step = self.emit(seq, new, view.out, view.out.first + view.at)
         if step.scores is not None:
             state = (*(state or ()), step.scores[None])
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
@@ -231,3 +234,32 @@ def paths(out: Logits) -> list[list[int]]:
     for node in range(out.first + 1, len(tree)):
         found[node] = [*found[tree.parents[node]], tree.tokens[node]]
     return list(found.values())
+
+
+class Greedy(TextStrategy):
+    """Takes the argmax of the processed target logits, the first of equals."""
+
+    name = "greedy"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        return not (options.samples or options.beams > 1 or options.contrastive or options.constrained)
+
+    def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
+        at, best = node - out.first, out.cache.get("best")
+        if best is None:
+            plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
+            if not (plain and device_reads.is_local(out.logits)):
+                return super().emit(seq, new, out, node)
+            if out.logits.numel() > SMALL:
+                return Step(device_reads.first_best(out.logits[at]))
+            best = out.cache["best"] = device_reads.first_bests(out.logits)
+        return Step(best[at])
+
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
+        token = device_reads.first_best(processed)
+        return noise.checked(noise.EMPTY if processed[token] == -torch.inf else token)
+
+    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
+        best, tokens = processed.max(dim=-1)
+        return tokens.masked_fill(best == -torch.inf, noise.EMPTY)

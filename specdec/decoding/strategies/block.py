@@ -19,7 +19,7 @@ from specdec.core.tree import Step, Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.samplers import generated
-from specdec.decoding.strategies.rejection import Rejection, draft_distribution, drawn_children
+from specdec.decoding.strategies.sampling import Rejection, draft_distribution, drawn_children
 from specdec.errors import OptionError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specdec.errors import OptionError
-from specdec.options.checks import is_list, is_whole, plain
+from specdec.options.fields import is_list, is_whole, plain
 
 
 class Constraint:

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 from specdec.errors import OptionError
+from specdec.generator.tokenizers import ids_of
 
 PIXELS = 2**26
 """The most pixels of a picture: as many as a square of 8192."""
@@ -52,12 +53,18 @@ def with_pictures(
         raise OptionError(f"the model's processor refused `messages`: {error}") from error
 
 
+def has_template(tokenizer: Any, processor: Any) -> bool:
+    """Whether the model has a chat template, the tokenizer's or the processor's."""
+    return any(getattr(one, "chat_template", None) for one in (tokenizer, processor))
+
+
 def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
     """The ids of a conversation of text alone, by the processor's template where it has one: that takes texts in parts,
     and loses others.
     """
     if getattr(processor, "chat_template", None) is None:
-        return list(tokenizer.apply_chat_template(conversation, return_dict=True, **template)["input_ids"])
+        text = tokenizer.apply_chat_template(conversation, **{**template, "tokenize": False})
+        return ids_of(tokenizer, text, add_special_tokens=False)
     found: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
     return found
 

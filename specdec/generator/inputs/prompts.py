@@ -1,4 +1,4 @@
-"""Prompts of every shape as rows of token ids without padding, and the inputs of an encoder."""
+"""Prompts of every shape as rows of token ids without padding, the inputs of an encoder, and predictions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictures
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
-from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
+from specdec.options.refusals import warn_of_idle
 
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
@@ -57,7 +57,8 @@ class RowPrompt:
 class Prompts:
     """The prompts of a call.
 
-    `padded` `[rows, width]`: ids with padding, as the result returns them. `encoder`: the encoder's arguments;
+    `padded` `[rows, width]`: ids with padding, as the result returns them. `is_text`: they were texts or conversations,
+    which need a length limit. `encoder`: the encoder's arguments;
     `encoding`: its output, where the caller passed that. Where only embeddings were given, `padded` has no columns and
     `num_embeds_only` is their number: lengths count them, but processors, criteria and drafts see the new ids alone, as
     in transformers. (A draft that should see the prompt needs its `input_ids` too.)
@@ -113,6 +114,7 @@ def read_prompts(
         prompts = _embedded(value, *how)
     else:
         prompts = _seen(_read(value, *how), given, options, target)
+    prompts = replace(prompts, is_text=prompts.is_text or messages is not None)
     return _with_negatives(prompts, given, options, target)
 
 
@@ -393,3 +395,38 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
         raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
     rows = [ids_of(tokenizer, text) for text in texts]
     return read_ids("prompt", rows, {}, target)._replace(is_text=True)
+
+
+def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
+    """The prompts with their predictions: one text or row of ids, or a list with one or None for each prompt.
+
+    Raises OptionError for another type or number of predictions, and for text without a tokenizer.
+    """
+    if prediction is None:
+        return prompts
+    mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
+    items = (
+        [prediction] if isinstance(prediction, str) else prediction if mixed else _prediction_ids(prediction, target)
+    )
+    if len(items) != len(prompts.rows):
+        expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
+        raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
+    found = [item if item is None else _prediction(item, target, tokenizer) for item in items]
+    rows = [replace(row, prediction=ids) for row, ids in zip(prompts.rows, found, strict=True)]
+    return replace(prompts, rows=rows)
+
+
+def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
+    if not isinstance(item, str):
+        [ids] = _prediction_ids(item, target)
+        return ids
+    if tokenizer is None:
+        raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
+    ids = list(tokenizer.encode(item, add_special_tokens=False))
+    if not ids:
+        raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
+    return ids
+
+
+def _prediction_ids(value: Any, target: LanguageModel) -> list[list[int]]:
+    return read_ids("prediction", value, {}, target).kept

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.models import LanguageModel
-from specdec.options.checks import is_list, is_whole, plain
+from specdec.options.fields import is_list, is_whole, plain
 
 MASKS = {
     "prompt": "attention_mask",

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from specdec import kernels
 from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_model import PassInputs, RaggedModel
+from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import forget_outputs, note_outputs
-from specdec.models.hf.shallow_copy import shallow_copy
 
 WRITTEN = 8  # numbers: the compiler writes tensors up to this size into the code
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}

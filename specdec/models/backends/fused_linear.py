@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from specdec.kernels import PackedLinear
-from specdec.models.hf.shallow_copy import shallow_copy
+from specdec.models.hf.derived import shallow_copy
 
 _JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
 """Joined layers by the addresses of their parts: other models over the same layers reuse them."""

@@ -22,9 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.options.load import BACKENDS
 
 _log = logging.getLogger(__name__)

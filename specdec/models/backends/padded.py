@@ -21,8 +21,8 @@ from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
 from specdec.models.cache.layout import AttentionView, Layout
+from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, returned
-from specdec.models.hf.spec import ModelSpec
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights
@@ -39,8 +39,9 @@ class PaddedPasses:
     def chain(self, row: Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
         row.tree = work.tree
-        row.columns.begin(work.tree, work.first, work.text_length)
-        self._cache.buffers.point(self._cache.index(row.number), row.columns.base, len(work.tree))
+        if not row.columns.top:
+            row.columns.begin(work.tree, work.first, work.text_length)
+        self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
@@ -61,7 +62,7 @@ class PaddedPasses:
         assert pictures is not None
         assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
-        self._cache.buffers.point(self._cache.index(row.number), 0, pictures.length)
+        self._cache.buffers.point(row.index, 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
         output = self._language.model(
             **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept

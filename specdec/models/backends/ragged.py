@@ -21,9 +21,9 @@ from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs, RaggedModel
 from specdec.models.cache.layout import ColumnMap
+from specdec.models.capability import ModelSpec
+from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import gives_hidden_states, returned
-from specdec.models.hf.shallow_copy import shallow_copy
-from specdec.models.hf.spec import ModelSpec
 from specdec.models.probe import trial_encoding
 
 _TRIED = 12  # tokens of the trial

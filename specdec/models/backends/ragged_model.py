@@ -4,10 +4,15 @@ transformers' layers run as they are, on a batch of one row. Where they would at
 `specdec.kernels`, which write each node's keys and values into the buffers and read the columns that the node's table
 lists (`specdec.models.backends.ragged_inputs`). So rows and trees of any sizes share a pass, no mask is built, and keys
 are never repeated.
+
+A strict model has activations whose results do not depend on a value's place in a tensor. torch computes most of a
+tensor with vectors and the rest one by one, which for some functions differs in the last bit; ours are made of
+operators for which both agree.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,17 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.models.backends.order_free_activations import make_order_free
+from specdec.kernels import ALIKE, PackedLinear
 from specdec.models.backends.ragged_inputs import RaggedInputs
 from specdec.models.cache.cross_attention import Frames
+from specdec.models.capability import ModelSpec
+from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import hidden_states_of, returned
-from specdec.models.hf.shallow_copy import shallow_copy
-from specdec.models.hf.spec import ModelSpec
 
 ATTENTION = "specdec"
 POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
@@ -193,3 +199,41 @@ class RaggedModel(nn.Module):
             farthest = max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
             query, key = positions.new_zeros(1, 1), -torch.arange(farthest + 1, device=positions.device)[None]
         return Lookup(self.model.get_decoder(), self._style).running(query, key)
+
+
+class Sigmoid(nn.Module):
+    """`x / (1 + exp(-scale * x))`: SiLU, and with a scale of 1.702 GELU nearly (arXiv:1606.08415, section 2)."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide / (1 + torch.exp(-self.scale * wide))).to(x.dtype)
+
+
+class Tanh(nn.Module):
+    """GELU by way of tanh (arXiv:1606.08415, section 2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
+
+
+_ORDER_FREE = {
+    type(ACT2FN["silu"]): Sigmoid(),
+    type(ACT2FN["swish"]): Sigmoid(),
+    type(ACT2FN["quick_gelu"]): Sigmoid(1.702),
+    type(ACT2FN["gelu_pytorch_tanh"]): Tanh(),
+}
+
+
+def make_order_free(model: nn.Module) -> None:
+    """Replaces torch's activations, and lets packed layers compute passes of all widths alike."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) in _ORDER_FREE:
+            model.set_submodule(name, _ORDER_FREE[type(module)])
+        elif isinstance(module, PackedLinear):
+            module.way = ALIKE

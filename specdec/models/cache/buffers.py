@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.models.cache.layout import Layout
-from specdec.models.hf.memory import free_bytes
 
 _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
@@ -295,3 +295,15 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     if like.device.type != "cpu" or size < _PAGES:
         return like.new_zeros(shape)
     return torch.frombuffer(mmap.mmap(-1, size, **_PRIVATE), dtype=like.dtype).view(shape)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of `device` that are free now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

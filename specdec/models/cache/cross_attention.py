@@ -11,8 +11,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
-from specdec.models.hf.spec import ModelSpec
 
 
 class Frames(CacheLayerMixin):  # type: ignore[misc]

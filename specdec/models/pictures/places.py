@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.hf.spec import ModelSpec
+from specdec.models.capability import ModelSpec
 from specdec.models.pictures.sizes import by_row, picture_tokens
 
 

@@ -1,4 +1,4 @@
-"""Sound from files, bytes and arrays, as one channel at a model's sampling rate."""
+"""Sound from files, bytes and arrays, as one channel at a model's sampling rate, and its log-mel features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specdec.errors import OptionError, SpecdecError
 
@@ -22,6 +24,8 @@ READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
+
+_FRAMES = 6000  # frames at a time
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,39 @@ def _resampled(blocks: Any, given: float, rate: int) -> Samples:
         parts = [stream.resample_chunk(np.ascontiguousarray(block)) for block in blocks]
         parts.append(stream.resample_chunk(np.empty(0, np.float32), last=True))
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
+
+
+def window_features(samples: Samples, extractor: Any) -> Tensor:
+    """Features `[mels, frames]` of at most one window, padded with silence to a whole one."""
+    found: Tensor = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
+    return found
+
+
+def long_features(samples: Samples, extractor: Any) -> Tensor:
+    """Features `[mels, samples // hop]` of a long recording, equal to the extractor's.
+
+    The extractor needs more than a gigabyte for an hour of sound; this function works block by block.
+    """
+    if extractor.dither:
+        rate = extractor.sampling_rate
+        given = extractor(samples, sampling_rate=rate, truncation=False, padding="longest", return_tensors="pt")
+        return torch.as_tensor(given.input_features[0])
+    hop, size = extractor.hop_length, extractor.n_fft
+    window = torch.hann_window(size)
+    filters = torch.from_numpy(extractor.mel_filters).float().T.contiguous()
+    frames = len(samples) // hop
+    found = torch.empty(filters.shape[0], frames)
+    for begin in range(0, frames, _FRAMES):
+        end = min(begin + _FRAMES, frames)
+        piece = _around(samples, begin * hop - size // 2, (end - 1) * hop + size - size // 2)
+        stft = torch.stft(torch.from_numpy(piece), size, hop, window=window, center=False, return_complex=True)
+        found[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
+    torch.maximum(found, found.max() - 8.0, out=found)
+    return found.add_(4.0).div_(4.0)
+
+
+def _around(samples: Samples, begin: int, end: int) -> Samples:
+    """Samples from `begin` to `end`, mirrored at the ends of the recording."""
+    before, after = max(-begin, 0), max(end - len(samples), 0)
+    piece = samples[max(begin, 0) : end]
+    return np.pad(piece, (before, after), mode="reflect") if before or after else np.ascontiguousarray(piece)

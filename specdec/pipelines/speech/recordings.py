@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.pipelines.speech.audio import read_audio
-from specdec.pipelines.speech.features import long_features, window_features
-from specdec.pipelines.speech.timestamps import Segment
+from specdec.pipelines.speech.audio import long_features, read_audio, window_features
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, Whisper
-from specdec.pipelines.speech.windows import Track
+from specdec.pipelines.speech.windows import Segment, Track
 
 Chunks = list[dict[str, Any]]
 

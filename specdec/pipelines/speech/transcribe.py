@@ -21,12 +21,11 @@ from specdec.models import LanguageModel
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.load import check_loaded
+from specdec.pipelines.batching import total
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, Settings, read_settings
-from specdec.pipelines.speech.timestamps import Segment
 from specdec.pipelines.speech.whisper import Whisper
-from specdec.pipelines.speech.windows import Listener, Track
-from specdec.pipelines.stats import total
+from specdec.pipelines.speech.windows import Listener, Segment, Track
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
@@ -173,7 +172,7 @@ class Transcriber:
 
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
         """Word errors per word of the references, after Whisper's normalisation, by default for English."""
-        from specdec.pipelines.speech.word_errors import error_rate
+        from specdec.pipelines.scoring import error_rate
 
         return error_rate(list(texts), list(references), self._whisper.normalizer(language))
 

@@ -13,10 +13,10 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.tokenizers import ids_of
+from specdec.generator.inputs.pictures import chat_ids, has_template
+from specdec.generator.tokenizers import ids_of
 from specdec.options.generate import Options
-from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
-from specdec.pipelines.stats import total
+from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
@@ -86,7 +86,7 @@ class Summarizer:
             raise OptionError.of("chunk_tokens", "a whole number of at least 1", chunk_tokens)
         self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
-        self._chat = not self._target.is_encoder_decoder and bool(getattr(self._tokenizer, "chat_template", None))
+        self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
         self.template = template or self._default_template()
         self._chunk_tokens = chunk_tokens
 
@@ -208,8 +208,9 @@ class Summarizer:
             )
             return [ids_of(self._tokenizer, text, verbose=False, **cut) for text in filled]
         chats = [[{"role": "user", "content": text}] for text in filled]
-        how = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        return [self._tokenizer.apply_chat_template(chat, **how)["input_ids"] for chat in chats]
+        processor = self.generator.processor
+        quiet = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
+        return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": plan.clean_up}

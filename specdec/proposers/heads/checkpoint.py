@@ -22,7 +22,7 @@ from specdec.models.hf.load_errors import check_folder, check_reached, explained
 from specdec.models.hf.private_api import cached
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
-from specdec.options.checks import is_whole
+from specdec.options.fields import is_whole
 from specdec.options.load import Loading
 from specdec.proposers.heads.stage import Embedding, Stage
 

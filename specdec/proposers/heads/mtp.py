@@ -17,8 +17,8 @@ from transformers.modeling_layers import MtpModel
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import AttentionKind
+from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.load_errors import explained
-from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
 from specdec.proposers.heads.proposer import HeadDraft

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.proposers.best_branch import ReadSequence, best_branch
+from specdec.proposers.views import ReadSequence, best_branch
 
 
 class Tokenizer(Protocol):

@@ -1,4 +1,4 @@
-"""Models with some of another model's layers.
+"""Models made of other models, which stay unchanged: copies over their weights, some of their layers, joined parts.
 
 An early exit shares all weights, and only the modules above the layer list are copied, shallowly; a model of chosen
 layers has copies of its own.
@@ -10,11 +10,44 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from specdec.errors import UnsupportedError
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models.hf.patching import settled
+from specdec.models.hf.private_api import attention_of, set_attention
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
+
+_DECODER = ("activation_function", "max_target_positions", "scale_embedding", "vocab_size")
+
+
+def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
+    """A model of copied modules that share all weights with `model`; changes of its modules stay its own.
+
+    Its layers use the named `attention`, if any. Passes of `model` may run meanwhile.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    configs: dict[int, Any] = {}
+
+    def of(module: nn.Module) -> nn.Module:
+        if module not in made:
+            made[module] = other = type(module).__new__(type(module))
+            # Dicts are copied, so that hooks of one are not shared.
+            other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
+            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
+            other.__dict__["_modules"] = children
+            if attention is not None and hasattr(module, "config"):
+                other.__dict__["config"] = config(module.config)
+        return made[module]
+
+    def config(own: Any) -> Any:
+        if id(own) not in configs:
+            configs[id(own)] = copied = copy.deepcopy(own)
+            set_attention(copied, attention)
+        return configs[id(own)]
+
+    return of(model)
 
 
 def shallow_exit(model: Any, total: int, layers: int) -> Any:
@@ -83,3 +116,26 @@ def _cut_config(config: Any, total: int, chosen: Sequence[int]) -> Any:
         if fields.get(name) == total:
             fields[name] = len(chosen)
     return cut
+
+
+def on_encoder_of(target: Any, draft: Any) -> Any:
+    """A `WhisperForCausalLM` draft joined to the target's encoder, sharing all weights; any other draft unchanged.
+
+    Raises OptionError if the decoder's width differs from the encoder's.
+    """
+    if type(draft).__name__ != "WhisperForCausalLM" or target.config.model_type != "whisper":
+        return draft
+    from transformers import WhisperForConditionalGeneration
+
+    width = target.config.d_model
+    if draft.config.d_model != width:
+        raise OptionError.of("draft", f"a decoder of the target's width, {width}", draft.config.d_model)
+    own = draft.config.to_dict()
+    parts = {name: own[name] for name in own if name.startswith("decoder_") or name in _DECODER}
+    options = {**target.config.to_dict(), **parts, "attn_implementation": attention_of(draft.config)}
+    config = type(target.config)(**options)
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(config)
+    model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
+    model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
+    return model.train(draft.training)
