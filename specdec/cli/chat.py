@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
 NEW_TOKENS = 1024
-COMMANDS = "/draft NAME (a model, suffix, none, …), /stats, /reset, /quit"
+COMMANDS = "/draft NAME (a model, suffix, none, …), /stats, /reset, /help, /quit"
 
 
 @flags.takes(
@@ -45,13 +46,14 @@ def chat(
 ) -> int:
     """Talk to a chat model; the draft's tokens are coloured. Ctrl-C stops an answer, Ctrl-D leaves.
 
-    /draft NAME changes the draft, /stats shows statistics, /reset forgets what was said, /quit leaves.
+    /draft NAME changes the draft, /stats shows statistics, /reset forgets what was said, /help lists these,
+    /quit leaves.
     """
     request = read_request(ctx.params, new_tokens=NEW_TOKENS)
     if request.options.get("num_return_sequences", 1) > 1:
         raise OptionError("`num_return_sequences`: a conversation has one answer a turn: leave it out")
     check_template(request, quiet=quiet)
-    talk = Conversation(load(request, quiet=quiet), request.options, system)
+    talk = Conversation(load(request, quiet=quiet), request.options, system, quiet=quiet)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):
@@ -85,8 +87,8 @@ def check_template(request: Request, *, quiet: bool) -> None:
 class Conversation:
     """What was said, and the generator and the options of the next answer."""
 
-    def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None) -> None:
-        self._generator, self._options = generator, options
+    def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None, *, quiet: bool) -> None:
+        self._generator, self._options, self._quiet = generator, options, quiet
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.said = [*self._first]
         self._stats: Stats | None = None
@@ -99,6 +101,8 @@ class Conversation:
                 return False
             case "/reset":
                 self.said = [*self._first]
+            case "/help":
+                say(COMMANDS)
             case "/stats":
                 self.show_stats()
             case "/draft" if rest.strip():
@@ -116,10 +120,12 @@ class Conversation:
 
     def _take(self, draft: str) -> None:
         """Loads the draft of the next answers; raises for one that cannot be used, which changes nothing."""
-        named = draft if draft == "none" or draft.partition(":")[0] in DRAFT_WORDS else locate(draft, "draft", "/draft")
+        is_word = draft == "none" or draft.partition(":")[0] in DRAFT_WORDS
+        named = draft if is_word else locate(draft, "draft", "/draft")
         kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
         options = {**kept, "assistant_model": named}
-        self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
+        with loading(f"loading {draft}", quiet=self._quiet, downloads=not (is_word or Path(named).exists())):
+            self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
         self._options = options
 
     def _answer(self, message: str) -> None:

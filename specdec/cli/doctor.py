@@ -53,6 +53,7 @@ _LEAST = 3  # prompts of an estimate
 _TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
 _FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
 _SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
+_BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
 
@@ -210,7 +211,7 @@ def _fit(generator: SpecGenerator) -> Finding:
 def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
     """Decodes `texts` or held-out code for about `seconds`, plain and assisted in turn, greedily."""
     from specdec.bench.duel import PROMPTS, prompt
-    from specdec.bench.machine import Watch
+    from specdec.bench.machine import Watch, waiting_threads
     from specdec.generator.generator import SpecGenerator
 
     if generator.drafter is None:
@@ -227,9 +228,12 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
     slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
     length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
     words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
-    source = f"{len(runs)} {'of your prompts' if texts else 'prompt(s) of held-out code'}, greedy"
+    code = "prompt(s) of held-out code (-p 'YOUR PROMPT' measures your own)"
+    source = f"{len(runs)} {'of your prompts' if texts else code}, greedy"
     pays = speedup > 1.02 and length > 1.05  # without accepted tokens a gain is chance
-    yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays else "note", _FASTER if pays else _SLOWER)
+    busy = watch.busy or waiting_threads() is not None
+    remedy = _BUSY if busy else _FASTER if pays else _SLOWER
+    yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays and not busy else "note", remedy)
     yield _compared(generator.target, runs)
     yield Finding("estimate", "machine", watch.verdict(), "note")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,8 +100,9 @@ def serve(
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)
     refuse_idle(ctx.params, OF_REPLICAS, "configures replicas on a cluster: pass --ray, or leave it out")
-    with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
-        from specdec.server import check_address, create_app, load, read_settings
+    silent = quiet or keys.get("log") == "json"  # whose lines are all JSON
+    with loading("reading the settings", quiet=silent):
+        from specdec.server import check_address, create_app, load, read_settings, start_log
         from specdec.server import serve as run
         from specdec.server.keys import Keys
 
@@ -107,10 +110,20 @@ def serve(
         if settings.api_key_file is not None:
             Keys(settings.api_key_file)
         check_address(settings)  # before anything is loaded
+    start_log(settings.log)
+    if not quiet:
+        log_warnings()
+    with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
     return OK
+
+
+def log_warnings() -> None:
+    """Python's warnings become lines of the log."""
+    log = logging.getLogger("specdec.server")
+    warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)
 
 
 def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from specdec.generator.generation import Event, Generation
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
-EXACTNESS = {
-    "strict": "the same, bit for bit",
-    "exact": "the same",
-    "rounding": "the same up to near-ties",
-    "row-dependent": "may differ: layers see all tokens of a pass",
-}
 MARKS = "⟦{}⟧"
 # Escape sequences that a model may write, and a terminal must not obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -144,17 +138,6 @@ def stats_table(stats: Stats) -> Table:
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    table.add_row("new tokens", str(stats.num_new_tokens), ", ".join(stats.finish_reasons))
-    table.add_row("tokens per second", f"{stats.tokens_per_second:.1f}", f"in {stats.seconds:.2f} s")
-    table.add_row("target passes", str(stats.num_target_passes), f"{stats.target_passes_per_token:.2f} per token")
-    if stats.num_spec_steps:
-        rate = f"{stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} drafted"
-        table.add_row("accepted", str(stats.num_accepted_draft_tokens), rate)
-        table.add_row("mean acceptance length", f"{stats.mean_acceptance_length:.2f}", f"{stats.num_spec_steps} steps")
-        table.add_row("acceptance histogram", "", " ".join(map(str, stats.acceptance_histogram)))
-    for name in ("draft", "verify", "select", "other"):
-        seconds = getattr(stats, f"{name}_seconds")
-        table.add_row(f"{name} time", f"{seconds:.3f} s", f"{seconds / (stats.seconds or 1):.0%}")
-    table.add_row("text beside plain decoding", "", EXACTNESS[stats.exactness])
-    table.add_row("settings", "", ", ".join(f"{name} {value}" for name, value in stats.settings.items()))
+    for row in stats.table:
+        table.add_row(*row)
     return table

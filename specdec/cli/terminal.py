@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
@@ -100,14 +101,14 @@ class _Notes(logging.Handler):
 def notes(*, quiet: bool) -> Iterator[None]:
     """Prints the library's log from INFO on within the context, nothing if quiet."""
     log, handler = logging.getLogger("specdec"), logging.NullHandler() if quiet else _Notes(logging.INFO)
-    level = log.level
+    before, level, propagates = log.handlers[:], log.level, log.propagate
     log.addHandler(handler)  # without a handler, logging itself prints warnings
     if not quiet:
         log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        log.handlers, log.propagate = before, propagates
         log.setLevel(level)
 
 
@@ -116,11 +117,30 @@ def abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Tries(logging.Filter):
+    """Of the hub's tries, which log many lines, one line for the first that fails."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__()
+        self._told = quiet
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "thrown while requesting" not in message and not message.startswith("Retrying in"):
+            return True
+        if not self._told:
+            say("the hub does not answer: trying again for up to half a minute", "dim")
+        self._told = True
+        return False
+
+
 @contextmanager
 def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[None]:
     """A spinner on stderr, a bar while weights are loaded, the hub's own bars for downloads."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    hub, tries = logging.getLogger("huggingface_hub.utils._http"), _Tries(quiet=quiet)
+    hub.addFilter(tries)
     try:
         if downloads:
             Console(stderr=True, quiet=quiet).print(message, style="dim", markup=False, highlight=False)
@@ -133,6 +153,8 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
         if downloads:
             say("downloaded files stay in the cache: run the same command to resume")
         raise
+    finally:
+        hub.removeFilter(tries)
 
 
 @contextmanager
@@ -179,13 +201,20 @@ def counting(doing: str = "", *, quiet: bool, grows: bool = False) -> Iterator[C
         yield notify
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """The time left; nothing without a total."""
+
+    def render(self, task: Task) -> Text:
+        found = super().render(task)
+        return found.append(" left") if found else found
+
+
 def progress_bar(console: Console) -> Progress:
     """A bar whose share and times stay visible beside a long description."""
     return Progress(
         TaskProgressColumn(),
         BarColumn(bar_width=12),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+        _TimeLeft(),
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         console=console,
         transient=True,

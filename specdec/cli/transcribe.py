@@ -118,6 +118,8 @@ def transcribe_all(
                     wer = transcriber.error_rate([out["text"]], [references[i]], language=out.language)
                 show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
         heard = [out for out in found if out is not None]
+        if heard and len(files) > 1 and (params["stats"] or not quiet):
+            say(", ".join(name for name, out in zip(names, found, strict=True) if out is not None), "dim")
         if params["stats"] and heard:
             show_stats(heard[0].stats)
         if not quiet and heard:
@@ -147,7 +149,7 @@ def output_file(name: str, format: Format, folder: Path) -> Path:
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
-    say(f"error: {' '.join(str(error).split())}", "red")
+    say(f"error: {' '.join(str(error).replace('`inputs`', '`FILE`').split())}", "red")
 
 
 def whole_error_rate(
@@ -279,9 +281,10 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
 
 def pace(found: Sequence[Transcription]) -> str:
     duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
-    length = found[0].stats.mean_acceptance_length
+    stats = found[0].stats
+    length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
-    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}), mean acceptance length {length:.2f}"
+    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}"
 
 
 def read_references(path: Path, files: Sequence[str]) -> list[str]:

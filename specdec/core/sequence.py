@@ -28,7 +28,8 @@ class RunningSequence:
     `num_embeds_only` counts them. `pictures` are read with the prompt. `context`: None where keys and values are never
     shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
     nodes first; `known`: the target's output at nodes that an earlier pass computed. `drafted`: a draft has guessed for
-    it. `cache_reset_length`: the length of text beyond which the target must read all of it again.
+    it. `cached_prompt_tokens` were not read for it, but for an earlier or another one. `cache_reset_length`: the length
+    of text beyond which the target must read all of it again.
     """
 
     tokens: list[int]
@@ -57,6 +58,7 @@ class RunningSequence:
     finish: str | None = None
     prefilled: bool = False
     drafted: bool = False
+    cached_prompt_tokens: int = 0
     cache_reset_length: int | None = None
 
     def __post_init__(self) -> None:

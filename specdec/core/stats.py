@@ -6,6 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_TEXTS = {  # by `exactness`
+    "strict": "the same, bit for bit",
+    "exact": "the same",
+    "rounding": "the same up to near-ties",
+    "row-dependent": "may differ: layers see all tokens of a pass",
+}
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -69,3 +76,33 @@ class Stats:
     def tokens_per_second(self) -> float:
         """New tokens of all sequences per second of wall time."""
         return self.num_new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def table(self) -> list[tuple[str, str, str]]:
+        """Rows of a name, a figure and more words about it."""
+        speculative = (
+            (
+                "accepted",
+                str(self.num_accepted_draft_tokens),
+                f"{self.draft_acceptance_rate:.0%} of {self.num_draft_tokens} drafted",
+            ),
+            ("mean acceptance length", f"{self.mean_acceptance_length:.2f}", f"{self.num_spec_steps} steps"),
+            ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
+        )
+        parts = {name: getattr(self, f"{name}_seconds") for name in ("draft", "verify", "select", "other")}
+        return [
+            ("new tokens", str(self.num_new_tokens), ", ".join(self.finish_reasons)),
+            ("tokens per second", f"{self.tokens_per_second:.1f}", f"in {self.seconds:.2f} s"),
+            ("target passes", str(self.num_target_passes), f"{self.target_passes_per_token:.2f} per token"),
+            *(speculative if self.num_spec_steps else ()),
+            *((f"{name} time", f"{part:.3f} s", f"{part / (self.seconds or 1):.0%}") for name, part in parts.items()),
+            ("text beside plain decoding", "", _TEXTS[self.exactness]),
+            ("settings", "", ", ".join(f"{name} {value}" for name, value in self.settings.items())),
+        ]
+
+    def __str__(self) -> str:
+        """The table, in columns."""
+        names, figures = (max(len(row[at]) for row in self.table) for at in (0, 1))
+        return "\n".join(
+            f"{name:<{names}}  {figure:>{figures}}  {words}".rstrip() for name, figure, words in self.table
+        )

@@ -53,7 +53,6 @@ class Request:
     done: bool = False
     counted: bool = False  # in `pacing.users`
     passes: int = 0
-    cached_prompt_tokens: int = 0
 
     @property
     def traced(self) -> bool:

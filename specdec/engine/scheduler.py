@@ -78,7 +78,7 @@ class Scheduler:
         if seq.pictures is not None and length < seq.pictures.length:
             length = 0  # pictures are read together
         self._place(seq, source, length)
-        request.cached_prompt_tokens += length
+        seq.cached_prompt_tokens = length
         for other in seq.batch_seqs[1:]:
             self._place(other, *self._nearest(other))
         self._reading.put(seq, self._keys[seq], seq.text_ids[:-1])

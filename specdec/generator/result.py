@@ -46,11 +46,12 @@ class Recorder:
         """Why each sequence ended; "cancelled" where it was cut off."""
         return [_finish_reason(self._rounds.get(id_, ())) for id_ in ids]
 
-    def stats(self, ids: Sequence[int], **known: Any) -> Stats:
+    def stats(self, seqs: Sequence[RunningSequence], **known: Any) -> Stats:
         """Statistics of the request and of each sequence; `known` are fields counted elsewhere."""
-        per_row = tuple(_stats(self._rounds.get(id_, [])) for id_ in ids)
+        per_row = tuple(_stats(self._rounds.get(seq.id, []), seq.cached_prompt_tokens) for seq in seqs)
         draft, verify, select = self._seconds
-        summed = ("num_new_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        drafted = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        summed = ("num_new_tokens", "cached_prompt_tokens", *drafted)
         joined = ("per_step_drafted", "per_step_accepted")
         counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in summed}
         counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in joined}
@@ -58,12 +59,13 @@ class Recorder:
         return Stats(per_row=per_row, **counts, **known)
 
 
-def _stats(rounds: Sequence[SequenceRound]) -> Stats:
+def _stats(rounds: Sequence[SequenceRound], cached: int) -> Stats:
     """The statistics of one sequence."""
     drafted = [round.drafted for round in rounds if round.drafted]
     accepted = [round.accepted for round in rounds if round.drafted]
     return Stats(
         num_new_tokens=sum(len(round.steps) for round in rounds),
+        cached_prompt_tokens=cached,
         num_target_passes=len(rounds),
         num_spec_steps=len(drafted),
         num_draft_tokens=sum(drafted),
@@ -128,8 +130,7 @@ def _described(
     if drafter is not None and drafter.models:
         settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
     out.stats = recorder.stats(
-        [seq.id for seq in call.seqs],
-        cached_prompt_tokens=request.cached_prompt_tokens,
+        call.seqs,
         num_target_passes=request.passes,
         seconds=seconds,
         finish_reasons=tuple(finish_reasons),

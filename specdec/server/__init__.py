@@ -21,8 +21,8 @@ Needs the extra `serve`.
 """
 
 from specdec.server.app import create_app
-from specdec.server.http import check_address, serve
+from specdec.server.http import check_address, serve, start_log
 from specdec.server.models import load
 from specdec.server.settings import ServeSettings, read_settings
 
-__all__ = ["ServeSettings", "check_address", "create_app", "load", "read_settings", "serve"]
+__all__ = ["ServeSettings", "check_address", "create_app", "load", "read_settings", "serve", "start_log"]

@@ -24,6 +24,7 @@ class Counts:
     """Tokens and statistics of one prompt."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     stats: Stats | None = None
 
@@ -65,7 +66,7 @@ class Answer:
         elif isinstance(update, TextDelta):
             counts.new_tokens += update.tokens
         else:
-            counts.stats = update.stats
+            counts.stats, counts.cached_tokens = update.stats, update.cached_tokens
 
     def add(self, prompt: int, delta: TextDelta) -> None:
         self._deltas[prompt * self.request.n + delta.row].append(delta)
@@ -107,7 +108,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(s.cached_prompt_tokens for s in stats)},
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._counts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

@@ -17,7 +17,7 @@ from specdec.server.models import Hosts
 from specdec.server.routes import audio, page, status, text
 from specdec.server.settings import ServeSettings
 from specdec.server.speech import SpeechModel
-from specdec.server.state import State
+from specdec.server.state import ERROR, State
 from specdec.server.text import TextModel
 
 ROUTERS = (text.router, audio.router, status.router, page.router)
@@ -55,4 +55,5 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _answer(request: Request, error: Exception) -> Response:
     known = reported(error)
+    request.scope[ERROR] = known.code
     return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))

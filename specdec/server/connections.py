@@ -230,7 +230,9 @@ class HttpProtocol(H11Protocol):
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             if noted:
-                self._state.note(own, "unknown", "unknown", error.status_code, 0.0, len(body), None)
+                client = origin_of((self.client or ("",))[0])
+                status, code = error.status_code, error.code
+                self._state.note(own, "unknown", "unknown", status, 0.0, len(body), client=client, error=code)
             else:
                 self._state.metrics.requests.labels("unknown", str(error.status_code)).inc()
         if self.cycle is not None:

@@ -126,7 +126,7 @@ class FieldError(ValueError):
 # pydantic's type errors -> the expected type.
 _KINDS = {
     "string_type": "text",
-    "list_type": "a list",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
@@ -161,7 +161,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     then the path with the most faults.
     """
     faults = faults[:_WEIGHED]
-    places = [_place(fault, body) for fault in faults]
+    places = [place_of(fault, body) for fault in faults]
     times = Counter(places)
 
     def weight(at: int) -> tuple[int, bool, int]:
@@ -172,13 +172,18 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     own = (faults[best].get("ctx") or {}).get("error")
     if isinstance(own, FieldError):
         return _own(str(own), path, faults[best].get("input"))
-    if faults[best]["type"] in _KINDS:
-        same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
-        expected = [_KINDS[fault["type"]].format_map(_facts(fault)) for fault in same if fault["type"] in _KINDS]
-        message = f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(faults[best]['input'])}"
-    else:
-        message = _FAULTS.get(faults[best]["type"], "cannot be taken").format_map(_facts(faults[best]))
+    same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
+    message = predicate(faults[best], same) or "cannot be taken"
     return ApiError(400, f"{f'`{path}`' if path else 'the body'} {message}", param=path or None, code="invalid_value")
+
+
+def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with a value, of whose faults, `same`, this is one; None for an unknown kind of fault."""
+    if fault["type"] in _KINDS:
+        expected = [_KINDS[one["type"]].format_map(_facts(one)) for one in same if one["type"] in _KINDS]
+        return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
+    known = _FAULTS.get(fault["type"])
+    return known and known.format_map(_facts(fault))
 
 
 def _own(message: str, path: str, value: Any) -> ApiError:
@@ -191,7 +196,7 @@ def _own(message: str, path: str, value: Any) -> ApiError:
     return ApiError(400, message, param=named, code="invalid_value")
 
 
-def _place(fault: Mapping[str, Any], body: Any) -> Place:
+def place_of(fault: Mapping[str, Any], body: Any) -> Place:
     """The path in the body, without pydantic's names of union members and validators."""
     found: list[str | int] = []
     location = fault["loc"]

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +26,7 @@ from specdec.server.direct_socket import wire_of
 from specdec.server.errors import ApiError, reported, unavailable
 from specdec.server.responses import watched
 from specdec.server.settings import host_of
-from specdec.server.state import LOG, State, client_of, state_of
+from specdec.server.state import ERROR, LOG, State, client_of, sender_of, state_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
@@ -109,6 +109,8 @@ def authorise(request: Request, state: State) -> None:
     name = state.keys.name(given.strip()) if scheme.lower() == "bearer" and given else None
     if name is None:
         message = "an API key is needed: send the header `Authorization: Bearer KEY`"
+        if scheme.lower() == "bearer" and given.strip():
+            message = "this API key is not valid: ask whoever runs this server for one that is"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
     request.scope["specdec.key"] = name
 
@@ -196,14 +198,20 @@ class Entrance:
             if error is None:
                 await self._app(inner, receive, tagged)
             else:
+                inner[ERROR] = error.code
                 await JSONResponse(error.body, error.status_code, dict(error.headers or {}))(scope, receive, tagged)
         finally:
             ends.close()
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
-            if status == 499 or (status == 200 and not complete):
+            if status == 200 and not complete:
+                inner[ERROR] = "cancelled"
+            if inner.get(ERROR) == "cancelled":
                 self._state.metrics.aborted.labels(path).inc()
-            self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
+            client = sender_of(HTTPConnection(scope), self._state.settings)
+            key = inner.get("specdec.key")
+            code = inner.get(ERROR)
+            self._state.note(own, scope["method"], path, status, seconds, sent, client=client, key=key, error=code)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -168,6 +169,10 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(rest, self._stop)
         self.config.timeout_graceful_shutdown = math.ceil(rest + _MERCY)
         await super().shutdown(sockets)
+        if cut := self._state.cut:
+            LOG.warning("stopped, %d request%s cut", cut, "s were" if cut > 1 else " was")
+        else:
+            LOG.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the drain; a second signal closes the listener at once."""
@@ -214,12 +219,28 @@ class _Server(uvicorn.Server):
 
 
 def start_log(kind: str) -> None:
-    """Logs to stderr, as "text" or "json"; "none": only warnings."""
+    """Logs to stderr, as "text" or "json"; "none": only warnings. The library's log goes the same way."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if kind == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOG.handlers = [handler]
-    LOG.propagate = False
-    LOG.setLevel(logging.WARNING if kind == "none" else logging.INFO)
+    handler.setFormatter(_Json() if kind == "json" else _Text("%(asctime)s %(levelname)s %(message)s"))
+    handler.setLevel(logging.WARNING if kind == "none" else logging.INFO)
+    LOG.setLevel(logging.INFO)
+    library = logging.getLogger("specdec")
+    library.handlers, library.propagate = [handler], False
+
+
+class _Text(logging.Formatter):
+    """Time, level, and the message, or the facts as NAME=VALUE."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if facts := getattr(record, "facts", None):
+            record.message = " ".join(f"{name}={_bare(value)}" for name, value in facts.items() if value is not None)
+        return super().formatMessage(record)
+
+
+def _bare(value: Any) -> str:
+    """A value without quotes, unless it has other characters than ids, paths and addresses have."""
+    text = str(value)
+    return text if re.fullmatch(r"[\w.:/{}-]+", text, re.ASCII) else json.dumps(text)
 
 
 class _Json(logging.Formatter):

@@ -75,7 +75,9 @@ class Keys:
             named = _NAMED.fullmatch(text)
             name, key = (named[1].strip(), named[2]) if named else (f"key-{number}", text)
             known = names.get(_digest(key), name)
-            if len(key) < _LEAST:
+            if any(character.isspace() for character in key):
+                faults.append(f"line {number} has a key with a space in it: write KEY or NAME: KEY")
+            elif len(key) < _LEAST:
                 faults.append(f"the key in line {number} is shorter than {_LEAST} characters: write a longer one")
             elif not (key.isascii() and key.isprintable()):
                 faults.append(f"the key in line {number} has characters that no header carries: write it in ASCII")

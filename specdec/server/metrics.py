@@ -37,19 +37,30 @@ class Metrics:
             "requests_aborted", "Requests whose client left, or whose connection the server closed.", "endpoint"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Those that were not read again.", "model")
-        self.new_tokens = self._counter("generation_tokens", "Tokens that were written.", "model")
-        self.drafts = self._counter("spec_decode_num_drafts", "Passes that checked a draft.", "model")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that drafts guessed.", "model")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Those that came true.", "model")
-        self.per_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "The same by place in the draft.", "model", "position"
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Tokens of prompts that the prefix cache had.", "model"
         )
-        self.audio_seconds = self._counter("audio_seconds", "Sound that was written down.", "model")
-        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first text.")
-        self.between = self._histogram("inter_token_latency_seconds", "Between tokens; those of a pass share its time.")
-        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last text.")
-        self.queued = self._histogram("request_queue_time_seconds", "From arrival to a turn.")
+        self.new_tokens = self._counter("generation_tokens", "New tokens.", "model")
+        self.drafts = self._counter("spec_decode_num_drafts", "Passes that verified drafted tokens.", "model")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", "model")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "model")
+        self.per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by position in the draft.",
+            "model",
+            "position",
+        )
+        self.audio_seconds = self._counter("audio_seconds", "Seconds of sound that were transcribed.", "model")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first text."
+        )
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "Seconds between tokens; those of a pass share its time."
+        )
+        self.whole = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last text."
+        )
+        self.queued = self._histogram("request_queue_time_seconds", "Seconds from a request's arrival to its turn.")
 
     def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]], uploads: Admission) -> None:
         """Adds gauges of the models' loads and of uploads, which are read at every scrape."""
@@ -62,7 +73,6 @@ class Metrics:
         self.drafts.labels(model).inc(stats.num_spec_steps)
         self.drafted.labels(model).inc(stats.num_draft_tokens)
         self.accepted.labels(model).inc(stats.num_accepted_draft_tokens)
-        self.cached_tokens.labels(model).inc(stats.cached_prompt_tokens)
         for position in range(min(max(stats.per_step_accepted, default=0), _POSITIONS)):
             reached = sum(accepted > position for accepted in stats.per_step_accepted)
             self.per_position.labels(model, str(position)).inc(reached)

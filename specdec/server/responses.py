@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from specdec.server.answers import event
 from specdec.server.direct_socket import Wire, until_lost
 from specdec.server.errors import ApiError, reported, too_late
-from specdec.server.state import State, state_of
+from specdec.server.state import ERROR, State, state_of
 
 PING = 15.0
 """Seconds without an event after which a comment keeps a stream alive."""
@@ -57,6 +57,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._state, self._events, self._wire = state, events, wire
         self._last, self._sending = time.monotonic(), False
+        self._error: str | None = None  # the code of the last event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; cancels the work when the client disconnects."""
@@ -81,6 +82,7 @@ class EventStream(Response):
         finally:
             gone.cancel()
             await _cancel(task)
+            scope[ERROR] = self._error
             if self._wire is not None:
                 self._wire.close()
         if not gone.done() or gone.cancelled():
@@ -110,6 +112,7 @@ class EventStream(Response):
                 await self._fail(send, reported(error))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
+        self._error = error.code
         with suppress(OSError):
             await self._send(send, event(error.body))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError, model_validator
 
 from specdec.errors import OptionError
+from specdec.models.hf.load_errors import closest_name
+from specdec.server.errors import Place, place_of, predicate
 
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Bytes = Annotated[int, Field(ge=1, le=2**40)]
@@ -147,11 +149,27 @@ class ServeSettings(_Frozen):
 
 
 def read_settings(given: Mapping[str, Any]) -> ServeSettings:
-    """The settings; raises an OptionError that names the first invalid key."""
+    """The settings; raises an OptionError that names every invalid key."""
     try:
         return ServeSettings.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        faults: dict[Place, list[Any]] = {}  # a key of a union type has one for each member
+        for fault in error.errors():
+            faults.setdefault(place_of(fault, given), []).append(fault)
+        inner = [place for place in faults if not any(place == one[: len(place)] != one for one in faults)]
+        raise OptionError("; ".join(_said(place, faults[place]) for place in inner)) from None
+
+
+def _said(place: Place, faults: Sequence[Any]) -> str:
+    """What is wrong with the value at one place."""
+    where, first = ".".join(map(str, place)), faults[0]
+    if first["type"] == "extra_forbidden":
+        kinds: dict[str, type[BaseModel]] = {"models": ModelSettings, "limits": Limits}
+        near = closest_name(str(place[-1]), kinds.get(str(place[0]), ServeSettings).model_fields)
+        return f"`{where}`: unknown key{f' (did you mean `{near}`?)' if near else ''}"
+    own = first["type"] == "value_error"
+    message = None if own else predicate(first, faults)
+    if message is None:
         message = str(first["msg"]).removeprefix("Value error, ")
-        raise OptionError(f"`{where}`: {message}" if where else message) from None
+        return f"`{where}`: {message}" if where else message
+    return f"`{where}` {message}"

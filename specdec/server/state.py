@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ipaddress import IPv6Address
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from specdec.server.admission import Admission, Clients
 from specdec.server.errors import ApiError, unavailable
@@ -19,6 +19,7 @@ from specdec.server.models import Hosts
 from specdec.server.settings import ServeSettings, address_of
 
 LOG = logging.getLogger("specdec.server")
+ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
 _AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
 
@@ -33,6 +34,7 @@ class State:
         heard = sum(host.turns.free for host in hosts.all.values() if host.model.task == "speech")
         self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
         self.draining = self.stopping = False
+        self.cut = 0  # requests that the server gave up when it stopped
         self._tasks: set[asyncio.Task[Any]] = set()
         self._last: list[Callable[[], None]] = []
         self.metrics.watch(hosts.loads, self.uploads)
@@ -42,10 +44,11 @@ class State:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if self.stopping:  # after its first step: a task that never ran would not close its generators
+            self.cut += 1
             task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
-        self.stopping = True
+        self.stopping, self.cut = True, len(self._tasks)
         for task in self._tasks:
             task.cancel()
 
@@ -61,9 +64,22 @@ class State:
             host.close()
 
     def note(
-        self, own: str, method: str, path: str, status: int, seconds: float, sent: int, key: str | None = None
+        self,
+        own: str,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        sent: int,
+        *,
+        client: str,
+        key: str | None = None,
+        error: str | None = None,
     ) -> None:
-        """Logs one line about a request: never its content, and no path but a route's."""
+        """Logs one line about a request of the address `client`: never its content, and no path but a route's.
+
+        `error`: the code of its error; that of a stream comes after the status.
+        """
         self.metrics.requests.labels(path, str(status)).inc()
         facts = {
             "request_id": own,
@@ -72,7 +88,9 @@ class State:
             "status": status,
             "seconds": round(seconds, 4),
             "bytes": sent,
+            "client": client,
             "key": key,
+            "error": error,
         }
         LOG.info(json.dumps(facts), extra={"facts": facts})
 
@@ -96,11 +114,16 @@ def state_of(request: Request) -> State:
 def client_of(request: Request) -> str:
     """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
     known: str | None = request.scope.get("specdec.key")
-    if known is not None or request.client is None:
-        return known or ""
+    return sender_of(request, state_of(request).settings) if known is None else known
+
+
+def sender_of(request: HTTPConnection, settings: ServeSettings) -> str:
+    """The client's address: the last one that is no trusted proxy's; empty without any."""
+    if request.client is None:
+        return ""
     forwarded = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
     for text in (request.client.host, *(part.strip() for part in reversed(forwarded) if part.strip())):
-        if not is_trusted(address_of(text), state_of(request).settings):
+        if not is_trusted(address_of(text), settings):
             break  # a client can forge those before it
     return origin_of(text)
 

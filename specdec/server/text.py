@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
+LOG = logging.getLogger("specdec.server")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -72,6 +74,11 @@ class Finished:
 
     stats: Stats
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that no choice read again: choices read the prompt together."""
+        return min((row.cached_prompt_tokens for row in self.stats.per_row), default=0)
+
 
 @dataclass(frozen=True)
 class PromptRequest:
@@ -111,6 +118,8 @@ class TextModel:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
         self.name, self.generator, self.tokenizer, self._pixels = name, generator, generator.tokenizer, pixels
         self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
+        if context is not None and context > self.context:
+            LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)

@@ -120,6 +120,11 @@ def test_the_bar_fits_80_columns() -> None:
     assert line.startswith(" 25% ")
     assert "-:--:-- left a long description" in line
     assert len(line) <= 80
+    waits = progress_bar(out)
+    waits.add_task("loading", total=None)
+    with out.capture() as captured:
+        out.print(waits.get_renderable())
+    assert "left" not in captured.get()  # of no time
 
 
 def test_a_piped_run_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -34,7 +35,7 @@ from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
-from specdec.errors import OptionError, SpecdecError
+from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
 from specdec.options import bundled_models
 from specdec.server.models import load
@@ -430,6 +431,28 @@ def test_a_conversation(chatty: str, draft: str, talk: Any) -> None:
     assert talk("ab", "", "cd")[:2] == (0, f"{first}\n{second}\n")
     changed = talk("ab", f"/draft {draft}", "cd", "/draft none", "/reset", "ab", "/quit", "x")
     assert changed == (0, f"{first}\n{second}\n{first}\n", "")
+
+
+def test_help_in_a_conversation(talk: Any) -> None:
+    """It ended a piped one."""
+    code, out, err = talk("/help", "/quit")
+    assert (code, out, "/draft NAME" in err) == (0, "", True)
+
+
+def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tries were twelve lines."""
+
+    def away(self: Any, **_: Any) -> None:
+        log = logging.getLogger("huggingface_hub.utils._http")
+        for number in range(3):
+            log.warning("'no such name' thrown while requesting HEAD https://example.org")
+            log.warning("Retrying in 1s [Retry %d/5].", number)
+        raise LoadError("the hub cannot be reached")
+
+    monkeypatch.setattr(SpecGenerator, "submit", away)
+    code, _, err = talk("/draft org/name")
+    said = ["loading org/name", "the hub does not answer: trying again for up to half a minute"]
+    assert (code, err.splitlines()) == (1, [*said, "error: the hub cannot be reached"])
 
 
 def test_statistics_of_a_conversation(talk: Any) -> None:

@@ -6,6 +6,8 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from specdec import SpecGenerator, kernels
 from specdec.bench.machine import memory_bandwidth, waiting_threads
 from specdec.cli import doctor
 from specdec.cli.commands import run
+from specdec.core.stats import Stats
 from specdec.kernels import Lack
 from specdec.options.bundled_models import Pair
-from tests.folders import saved_model
+from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.tiny import tiny
 
 NEEDED = ["torch<9,>=2.11", "transformers<5.99,>=5.17", 'gguf<1,>=0.17; extra == "gguf"']
@@ -95,6 +98,24 @@ def test_a_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["models", "fit"]["text"].startswith("one vocabulary of 259 tokens")
     assert "1 of your prompts, greedy" in found["estimate", "speed"]["text"]
     assert found["estimate", "texts"]["text"] == "the same with the draft and without"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_busy_machine_promises_nothing(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain that was 0.68x a minute later had a check mark, and the prompt was code whatever the model."""
+    monkeypatch.setattr("specdec.bench.machine.waiting_threads", lambda: "they wait" if busy else None)
+    monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
+    one = SimpleNamespace(speedup=3.28, plain_rate=1.0, assisted_rate=3.28, difference=None)
+    one.assisted = SimpleNamespace(stats=Stats(num_spec_steps=1, num_accepted_draft_tokens=3))
+
+    def duels(*given: Any) -> list[Any]:
+        given[-1].look()
+        return [one]
+
+    monkeypatch.setattr(doctor, "_duels", duels)
+    speed, *_ = doctor.estimate(SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer()), ())
+    assert (speed.state, "quiet machine" in (speed.remedy or "")) == ("note" if busy else "good", busy)
+    assert "held-out code (-p" in speed.text
 
 
 def test_a_pair_that_does_not_fit(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     while not engine.idle:
         engine.step()
     hook.remove()
-    cached = [call.request.cached_prompt_tokens for call in calls]
+    cached = [call.seqs[0].cached_prompt_tokens for call in calls]
     assert cached[0] == cached[3] == cached[4] == 0
     assert min(cached[1:3]) >= 100
     for call, prompt in zip(calls, prompts, strict=True):
@@ -105,6 +105,7 @@ def test_copies_of_a_prompt_count_as_cached() -> None:
     """Three samples of one prompt read it once."""
     out = SpecGenerator(tiny("llama")).generate(FIRST, do_sample=True, num_return_sequences=3, seed=1, **COMMON)
     assert out.stats.cached_prompt_tokens == 2 * 39
+    assert [row.cached_prompt_tokens for row in out.stats.per_row] == [0, 39, 39]
 
 
 def test_looking_for_what_prompts_share_is_linear() -> None:

@@ -58,9 +58,20 @@ def test_text(folder: Path, typed: Any) -> None:
         code, out, err = typed("short.wav", draft=draft)
         assert (code, out) == (0, text + "\n")
         assert "0.8 s of sound" in err
+        assert ("mean acceptance length" in err) == draft
     code, out, err = typed("short.wav", "long.wav", "--batch-size", "2", "--quiet")
     assert (code, err) == (0, "")
     assert out.splitlines()[:2] == [f"── {folder / 'short.wav'} ──", *text.splitlines()[:1]]
+
+
+def test_what_is_said_of_several_files(folder: Path, typed: Any) -> None:
+    """Figures did not say of which file, and an error named an argument of the library."""
+    code, _, err = typed("short.wav", "/no/such.wav", "long.wav", "--stats")
+    assert code == 1
+    assert "`FILE` must be the name of a sound file" in err
+    parts = err.split(" s of sound in ")
+    assert str(folder / "short.wav") in parts[0]
+    assert str(folder / "long.wav") in parts[1]
 
 
 def test_json(folder: Path, typed: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_users_behind_a_proxy_are_clients() -> None:
 
     assert run(ask(*PROXIES)) == [*[429] * len(ALICE), *[200] * len(OTHERS)]
     assert run(ask("10.0.0.0/8")) == [429] * (len(ALICE) + len(OTHERS))  # the proxy itself is not trusted
+
+
+def test_the_log_has_addresses(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A refused key could not be traced to anybody."""
+    with caplog.at_level("INFO", "specdec.server"):
+        for proxies in (PROXIES, []):
+            with asking(app(api_key_file=keys, trusted_proxies=proxies)) as c:
+                c.get("/v1/models", headers={"x-forwarded-for": "9.9.9.9, 1.2.3.4", "authorization": "Bearer revoked"})
+    found = [json.loads(line) for line in caplog.messages]
+    assert [(one["status"], one["key"], one["client"]) for one in found] == [
+        (401, None, "1.2.3.4"),
+        (401, None, "127.0.0.1"),
+    ]
 
 
 async def test_a_network_of_one_host_is_one_client() -> None:

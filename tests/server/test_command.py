@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import socket
 import sys
@@ -12,13 +14,14 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from psutil import virtual_memory
 
-from specdec import LoadError, SpecdecError
+from specdec import LoadError, OptionError, SpecdecError
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
+from specdec.cli.terminal import notes
 from specdec.options import bundled_models
 from specdec.pipelines.speech import audio
-from specdec.server import load, read_settings
+from specdec.server import load, read_settings, start_log
 from specdec.server.cancellation import Cancel
 from specdec.server.protocol import CompletionRequest
 from specdec.server.settings import Limits, ModelSettings
@@ -92,6 +95,47 @@ def test_flags_that_do_not_go(
     monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
     assert run(["serve", *arguments, "--quiet"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_every_wrong_key_is_named() -> None:
+    """The first of them was, in pydantic's words."""
+    model = {"name": "m", "target": "t", "drafft": "suffix"}
+    with pytest.raises(OptionError) as error:
+        read_settings({"models": [model], "prt": 1, "color": "red", "limits": {"runing": 3, "waiting": "x"}})
+    assert str(error.value).split("; ") == [
+        "`models.0.drafft`: unknown key (did you mean `draft`?)",
+        '`limits.waiting` must be a whole number, got "x"',
+        "`limits.runing`: unknown key (did you mean `running`?)",
+        "`prt`: unknown key (did you mean `port`?)",
+        "`color`: unknown key",
+    ]
+
+
+def test_a_model_without_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a KeyError."""
+    (tmp_path / "serve.yaml").write_text("models: [{target: t}]\n")
+    assert run(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
+    assert "`models.0.name` is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["json", "text", "none"])
+def test_all_lines_of_a_log_have_its_format(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text had JSON in it, and the library's notes were lines without JSON."""
+    facts = {"path": "/v1/models", "status": 200, "key": "two words", "error": None}
+    with notes(quiet=False):
+        start_log(kind)
+        logging.getLogger("specdec.models").info("compiling a model")
+        logging.getLogger("specdec.server").info("{}", extra={"facts": facts})
+        logging.getLogger("specdec.server").warning("take care")
+    lines = capsys.readouterr().err.splitlines()
+    if kind == "json":
+        found = [{**json.loads(line), "time": 0} for line in lines]
+        levels = [{"time": 0, "level": level} for level in ("info", "info", "warning")]
+        said = [{"message": "compiling a model"}, facts, {"message": "take care"}]
+        assert found == [level | one for level, one in zip(levels, said, strict=True)]
+    else:
+        said = ["INFO compiling a model", 'INFO path=/v1/models status=200 key="two words"', "WARNING take care"]
+        assert [line.split(" ", 2)[2] for line in lines] == (said if kind == "text" else said[2:])
 
 
 def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -115,8 +116,12 @@ async def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
 
 
 @apart
-async def test_the_drain_is_kept() -> None:
-    """What takes longer is told so, and a body that never comes is not waited for."""
+async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """What takes longer is told so, and a body that never comes is not waited for.
+
+    In the log a stream that was cut was like a whole one.
+    """
+    caplog.set_level("INFO", "specdec.server")
     async with listening(limits={"drain_seconds": 0.5}) as (server, client):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -136,6 +141,9 @@ async def test_the_drain_is_kept() -> None:
     assert all("the server is shutting down" in said for said in (half, streamed.text, whole.text))
     assert whole.status_code == 503
     assert 0.5 <= time.monotonic() - began < 3
+    facts = [json.loads(line) for line in caplog.messages if line.startswith("{")]
+    assert [one["error"] for one in facts if one["status"] == 200] == ["unavailable"]
+    assert caplog.messages[-1] == "stopped, 2 requests were cut"
 
 
 @apart

@@ -284,3 +284,30 @@ def test_the_context_is_the_text_decoders() -> None:
     generator = SpecGenerator(target, tokenizer=TOKENIZER)
     target.model.config = PretrainedConfig()
     assert TextModel("text", generator).context == 96
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_have_the_names_that_users_gave(draft: str) -> None:
+    """`suffix` was SuffixDraft."""
+    with asking(app(model_of(draft))) as c:
+        [card] = c.get("/v1/models").json()["data"]
+    assert card["specdec"]["draft"] == {"none": None, "hybrid": "suffix+model"}.get(draft, draft)
+
+
+def test_a_context_beyond_the_models_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It became the model's without a word."""
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH, max_position_embeddings=96), tokenizer=TOKENIZER)
+    assert [TextModel("text", generator, context=wanted).context for wanted in (96, 99)] == [96, 96]
+    assert caplog.messages == ["`context` 99 of the model 'text' is more than it has: 96 tokens"]
+
+
+def test_choices_read_the_prompt_once() -> None:
+    """The second of two requests re-reads little. (Three choices had more cached tokens than their prompt has.)"""
+    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=TOKENIZER), context=512)
+    prompt = "a prompt of more than a block of tokens, which is read by all three choices at once"
+    with asking(app(model)) as c:
+        usages = [c.complete(prompt=prompt, max_tokens=4, n=3, seed=1)["usage"] for _ in range(2)]
+        found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+        metrics = c.get("/metrics").text
+    assert found == [0, usages[0]["prompt_tokens"] - 1]
+    assert f'specdec_prompt_tokens_cached_total{{model="text"}} {sum(found)}.0' in metrics

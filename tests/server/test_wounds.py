@@ -80,6 +80,10 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert found(old, other) == [200, 200]
         wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"{old}x", old[:-1], "Bearer x y")
         assert {*found(*wrong)} == {401}
+        told = [
+            c.get("/v1/models", headers={"Authorization": one}).json()["error"]["message"] for one in ("", wrong[5])
+        ]
+        assert [text.partition(":")[0] for text in told] == ["an API key is needed", "this API key is not valid"]
         key_file.write_text(f"new: {third}\n")
         assert found(old, new) == [401, 200]
         for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
@@ -118,7 +122,10 @@ ALICE = "alice: a-good-key-of-letters\n" * 2
 WRONG_KEYS = {
     f"{ALICE}short": "line 3 is shorter",
     f"{ALICE}a-key-of-letters-with-é": "line 3 has characters that no header carries",
-    f"{ALICE}a-key-of\tenough-letters": "line 3 has characters that no header carries",
+    f"{ALICE}a-key-of\x00enough-letters": "line 3 has characters that no header carries",
+    f"{ALICE}a-key-of\tenough-letters": "line 3 has a key with a space",
+    f"{ALICE}bob a-key-of-enough-letters": "line 3 has a key with a space",  # it was one key, without its colon
+    f"{ALICE}bob: a key of enough letters": "line 3 has a key with a space",
     f"{ALICE}bob: a-good-key-of-letters": "line 3 is that of 'alice', too",
     f"{ALICE}a-good-key-of-letters": "line 3 is that of 'alice', too",
     f"{ALICE}key-1: another-key-of-letters": "line 3 .*choose another",

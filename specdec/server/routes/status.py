@@ -12,6 +12,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
+from specdec.core.drafts import Draft
+from specdec.proposers import HybridDraft
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
@@ -134,6 +136,14 @@ async def _lightly(request: Request, host: Host, function: Callable[[], T]) -> T
     return await watched(request, turned())
 
 
+def _word(draft: Draft) -> str:
+    """What a draft is called by users: suffix, ngram, model, head, … or two of them."""
+    if isinstance(draft, HybridDraft):
+        return f"{_word(draft.text)}+{_word(draft.model)}"
+    inner: Draft | None = getattr(draft, "drafter", None)  # behind another vocabulary, or without pictures
+    return str(getattr(draft, "source", type(draft).__name__)) if inner is None else _word(inner)
+
+
 def _card(host: Host) -> dict[str, Any]:
     model = host.model
     context = model.context if isinstance(model, TextModel) else None
@@ -149,7 +159,7 @@ def _card(host: Host) -> dict[str, Any]:
             "chat": model.chats,
             "drafts": model.drafts,
             "predicts": model.predicts,
-            "draft": None if generator.drafter is None else type(generator.drafter).__name__,
+            "draft": None if generator.drafter is None else _word(generator.drafter),
             "exactness": generator.target.exactness,
             "backend": generator.target.backend,
         },

@@ -164,6 +164,7 @@ class _Observed:
             self._metrics.prompt_tokens.labels(self._model).inc(update.prompt_tokens)
         elif isinstance(update, Finished):
             self._metrics.count(self._model, update.stats)
+            self._metrics.cached_tokens.labels(self._model).inc(update.cached_tokens)
             self._metrics.whole.labels(self._model).observe(now - self._began)
         else:
             self._host.beat()

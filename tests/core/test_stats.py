@@ -1,0 +1,37 @@
+"""Statistics as people read them."""
+
+from __future__ import annotations
+
+from specdec.core.stats import Stats
+
+
+def test_print_shows_the_table() -> None:
+    """It was one line of forty fields."""
+    stats = Stats(
+        num_new_tokens=40,
+        num_target_passes=10,
+        num_spec_steps=9,
+        num_draft_tokens=60,
+        num_accepted_draft_tokens=30,
+        per_step_accepted=(3, 3, 3, 3, 3, 3, 4, 4, 4),
+        seconds=2.0,
+        draft_seconds=0.5,
+        verify_seconds=1.5,
+        finish_reasons=("length",),
+        settings={"schedule": "auto"},
+    )
+    assert [line.split() for line in str(stats).splitlines()] == [
+        ["new", "tokens", "40", "length"],
+        ["tokens", "per", "second", "20.0", "in", "2.00", "s"],
+        ["target", "passes", "10", "0.25", "per", "token"],
+        ["accepted", "30", "50%", "of", "60", "drafted"],
+        ["mean", "acceptance", "length", "4.33", "9", "steps"],
+        ["acceptance", "histogram", "0", "0", "0", "6", "3"],
+        ["draft", "time", "0.500", "s", "25%"],
+        ["verify", "time", "1.500", "s", "75%"],
+        ["select", "time", "0.000", "s", "0%"],
+        ["other", "time", "0.000", "s", "0%"],
+        ["text", "beside", "plain", "decoding", "the", "same"],
+        ["settings", "schedule", "auto"],
+    ]
+    assert len({line.index(word) for line, word in zip(str(stats).splitlines(), ("length", "in 2"), strict=False)}) == 1
