@@ -25,6 +25,7 @@ from specdec.bench.suite import PLAIN, Cell, Group
 
 Results = dict[str, Any]
 _MIB = 2**20
+_LEARNED = 2  # times the first repeat's acceptance length, from which on a draft must have seen the answers
 
 
 def results(outcome: Outcome) -> Results:
@@ -97,7 +98,8 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "token_ms": _ms([gap for s in samples for gap in s.gaps]),
         "request_ms": _ms([s.seconds for s in samples]),
         "first_token_ms": _ms([s.first_token for s in samples]),
-        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "mean_acceptance_length": _acceptance_length(samples),
+        "acceptance_length_by_repeat": _by_repeat(samples),
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
@@ -118,6 +120,18 @@ def backends(system: Results) -> str:
 
 def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return percentiles([1e3 * s for s in seconds])
+
+
+def _acceptance_length(samples: Sequence[Sample]) -> float | None:
+    """Tokens per round that drafted; None without one."""
+    accepted = [n for s in samples for n in s.accepted]
+    return 1 + sum(accepted) / len(accepted) if accepted else None
+
+
+def _by_repeat(samples: Sequence[Sample]) -> list[float]:
+    """The acceptance length of every repeat, 1 where nothing was drafted."""
+    repeats = sorted({s.repeat for s in samples})
+    return [_acceptance_length([s for s in samples if s.repeat == repeat]) or 1.0 for repeat in repeats]
 
 
 def _split(samples: Sequence[Sample]) -> dict[str, float]:
@@ -228,6 +242,14 @@ def _summary(found: Results) -> list[str]:
         sentences.append(
             "Texts of rejection and block sampling follow the target's distribution alone: they are not compared."
         )
+    for group, system in cells:
+        by_repeat = system["acceptance_length_by_repeat"]
+        if by_repeat[-1] > _LEARNED * by_repeat[0]:
+            lengths = ", ".join(f"{length:.2f}" for length in by_repeat)
+            sentences.append(
+                f"{system['name']} ({group['label']}): acceptance length {lengths} by repeat. The draft remembers the "
+                "answers: measure it with `repeats: 1` and `warm_up: 0`."
+            )
     if found["failures"]:
         sentences.append(f"{len(found['failures'])} settings could not be measured.")
     return sentences

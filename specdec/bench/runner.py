@@ -91,6 +91,8 @@ class GroupRun:
             return
         self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
+        if batch == 0:  # a draft that remembers would know the answers of the repeat before
+            systems.reopen(self.group.label, cell)
         generator = self._generator(systems, cell, batch)
         watch.look()
         done = measure(generator, self._call(cell, prompts))

@@ -47,6 +47,16 @@ class Systems:
             _compile(self._cells[key])
         return self._cells[key]
 
+    def reopen(self, group: str, cell: Cell | None) -> None:
+        """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.
+
+        Its schedule keeps what it learned. A draft with models stays as it is.
+        """
+        generator = self.generator(group, cell)
+        drafter, is_own = generator.drafter, type(generator.drafter).__module__.partition(".")[0] != "specdec"
+        if cell is not None and drafter is not None and is_own and is_word(cell.model) and not drafter.models:
+            generator._draft.drafter = Drafts(self.plain.target).make(cell.model, self.plain.tokenizer)
+
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
