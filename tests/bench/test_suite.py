@@ -33,7 +33,7 @@ def test_the_matrix() -> None:
     assert len(groups) == 2 * 2 * 2 * 2 * 2
     assert len({group.label for group in groups}) == len(groups)
     assert groups[0].label == "a · float32 · greedy, temperature 0 · code · batch 1"
-    assert groups[-1].label == "b · small · greedy, temperature 0.5 · y · batch 4"
+    assert groups[-1].label == "b · small · sampling, temperature 0.5 · y · batch 4"
     assert [cell.label for cell in groups[0].cells] == ["ngram, cost", "ngram, constant 2", "ngram, constant 4"]
     assert [cell.draft for cell in groups[-1].cells] == ["c"] * 3 + ["suffix"] * 3
     assert suite.call(groups[0].strategy)["do_sample"] is False
