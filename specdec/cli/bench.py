@@ -111,6 +111,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             words += f"  acceptance length {length:.2f}" if length is not None else ""
             measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
             yield f"  {measured}  {backends(system):<{wide}}{words}".rstrip()
+        for failure in found["failures"]:
+            if failure["group"] == group["label"]:
+                yield f"  {failure['system']:<{width}}  not measured: {failure['error']}"
     yield from found["summary"]
     yield found["contention"]
 

@@ -12,7 +12,8 @@ import pytest
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
-from specdec.bench.results import as_csv
+from specdec.bench.figures import Speedup
+from specdec.bench.results import as_csv, summary
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDraft
@@ -257,15 +258,56 @@ def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_pat
     assert ["SYNTHETIC" in line for line in lines] == [False, False, True, True, False, True, True]
 
 
-def test_a_synthetic_draft_is_never_called_the_best(
-    keys: dict[str, Any], models: tuple[str, str], tmp_path: Path
-) -> None:
+def settings(*speedups: Speedup, synthetic: int = 0) -> dict[str, Any]:
+    """Results of one group with these speedups; the last `synthetic` of them are of synthetic drafts."""
+    marks = [i >= len(speedups) - synthetic for i in range(len(speedups))]
+    systems = [
+        {
+            **{
+                "name": f"draft {i}",
+                "synthetic": mark,
+                "compared": 1,
+                "identical": 1,
+                "acceptance_length_by_repeat": [2],
+            },
+            "speedup": {**found._asdict(), "state": found.state, "words": found.in_words()},
+        }
+        for i, (found, mark) in enumerate(zip(speedups, marks, strict=True))
+    ]
+    group = {"label": "g", "comparable": True, "systems": systems}
+    return {"groups": [group], "mismatches": [], "failures": [{"group": "g", "system": "d", "error": "e"}]}
+
+
+SURE, UNSURE, LOSS = Speedup(1.5, 1.2, 1.9), Speedup(2.29, 0.59, 3.14), Speedup(0.5, 0.4, 0.6)
+
+
+def test_the_summary() -> None:
+    """It names the best of those that are clearly faster, and says of none that there is none. (The highest was named,
+    whatever its interval; and "1 settings", "0 SLOWER".)
+    """
+    assert summary(settings(SURE, UNSURE)) == [
+        "2 assisted settings: 1 faster than plain decoding, 1 without a clear difference.",
+        "Best: draft 0 (g), 1.50× faster than plain decoding (95% interval 1.20 to 1.90).",
+        "Median speedup: 1.90×.",
+        "2 of 2 assisted texts are identical to plain decoding's.",
+        "1 setting could not be measured.",
+    ]
+    assert summary(settings(UNSURE, LOSS, Speedup(3.0)))[:2] == [
+        "3 assisted settings: 1 SLOWER, 1 without a clear difference, 1 of one request, without an interval.",
+        "None is clearly faster than plain decoding.",
+    ]
+    assert summary(settings(Speedup(3.0)))[:2] == [
+        "draft 0 (g), 3.00× plain decoding's speed (one request, no interval).",
+        "1 of 1 assisted text is identical to plain decoding's.",
+    ]
+
+
+def test_a_synthetic_draft_is_never_called_the_best() -> None:
     """Beside a real draft that is slower, the summary does not praise it."""
-    drafts = ["ngram", {"synthetic": 1, "like": models[1]}]
-    found = results(run(read_suite({**keys, "drafts": drafts}), tmp_path / "out"))
-    [best] = [line for line in found["summary"] if line.startswith("Best")]
-    assert "SYNTHETIC" not in best
-    assert any(system["synthetic"] for system in found["groups"][0]["systems"])
+    assert "Best: draft 0 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=1))[1]
+    none = "None with a real draft is clearly faster than plain decoding."
+    assert summary(settings(LOSS, Speedup(3, 2, 4), synthetic=1))[1] == none
+    assert "Best: draft 1 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=2))[1]
 
 
 def test_a_synthetic_draft_is_right_as_often_as_told(models: tuple[str, str]) -> None:
