@@ -11,7 +11,7 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDraft, passes_of
-from specdec.errors import LoadError, OptionError
+from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
@@ -78,14 +78,9 @@ class Systems:
         """A draft model or head, which its cells share, and the tokenizer beside it."""
         if name not in self._models:
             vocabulary = Vocabulary.of(self._draft_options.get("vocabulary"))
-            try:
-                draft, beside = loaded(
-                    bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
-                )
-            except (OptionError, LoadError) as error:
-                if "/" in name or ":" in name:
-                    raise
-                raise type(error)(f"{error}, or pass `specdec bench --import` the module that registers it") from error
+            draft, beside = loaded(
+                bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
+            )
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft, beside

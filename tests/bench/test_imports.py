@@ -123,14 +123,25 @@ def test_a_draft_that_remembers(
 
 @pytest.mark.parametrize("drafts", ["sufix", "suffix+sufix"])
 def test_a_misspelt_draft(drafts: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    """Before anything is loaded it is compared with the words; one like none of them may need --import. (Both errors
-    were about `target`.)
-    """
+    """Before anything is loaded it is compared with the words. (The error was about `target`.)"""
     with pytest.raises(OptionError, match=r"`drafts` must be .* did you mean 'suffix'"):
         read_suite({**keys, "drafts": drafts})
-    [failure] = measured({**keys, "drafts": "markof"}, tmp_path)["failures"]
-    assert "`draft` 'markof' cannot be loaded" in failure["error"]
-    assert failure["error"].endswith("or pass `specdec bench --import` the module that registers it")
+
+
+@pytest.mark.parametrize("drafts", ["markof", "table:9", "suffix+markof", {"synthetic": 0.5, "like": "markof"}])
+def test_a_word_that_nothing_registered(
+    drafts: Any, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before a model is loaded. (The hub was asked for it, and plain decoding measured.)"""
+    monkeypatch.setattr(SpecGenerator, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(OptionError, match=r"`drafts` must be a registered word, .*--import` the module"):
+        measured({**keys, "drafts": ["suffix", drafts]}, tmp_path)
+
+
+def test_a_draft_that_its_class_refuses(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Where nothing is left to compare, plain decoding is not measured."""
+    found = measured({**keys, "drafts": "early_exit:99"}, tmp_path)
+    assert (exit_state(found), found["groups"][0]["systems"]) == ("failed", [])
 
 
 def test_an_error_has_its_place() -> None:
