@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import pytest
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
 from specdec.bench.figures import Speedup
+from specdec.bench.machine import provenance
 from specdec.bench.results import as_csv, summary
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, measure
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import versions
 from tests.folders import saved_model
 
 
@@ -342,6 +346,22 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
     assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]
     assert widths[:3] == [1, 2, 2]
     assert out.stats.per_step_drafted[0] == 6
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout, with a mark where files differ; an installed package has none."""
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "specdec" / "options" / "versions.py"))
+    assert versions.commit() is None
+    assert provenance()["commit"] is None
+    (tmp_path / "file").write_text("one")
+    who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "file"], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    found = provenance()["commit"]
+    assert re.fullmatch("[0-9a-f]{40}", found)
+    (tmp_path / "file").write_text("two")
+    assert versions.commit() == f"{found}-dirty"
 
 
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
