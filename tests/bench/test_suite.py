@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.bench.suite import read_suite
+from specdec.bench.suite import Suite, read_suite
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
 
@@ -139,3 +139,14 @@ def test_the_suite_of_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(targets:.*?)```", guide, re.S)
     assert len(read_suite(yaml.safe_load(example)).groups()) == 2 * 3 * 4 * 2
+
+
+def test_the_guide_has_every_key() -> None:
+    """With its default, where that is a number."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", guide, re.M)
+    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert defaults.keys() == Suite.model_fields.keys()
+    for name, default in defaults.items():
+        if default.isdecimal():
+            assert Suite.model_fields[name].default in (int(default), [int(default)])
