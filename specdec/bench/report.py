@@ -216,8 +216,8 @@ def _acceptance(axes: Axes, cells: list[Results]) -> None:
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
-        at = range(1, len(places) + 1)
-        axes.plot(at, shares, **_style(n, cell["name"]))
+        if places:  # else the legend would name a draft without a line
+            axes.plot(range(1, len(places) + 1), shares, **_style(n, cell["name"]))
     axes.set(
         xlabel="position in the draft",
         ylabel="accepted / drafted there",

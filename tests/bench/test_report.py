@@ -193,11 +193,14 @@ def test_the_plot_of_positions_has_chains_only(found: dict[str, Any]) -> None:
     plain, one, *_ = found["groups"][0]["systems"]
     tree = {**one, "name": "tree, cost", "draft": "tree", "acceptance_by_position": []}
     fastest = {**one, "name": "fast, cost", "speedup": {**one["speedup"], "value": 99.0}, "acceptance_by_position": []}
-    group = {**found["groups"][0], "systems": [plain, one, tree, fastest], "sweeps": []}
+    rare = {**one, "name": "rare, cost", "draft": "rare"}
+    rare["acceptance_by_position"] = [{"drafted": 1, "tested": 1, "accepted": 1}]
+    group = {**found["groups"][0], "systems": [plain, one, tree, fastest, rare], "sweeps": []}
     [svg] = [plot.svg for plot in group_plots(group, "g") if plot.name == "g-acceptance"]
     assert f"<!-- {short(one['name'])} -->" in svg
-    assert "tree, cost" not in svg
-    assert "fast, cost" not in svg
+    assert all(name not in svg for name in ("tree, cost", "fast, cost", "rare, cost"))
+    none = group_plots({**group, "systems": [plain, rare]}, "g")
+    assert any("no position was drafted in 5 rounds" in plot.svg for plot in none)
 
 
 def test_leaders() -> None:
