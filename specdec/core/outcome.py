@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from specdec.core.drafts import Hidden
 from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.strategies import Trace, View, stacked, trace_of
+from specdec.core.strategies import NO_TRACE, Trace, View, stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree
 from specdec.core.work import Logits, Work
 
@@ -43,11 +43,6 @@ class Outcome:
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     known: dict[int, View] = field(default_factory=dict)
-
-    @property
-    def kept(self) -> list[tuple[int, list[int], int]]:
-        """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
-        return [(work.row, work.path(self.path), work.num_text + self.num_text) for work in self.works]
 
     def hidden(self, layers: Sequence[int], length: int) -> Hidden:
         """The hidden states of the new text and of new nodes on the path, without positions that have no ids.
@@ -82,7 +77,7 @@ class Outcome:
         tested, levels = self._depths_tested(proposal) if self.seq.is_search else self._nodes_tested(proposal)
         return SequenceRound(
             id=self.seq.id,
-            drafted=len(proposal),
+            drafted=len(proposal.tokens),
             depth=proposal.depth,
             accepted=self.accepted,
             prefill=prefill,
@@ -97,7 +92,7 @@ class Outcome:
         """All children of each node after which a step was taken; not those of the step that ended the text."""
         steps = self.steps[:-1] if self.finish else self.steps
         accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
-        confidence = proposal.confidence or [1.0] * len(proposal)
+        confidence = proposal.confidence or [1.0] * len(proposal.tokens)
         nodes = [node for node, parent in enumerate(proposal.parents) if parent in reached]
         levels = len({proposal.parents[node] for node in nodes})
         return [(confidence[node], node in accepted) for node in nodes], levels
@@ -116,25 +111,33 @@ def accept(one: Outcome, out: Logits) -> None:
     """
     seq, proposal, strategy = one.seq, out.work.proposal, one.seq.strategy
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
-    views, children = _Views(out, tree, seq.known), tree.children()
-    state = seq.state
+    children, state, traces = tree.children(), seq.state, out.hidden_states is not None or out.attentions is not None
+    bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if traces else out
+    begin = out.work.num_text - out.first  # of numbers of nodes after the text, in the logits
+
+    def view(node: int) -> View:
+        """The target's output at a node of `tree`, from this pass or an earlier one; -1 is the end of the text."""
+        if node in seq.known:
+            return seq.known[node]
+        return View(bare, begin + node, trace_of(out, tree.path(node)) if traces else NO_TRACE)
+
     nodes: list[int | None] = list(seq.leaves)
     ends: list[NewLeaf] = []
     while one.finish is None and None not in nodes:
         leaves = [node for node in nodes if node is not None]
-        seen = [views[leaf] for leaf in leaves]
+        seen = [view(leaf) for leaf in leaves]
         move = strategy.advance(seq, state, seen, one.steps)
         state, one.finish = move.state, move.finish
         one.states.append(state)
         if move.step is not None:
             one.steps.append(move.step)
-        if views.keeps_traces:
+        if traces:
             one.traces += _traces(seen, move.shown) if seq.is_search else [seen[0].trace]
         ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
         nodes = [children.get(end) for end in ends]
     if seq.is_search:
         one.accepted = len(one.states) - 1
-        _settle(one, tree, views, ends, nodes)
+        _settle(one, tree, view, ends, nodes)
     else:
         [last] = nodes  # a final token may have been guessed too
         one.path = tree.path(ends[0][0] if last is None else last)
@@ -142,7 +145,9 @@ def accept(one: Outcome, out: Logits) -> None:
         one.tokens = [step.token for step in one.steps]
 
 
-def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[NewLeaf], nodes: list[int | None]) -> None:
+def _settle(
+    one: Outcome, tree: Tree, view: Callable[[int], View], ends: list[NewLeaf], nodes: list[int | None]
+) -> None:
     """What stays of a search's `tree`, whose new leaves are `ends`, computed as `nodes` or not yet.
 
     The path that all leaves share becomes text.
@@ -161,27 +166,8 @@ def _settle(one: Outcome, tree: Tree, views: _Views, ends: list[NewLeaf], nodes:
     )
     made = dict(zip(fresh, range(len(stays), len(one.tree)), strict=True))
     one.leaves = [made[end] if node is None else number[node] for end, node in zip(ends, nodes, strict=True)]
-    one.known = {number[node]: views[node] for node in seen}
+    one.known = {number[node]: view(node) for node in seen}
     one.path, one.num_text, one.tokens = path, len(shared), [tree.tokens[node] for node in shared]
-
-
-class _Views:
-    """The target's output at the nodes of `tree` (branches, then the proposal), from this pass or an earlier one."""
-
-    def __init__(self, out: Logits, tree: Tree, known: dict[int, View]) -> None:
-        self.keeps_traces = out.hidden_states is not None or out.attentions is not None
-        self._out, self._tree, self._known = out, tree, known
-        bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if self.keeps_traces else out
-        self._logits = bare
-
-    def __getitem__(self, node: int) -> View:
-        """The output at `node`; -1 is the end of the text."""
-        if node in self._known:
-            return self._known[node]
-        at = self._out.work.node(node) - self._out.first
-        if not self.keeps_traces:
-            return View(self._logits, at)
-        return View(self._logits, at, trace_of(self._out, self._tree.path(node)))
 
 
 def _traces(views: Sequence[View], shown: Sequence[int] | None) -> list[Trace]:

@@ -142,7 +142,24 @@ class RunningSequence:
 
         `lengths[i]` positions of the text are in the cache.
         """
-        return [one._work(length, proposal) for one, length in zip(self.batch_seqs, lengths, strict=True)]
+        found = []
+        for seq, length in zip(self.batch_seqs, lengths, strict=True):
+            text = seq.text_ids[length:]
+            tree, num_text = Tree.chain(text), len(text)
+            if seq.tree.tokens:
+                tree = tree.graft(seq.tree)
+            if proposal.tokens:
+                tree = tree.graft(proposal, [num_text + leaf for leaf in seq.leaves])
+            new_leaves = len(seq.tree.tokens) - seq.num_cached if seq.tree.tokens else 1  # or the end of the text
+            num_logits = new_leaves + len(proposal.tokens)
+            # branches without their text: the row was emptied, to be read again
+            num_cached = 0 if text else seq.num_cached
+            given: dict[str, Any] = {
+                "pictures": seq.unread_pictures(length),
+                "embeds": seq._embeds_at(length, num_text),
+            }
+            found.append(Work(seq.row, tree, num_logits, num_text, num_cached, proposal, **given))
+        return found
 
     def chunks(self, lengths: Sequence[int], most: int) -> list[Work]:
         """The same for at most `most` further positions of the text; never the last, whose pass needs logits."""
@@ -164,20 +181,6 @@ class RunningSequence:
         """Its row of the target's cache."""
         assert self.cache_row is not None
         return self.cache_row
-
-    def _work(self, length: int, proposal: Tree) -> Work:
-        text = self.text_ids[length:]
-        tree, num_text = Tree.chain(text), len(text)
-        if self.tree.tokens:
-            tree = tree.graft(self.tree)
-        if proposal.tokens:
-            tree = tree.graft(proposal, [num_text + leaf for leaf in self.leaves])
-        new_leaves = len(self.tree) - self.num_cached if self.tree.tokens else 1  # or the end of the text
-        # branches without their text: the row was emptied, to be read again
-        num_cached = 0 if text else self.num_cached
-        embeds = self._embeds_at(length, num_text)
-        given: dict[str, Any] = {"embeds": embeds, "pictures": self.unread_pictures(length)}
-        return Work(self.row, tree, new_leaves + len(proposal), num_text, num_cached, proposal, **given)
 
     def _embeds_at(self, begin: int, count: int) -> Tensor | None:
         """The embeddings among `count` positions; None without any."""

@@ -25,6 +25,9 @@ class Trace(NamedTuple):
     cross_attentions: tuple[Tensor, ...] | None = None
 
 
+NO_TRACE = Trace()
+
+
 def trace_of(out: Logits, path: Sequence[int]) -> Trace:
     """The trace of the last node of `path` (numbered as in `Work`); of the text of the pass where the path is empty.
 
@@ -32,7 +35,7 @@ def trace_of(out: Logits, path: Sequence[int]) -> Trace:
     """
     hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
     if hidden is None and attentions is None:
-        return Trace()
+        return NO_TRACE
     columns, size = out.work.path(path), len(out.tree)
     own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
     return Trace(
@@ -63,12 +66,7 @@ class View(NamedTuple):
 
     out: Logits
     at: int
-    trace: Trace = Trace()
-
-    @property
-    def node(self) -> int:
-        """Its number in the tree of the pass."""
-        return self.out.first + self.at
+    trace: Trace = NO_TRACE
 
     @property
     def logits(self) -> Tensor:

@@ -29,8 +29,8 @@ class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
     The tree begins with `num_text` tokens that extend the row's text, or with the `num_cached` branches that it holds
-    already. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text); `node(number)`
-    is the number in `tree`. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds`
+    already. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text), in `tree` from
+    `num_text` on. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds`
     `[nodes, width]` replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree`
     is a chunk of; 0 for a complete text. `pictures`: what the model reads beside the tree, a chain that begins the
     text.
@@ -66,13 +66,9 @@ class Work:
         """The first node with logits."""
         return len(self.tree.tokens) - self.num_logits
 
-    def node(self, number: int) -> int:
-        """The number in `tree` of a node after the text."""
-        return self.num_text + number
-
     def path(self, numbers: Sequence[int] = ()) -> list[int]:
         """The new text followed by these nodes, in numbers of `tree`."""
-        return [*range(self.num_text), *map(self.node, numbers)]
+        return [*range(self.num_text), *(self.num_text + number for number in numbers)]
 
 
 @dataclass(slots=True, eq=False)

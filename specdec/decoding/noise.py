@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec import kernels
 from specdec.decoding import device_reads
-from specdec.errors import SpecdecError
+from specdec.errors import OptionError, SpecdecError
 
 COUPLED, ACCEPT, _, DRAW, DRAFT, BEAMS = range(6)
 """Streams: draws for different purposes never share an address."""
@@ -35,9 +35,9 @@ _MASK32 = (1 << 32) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
 _REACH = 41.0
 """No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
-NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
+NONE_LEFT = "no token is left to choose: the options and processors of the call forbid all of them; loosen one"
 NOT_A_NUMBER = "the scores to sample from contain NaN"
-_EMPTY, _BROKEN = -1, -2  # in place of a token: nothing left to draw, NaN among the scores; as in choice.cpp
+EMPTY, _BROKEN = -1, -2  # in place of a token: nothing left to choose, NaN among the scores; as in choice.cpp
 _HEAD = 4.0
 _FEW = 1024
 
@@ -139,7 +139,7 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
     """The draw from `logits` `[vocab]`; computes logarithms only for tokens that can win it."""
     top = logits.max()
     if top == -np.inf:
-        raise SpecdecError(NONE_LEFT)
+        raise OptionError(NONE_LEFT)
     ids = np.flatnonzero(logits >= top - np.float32(_REACH)).astype(np.uint32)
     if not len(ids):
         raise SpecdecError(NOT_A_NUMBER)
@@ -173,11 +173,13 @@ def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
         logits = logits.cpu()
     noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device)) + logits
     best, tokens = noisy.max(dim=-1)
-    return tokens.masked_fill(best == -torch.inf, _EMPTY).masked_fill(best.isnan(), _BROKEN)
+    return tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(best.isnan(), _BROKEN)
 
 
 def checked(token: int) -> int:
-    """A token of `draws`; raises SpecdecError for one below 0."""
+    """A token of `draws`; raises OptionError where none is left, SpecdecError for NaN."""
+    if token == EMPTY:
+        raise OptionError(NONE_LEFT)
     if token < 0:
-        raise SpecdecError(NONE_LEFT if token == _EMPTY else NOT_A_NUMBER)
+        raise SpecdecError(NOT_A_NUMBER)
     return token

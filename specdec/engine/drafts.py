@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from specdec.core.drafts import Commit, Draft, Plan, Proposer
 from specdec.core.outcome import Outcome
@@ -11,16 +11,17 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.engine.request import Request
 from specdec.errors import DraftError
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
 
+Item = TypeVar("Item")
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
 class Blamed(NamedTuple):
     """An exception within becomes the error of the requests of `seqs` in `failed`; meanwhile no row of a cache moves.
 
-    (A class: `contextmanager` takes three times as long, and a round has eight of these.)
+    (A class: `contextmanager` takes three times as long, and a round has seven of these.)
     """
 
     seqs: Sequence[RunningSequence]
@@ -148,17 +149,17 @@ class OpenDrafts:
                 f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to {vocab - 1}"
             )
 
-    def message(self, one: Outcome, length: int) -> Commit | None:
+    def message(self, one: Outcome, target: Session) -> Commit | None:
         """What a sequence's draft gets of a round; None for a chunk of a prompt whose hidden states it does not read.
 
-        `length`: positions of text that were cached before the pass.
+        `target`: its cache before the outcome is committed.
         """
         drafter = self._requests[one.seq.id].drafter
         layers = () if drafter is None else drafter.hidden_layers
         if not (one.states or layers):
             return None
         read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
-        hidden = one.hidden(layers, length) if read else None
+        hidden = one.hidden(layers, target.length(one.seq.row)) if read else None
         return Commit(one.seq, one.path, one.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:
@@ -195,14 +196,12 @@ class OpenDrafts:
         return [(draft, group) for draft, group in drafts if draft is not None]
 
 
-def grouped(
-    seqs: Iterable[RunningSequence], of: Callable[[RunningSequence], Any]
-) -> list[tuple[Any, list[RunningSequence]]]:
-    """The sequences grouped by the identity of `of(seq)`, groups in the order of their first sequence."""
-    groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
-    for seq in seqs:
-        owner = of(seq)
-        groups.setdefault(id(owner), (owner, []))[1].append(seq)
+def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:
+    """The items grouped by the identity of `of(item)`, groups in the order of their first item."""
+    groups: dict[int, tuple[Any, list[Item]]] = {}
+    for item in items:
+        owner = of(item)
+        groups.setdefault(id(owner), (owner, []))[1].append(item)
     return list(groups.values())
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
 from weakref import WeakSet
+
+import torch
 
 from specdec.core.rounds import Round
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import release_helpers
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
 
 _SOON, _IDLE = 0.01, 1.0  # seconds without work after which helper threads end, and after which the thread ends
+_SOFT = 1  # omp_pause_soft: keeps the program's settings
 _PATIENCE = 10.0  # seconds that the interpreter waits at its end for the current step
 
 
@@ -47,13 +53,15 @@ class Driver:
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Yields a request's rounds: with `stream` as they come, otherwise all at its end.
 
-        Raises the error that ended the request early, and EngineError for a call from within the engine. Closing the
-        generator cancels the request.
+        Raises the error that ended the request early, and EngineError for a call from within the engine and for a
+        request that is being read. Closing the generator cancels the request.
         """
         self._check()
         self.engine.budget.check(request)
         with self._lock:
             self.check_open()
+            if request in self._open:
+                raise EngineError("this job is being followed: read its deltas there, or submit another")
             self._open.add(request)
             self._arrived.append(request)
         try:
@@ -273,3 +281,23 @@ def _end_at_exit(driver: Driver) -> None:
 def _end_all() -> None:
     for driver in list(_shared):
         driver.end()
+
+
+@cache
+def _openmp() -> Any:
+    """torch's own copy of GNU's OpenMP; None if it has another one, or none."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "omp_pause_resource_all"):
+            return library
+    return None
+
+
+def release_helpers() -> None:
+    """Ends the calling thread's OpenMP helper threads; its next parallel operation starts new ones (about 0.1 ms).
+
+    If all threads together have more helpers than there are processors, GNU's OpenMP lets helpers sleep between
+    operations, and every parallel operation takes up to twice as long.
+    """
+    if (library := _openmp()) is not None:
+        library.omp_pause_resource_all(_SOFT)

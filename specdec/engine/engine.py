@@ -12,6 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import torch
 
 from specdec.core.outcome import Outcome, accept
 from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
@@ -23,7 +27,6 @@ from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.stopwatch import Stopwatch
 from specdec.models import LanguageModel
 
 
@@ -55,6 +58,9 @@ class Engine:
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
+        # An exception within `self._blamed(seqs)` is an error of their requests, which sit out until the round ends
+        # them.
+        self._blamed = partial(Blamed, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
         self.target = self.scheduler.target
@@ -98,6 +104,109 @@ class Engine:
         running = [seq for seq in running if seq.id in self._requests]
         if running:
             self._round(running)
+
+    def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
+        """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
+        of each.
+        """
+        began = perf_counter()
+        proposals = self._propose(seqs, chunk)
+        drafted = seconds_on(self.model.device)
+        outcomes = self._run(seqs, proposals, chunk)
+        verified = seconds_on(self.model.device)
+        nodes = sum(work.num_new for one in outcomes for work in one.works)
+        outcomes = self._accept(outcomes)
+        selected = seconds_on(self.model.device)
+        rounds = self._commit(outcomes, proposals)
+        phases = drafted - began, verified - drafted, selected - verified
+        self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
+        self._end_failed()
+        self._release([one.seq for one in outcomes if one.finish is not None])
+
+    def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
+        """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
+        ready = [seq for seq in seqs if seq.tokens]
+        if chunk is not None:
+            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self._ends(seq, chunk)]
+        return self.drafts.propose(ready, reading=chunk is not None)
+
+    def _ends(self, seq: RunningSequence, chunk: int) -> bool:
+        """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
+        unread = max(map(self.scheduler.unread, seq.batch_seqs))
+        if seq.pictures is not None and self.scheduler.sees(seq):
+            return seq.pictures.length == unread
+        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
+
+    def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
+        """One target pass over the works of all sequences; nothing if it failed."""
+        seqs = [seq for seq in seqs if self._goes_on(seq)]
+        if not seqs:
+            return []
+        requests = {self._requests[seq.id] for seq in seqs}
+        layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
+        every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
+        attentions = any(request.output_attentions for request in requests)
+        with self._blamed(seqs):
+            works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
+            together = [work for own in works for work in own]
+            outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
+            return [
+                Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)
+            ]
+        return []
+
+    def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
+        """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
+        rows = [one.row for one in seq.batch_seqs]
+        self.target.refresh(rows)
+        lengths = [self.target.length(row) for row in rows]
+        if chunk is not None and not self._ends(seq, chunk):
+            return seq.chunks(lengths, chunk)
+        return seq.works(lengths, proposal)
+
+    def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not
+        fail.
+        """
+        for one in outcomes:
+            if one.out.work.num_logits:
+                with self._blamed([one.seq]):
+                    accept(one, self._requests[one.seq.id].wanted(one.out))
+        return [one for one in outcomes if self._goes_on(one.seq)]
+
+    def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
+        """The one writer: updates caches, sequences and drafts."""
+        messages = [self.drafts.message(one, self.target) for one in outcomes]
+        passed = [(one, work) for one in outcomes for work in one.works]
+        self.target.commit(
+            [work.row for _, work in passed],
+            [work.path(one.path) for one, work in passed],
+            texts=[work.num_text + one.num_text for one, work in passed],
+        )
+        rounds = []
+        for one in outcomes:
+            if not one.states:
+                continue
+            seq, proposal = one.seq, one.out.work.proposal
+            drafter = self._requests[seq.id].drafter
+            is_first = seq.id in proposals and not seq.drafted  # a draft model may have read the prompt for it
+            prefill = not seq.prefilled or (is_first and drafter is not None and not drafter.instant)
+            rounds.append(one.round(prefill=prefill))
+            one.apply()
+            seq.drafted |= bool(proposal.tokens or proposal.source)
+        self.drafts.update([message for message in messages if message is not None])
+        return rounds
+
+    def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
+        """Gives the round to requests, and to the schedules that learn from it."""
+        outcomes, found = [one for one in outcomes if self._goes_on(one.seq)], {one.id: one for one in round_.seqs}
+        for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
+            request.passes += len({number for one in own for number in one.out.passes})
+            request.rounds.append(round_.of([found[one.seq.id] for one in own if one.states]))
+        decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].drafter is not None]
+        for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
+            with self._blamed(seqs):
+                pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
 
     @property
     def _admitted(self) -> list[Request]:
@@ -191,105 +300,6 @@ class Engine:
                 break  # an error in a pass over pictures is one of its request alone
         return batch
 
-    def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
-        of each.
-        """
-        watch = Stopwatch(self.model.device)
-        proposals = self._propose(seqs, chunk)
-        watch.lap("draft")
-        outcomes = self._run(seqs, proposals, chunk)
-        watch.lap("verify")
-        self._accept(outcomes)
-        watch.lap("select")
-        nodes = sum(work.num_new for one in outcomes for work in one.works)
-        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
-        rounds = self._commit(outcomes, proposals)
-        self._deliver(outcomes, watch.round(rounds, nodes))
-        self._end_failed()
-        self._release([one.seq for one in outcomes if one.finish is not None])
-
-    def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
-        """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
-        ready = [seq for seq in seqs if seq.tokens and not self.scheduler.sees(seq)]
-        asked = [seq for seq in ready if chunk is None or self._ends(seq, chunk)]
-        return self.drafts.propose(asked, reading=chunk is not None)
-
-    def _ends(self, seq: RunningSequence, chunk: int) -> bool:
-        """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
-        unread = max(map(self.scheduler.unread, seq.batch_seqs))
-        if seq.pictures is not None and self.scheduler.sees(seq):
-            return seq.pictures.length == unread
-        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
-
-    def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
-        """One target pass over the works of all sequences; nothing if it failed."""
-        works: dict[int, list[Work]] = {}
-        for seq in filter(self._goes_on, seqs):
-            with self._blamed([seq]):
-                works[seq.id] = self._works(seq, proposals.get(seq.id, EMPTY), chunk)
-        seqs = list(filter(self._goes_on, seqs))
-        requests = {self._requests[seq.id] for seq in seqs}
-        layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
-        every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
-        attentions = any(request.output_attentions for request in requests)
-        together = [work for seq in seqs for work in works[seq.id]]
-        if together:
-            with self._blamed(seqs):
-                outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
-                return [Outcome(seq, works[seq.id], _guided([next(outputs) for _ in works[seq.id]])) for seq in seqs]
-        return []
-
-    def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
-        """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
-        rows = [one.row for one in seq.batch_seqs]
-        self.target.refresh(rows)
-        lengths = [self.target.length(row) for row in rows]
-        if chunk is not None and not self._ends(seq, chunk):
-            return seq.chunks(lengths, chunk)
-        return seq.works(lengths, proposal)
-
-    def _accept(self, outcomes: Sequence[Outcome]) -> None:
-        """Runs every sequence's strategy as far as the logits reach."""
-        for one in outcomes:
-            if one.out.work.num_logits:
-                with self._blamed([one.seq]):
-                    accept(one, self._requests[one.seq.id].wanted(one.out))
-
-    def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
-        """The one writer: updates caches, sequences and drafts."""
-        messages = [self.drafts.message(one, self.target.length(one.seq.row)) for one in outcomes]
-        kept = [part for one in outcomes for part in one.kept]
-        self.target.commit([row for row, _, _ in kept], [path for _, path, _ in kept], texts=[n for _, _, n in kept])
-        rounds = []
-        for one in outcomes:
-            if not one.states:
-                continue
-            seq, proposal = one.seq, one.out.work.proposal
-            drafter = self._requests[seq.id].drafter
-            is_first = seq.id in proposals and not seq.drafted  # a draft model may have read the prompt for it
-            prefill = not seq.prefilled or (is_first and drafter is not None and not drafter.instant)
-            rounds.append(one.round(prefill=prefill))
-            one.apply()
-            seq.drafted |= bool(proposal.tokens or proposal.source)
-        self.drafts.update([message for message in messages if message is not None])
-        return rounds
-
-    def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
-        """Gives the round to requests, and to the schedules that learn from it."""
-        rounds = {one.id: one for one in round_.seqs}
-        outcomes = [one for one in outcomes if self._goes_on(one.seq)]
-        passes = {one.seq.id: one.out.passes for one in outcomes}
-        for request, seqs in grouped([one.seq for one in outcomes], lambda seq: self._requests[seq.id]):
-            request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
-            request.rounds.append(round_.of([rounds[seq.id] for seq in seqs if seq.id in rounds]))
-        decided = [
-            one.seq for one in outcomes if one.seq.id in rounds and self._requests[one.seq.id].drafter is not None
-        ]
-        for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
-            with self._blamed(seqs):
-                pacing.schedule = pacing.schedule.after(round_.of([rounds[seq.id] for seq in seqs]))
-
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
         gone = [seq for seq in seqs if seq.id in self._requests]
@@ -305,16 +315,13 @@ class Engine:
                 self._finish(request)
         self.drafts.close_idle(every=self.budget.limit is not None)
 
-    def _blamed(self, seqs: Sequence[RunningSequence]) -> Blamed:
-        """An exception within is an error of these sequences' requests, which sit out until the round ends them."""
-        return Blamed(seqs, self._requests, self._failed)
-
     def _goes_on(self, seq: RunningSequence) -> bool:
         """Whether the sequence's request has no error."""
         return self._requests[seq.id] not in self._failed
 
     def _end_failed(self) -> None:
-        failed, self._failed = self._failed, {}
+        failed = dict(self._failed)
+        self._failed.clear()
         for request, error in failed.items():
             self._end(request, error)
 
@@ -337,3 +344,10 @@ def _guided(outputs: list[Logits]) -> Logits:
         return outputs[0]
     own, other = outputs
     return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
+
+
+def seconds_on(device: torch.device) -> float:
+    """The time, after waiting for the kernels of an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return perf_counter()

@@ -14,7 +14,8 @@ from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
-from specdec.options.generate import Form, Options, listed
+from specdec.options.forms import Form
+from specdec.options.generate import Options, listed
 from specdec.options.refusals import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
@@ -148,7 +149,9 @@ def _check_vocabulary(options: Options, target: LanguageModel) -> None:
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
     for name, groups in named.items():
-        wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
+        wrong = next(
+            (i for ids in groups for i in ids if not hasattr(i, "__index__") or not 0 <= i < target.vocab_size), None
+        )
         if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
             known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
             raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")

@@ -157,6 +157,8 @@ EXPECTED = {
     "exponential_decay_length_penalty": "a pair of a whole number and a factor",
     "watermarking_config": "a transformers WatermarkingConfig or SynthIDTextWatermarkingConfig, or its fields",
     "guided_json": "a JSON schema, as a mapping, its text or a pydantic model",
+    "guided_regex": "a regular expression, as text that is not empty",
+    "guided_grammar": "a grammar in Lark's notation, as text that is not empty",
     "guided_choice": "a list of texts, none of them empty",
     "response_format": "{'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'schema': {…}}}",
     "sampling": f"one of {', '.join(SAMPLING)}",

@@ -16,7 +16,8 @@ from typing import Any
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError, UnsupportedError
 from specdec.options.fields import BEAMS_ONLY, DRAWING, IDLE, INSTEAD, OWN, REFUSED, SYNONYMS
-from specdec.options.generate import Options, forms
+from specdec.options.forms import forms
+from specdec.options.generate import Options
 
 EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 """Pairs of fields for one length: the first counts."""

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.fields import EXPECTED, IDLE, REFUSED, SEARCHES
-from specdec.options.generate import FORMS, Options
+from specdec.options.forms import FORMS
+from specdec.options.generate import Options
 from specdec.options.refusals import (
     EITHER,
     check_contradictions,

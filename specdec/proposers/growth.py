@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Pictures, Work
 from specdec.proposers.views import branch_tokens
-
-MayFollow = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
 
 
 @dataclass(eq=False, slots=True)
@@ -101,17 +99,20 @@ class Feed(NamedTuple):
         """The tree begins with the cached branches, or `num_text` tokens of text; without logits it is a chunk of the
         text, which begins with `pictures`.
         """
-        length = 0 if num_logits else len(seq.tokens)
-        given: dict[str, Any] = {"text_length": length, "pictures": pictures}
-        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches), **given)
+        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches.tokens), pictures=pictures)
+        work.text_length = 0 if num_logits else len(seq.tokens)
         return cls(seq, cached, work)
 
 
 class Chain:
-    """A chain that grows for one sequence in this round; in the cache its guesses follow the text."""
+    """A chain that grows for one sequence in this round; in the cache its guesses follow the text.
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, may_follow: MayFollow) -> None:
-        self.seq, self.plan, self.limit, self.cached, self._may_follow = seq, plan, limit, cached, may_follow
+    `readable`: how many ids the draft has embeddings for.
+    """
+
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.plan, self.limit, self.cached, self._readable = seq, plan, limit, cached, readable
+        self._confident = plan.needs_confidence
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
@@ -125,30 +126,30 @@ class Chain:
 
     def feed(self, tree: Tree) -> Feed:
         """A pass over `tree`, with logits of the last node."""
-        return Feed.of(self.seq, self.cached, tree, self.num_as_text, 1)
+        return Feed(self.seq, self.cached, Work(self.cached.cache_row, tree, 1, self.num_as_text))
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
         if self.tokens:
             self.cached.guesses.append(self.tokens[-1])
         else:
-            self.cached.text += len(tree)
-        seq, plan = self.seq, self.plan
-        token, confidence, q = seq.task.sampler.pick(seq, self.tokens, logits[-1], confident=plan.needs_confidence)
+            self.cached.text += len(tree.tokens)
+        seq, task = self.seq, self.seq.task
+        token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
         if not self._guess(token, confidence):
             return None
         if q is not None:
             self.q.append(q)
         self.num_as_text = 1
-        pays = len(self.tokens) < self.limit and plan.go_on([self.confidence])
-        return Tree([token], [-1]) if pays and self._may_follow(seq, token) else None
+        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
+        return Tree([token], [-1]) if pays and token < self._readable and token not in task.ends else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
         task = self.seq.task
         if (until := self.plan.until) is None or (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.sampler.needs_q)
+        return ChainRule(self.limit, width, choice, until, task.ends, self._confident, task.sampler.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
@@ -179,11 +180,11 @@ class Branches:
     """Levels of nodes that grow from one sequence's leaves in this round; the cache holds them as branches.
 
     For each of `ends`, `at` is its number among the cache's branches (-1: the end of the text), and `_proposed` its
-    number among the new nodes (-1 - i: the sequence's leaf i).
+    number among the new nodes (-1 - i: the sequence's leaf i). `readable`: how many ids the draft has embeddings for.
     """
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, may_follow: MayFollow) -> None:
-        self.seq, self.plan, self.cached, self._limit, self._may_follow = seq, plan, cached, limit, may_follow
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.plan, self.cached, self._limit, self._readable = seq, plan, cached, limit, readable
         leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.at: list[int] = []
@@ -230,11 +231,11 @@ class Branches:
         self._nodes += [branch for _, branch in level]
         self._parents += [self._proposed[end] for end, _ in level]
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
-        best = set(self._best())
+        best, ends = set(self._best()), self.seq.task.ends
         open_ = [
             i
             for i, (_, branch) in enumerate(level)
-            if first + i in best and self._may_follow(self.seq, branch.tokens[-1])
+            if first + i in best and branch.tokens[-1] < self._readable and branch.tokens[-1] not in ends
         ]
         chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
         parents = [self.at[end] for _, end, _ in chosen]

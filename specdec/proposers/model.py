@@ -254,15 +254,11 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        cached, usual = self._cached[seq.id], seq.task.sampler.branches
+        cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, self._may_follow)
-        readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
-        return Branches(seq, plan, limit if readable else 0, cached, self._may_follow)
-
-    def _may_follow(self, seq: SequenceView, token: int) -> bool:
-        """Whether a guess may follow `token`: it ends no text, and the draft has an embedding for it."""
-        return token < self._model.vocab_size and token not in seq.task.ends
+            return Chain(seq, plan, limit, cached, readable)
+        can_read = max(seq.tree.tokens, default=0) < readable
+        return Branches(seq, plan, limit if can_read else 0, cached, readable)
 
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""

@@ -71,6 +71,7 @@ _CLIENTS = {
     "`force_words_ids`": "`constraints`",
     "`top_logprobs`": "`logprobs`",
     "`prompt_ids`": "`prompt`",
+    "pass `pixel_values`": "send it as a part of `messages` in a chat",
     "set `do_sample=False`": "set `temperature` to 0",
     "`do_sample=True`": "a `temperature` above 0",
     "=True": "=true",
@@ -184,7 +185,7 @@ def _own(message: str, path: str, value: Any) -> ApiError:
     """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
     named = first_named(message)
     if path and named and isinstance(value, Mapping) and named in value:
-        message, named = message.replace(named, f"{path}.{named}", 1), f"{path}.{named}"
+        message, named = message.replace(f"`{named}`", f"`{path}.{named}`", 1), f"{path}.{named}"
     elif path:
         message, named = f"`{path}`: {message}", path
     return ApiError(400, message, param=named, code="invalid_value")

@@ -18,7 +18,8 @@ from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
 from specdec.generator.tokenizers import Detokenizer, before_stop, decode
-from specdec.options.generate import Form, listed
+from specdec.options.forms import Form
+from specdec.options.generate import listed
 from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
@@ -146,13 +147,14 @@ class TextModel:
         """The model's inputs for a prompt or a conversation; raises a 400 for pictures that cannot be read."""
         if chat is None or not any(message.pictures for message in chat.messages):
             return {"input_ids": [self.encode(prompt, chat)]}
+        return self.seen([message.plain for message in chat.messages], **self._template_options(chat))
+
+    def seen(self, messages: Sequence[dict[str, Any]], **how: Any) -> dict[str, Any]:
+        """The model's inputs for a conversation with pictures; raises a 400 for those that cannot be read."""
         if not self.generator.target.sees or self.generator.processor is None:
             raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
-        messages = [message.plain for message in chat.messages]
         with refusing():
-            made = with_pictures(
-                messages, self.generator.processor, pixels=self._pixels, **self._template_options(chat)
-            )
+            made = with_pictures(messages, self.generator.processor, pixels=self._pixels, **how)
         return {name: value for name, value in made.items() if name in NAMES}
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
@@ -197,6 +199,8 @@ class TextModel:
             check_takes_tools(self._template_text, self.name, "messages")
         try:
             return chat_ids(list(messages), self.tokenizer, self.generator.processor, **how)
+        except OptionError:  # of the processor's template, in words
+            raise
         except Exception as error:  # whatever a template raises
             raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 

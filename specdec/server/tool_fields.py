@@ -33,7 +33,15 @@ def _is_object(value: str) -> str:
     return value
 
 
+def _are_parameters(value: dict[str, Any]) -> dict[str, Any]:
+    kind = value.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise FieldError("the parameters of a function are an object, by name: set the schema's `type` to 'object'")
+    return {"type": "object"} | value | {"type": "object"}  # the last over a list of types
+
+
 FunctionName = Annotated[Text, AfterValidator(_is_function_name)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_are_parameters)]
 
 
 class Function(Sent):
@@ -41,7 +49,7 @@ class Function(Sent):
 
     name: FunctionName
     description: Annotated[Text, Field(max_length=_LONGEST_DESCRIPTION)] | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -56,7 +64,7 @@ class Tool(Sent):
         """The schema of its arguments; without one, it takes none."""
         if self.function.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.function.parameters}
+        return self.function.parameters
 
     @property
     def plain(self) -> dict[str, Any]:

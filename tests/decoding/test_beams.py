@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
+from specdec.decoding import device_reads
 from specdec.decoding.strategies import beam
-from specdec.errors import SpecdecError
+from specdec.errors import OptionError
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
@@ -231,10 +232,22 @@ def test_the_documented_example() -> None:
         assert str(out.beam_indices[row].tolist()) == indices
 
 
-def test_nothing_left_to_draw_is_an_error() -> None:
-    """Processors that forbid every token are found out."""
-    forbid = [lambda ids, scores: torch.full_like(scores, -torch.inf)]
-    with pytest.raises(SpecdecError, match="no token is left"):
+@pytest.mark.parametrize("penalty", [-200.0, 200.0])
+def test_extreme_penalties_are_no_warning(penalty: float) -> None:
+    """NumPy's, of a division by zero, was on the error stream of servers."""
+    gen = SpecGenerator(tiny("llama", vocab=VOCAB))
+    assert gen.generate([[5, 6]], num_beams=2, max_new_tokens=4, length_penalty=penalty).sequences.shape[1] <= 6
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2, "do_sample": True}, {"do_sample": True}, {}])
+@pytest.mark.parametrize("local", [True, False])
+def test_nothing_left_to_choose_is_an_error(
+    options: dict[str, Any], local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors that forbid every token are found out. (Greedy decoding took token 0.)"""
+    monkeypatch.setattr(device_reads, "is_local", lambda values: local)
+    suppressed = list(range(VOCAB))
+    with pytest.raises(OptionError, match="no token is left"):
         SpecGenerator(tiny("llama", vocab=VOCAB)).generate(
-            [[5, 6]], num_beams=2, do_sample=True, max_new_tokens=3, logits_processor=forbid
+            [[5, 6]], max_new_tokens=3, suppress_tokens=suppressed, **options
         )

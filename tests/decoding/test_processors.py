@@ -214,9 +214,9 @@ def test_prefix_function_hears_the_number_of_its_row(model) -> None:
     assert not made.pure
 
 
-@pytest.mark.parametrize("found", [[], None, 4, torch.tensor([], dtype=torch.long)])
-def test_a_prefix_function_that_allows_nothing(found) -> None:
-    """It was a bare ValueError of transformers, or a TypeError about NoneType."""
+@pytest.mark.parametrize("found", [[], None, 4, torch.tensor([], dtype=torch.long), [10**6], [-1], "ab", [1.5]])
+def test_a_prefix_function_that_allows_no_token(found) -> None:
+    """It was a bare ValueError, TypeError or IndexError, and -1 was the vocabulary's last token."""
     made = build_processors(options(), prompt_length=2, prefix_allowed_tokens_fn=lambda row, ids: found, row=3)
     with pytest.raises(
         OptionError, match=r"`prefix_allowed_tokens_fn` must .*row 3, after 2 ids.*return \[eos_token_id\]"

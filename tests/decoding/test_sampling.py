@@ -83,8 +83,9 @@ def test_temperature_zero_is_greedy() -> None:
     """`do_sample=True, temperature=0` is greedy decoding."""
     generator = SpecGenerator(tiny("llama"), "suffix")
     greedy = generator.generate([[5, 6]], **{**OPTIONS, "do_sample": False})
-    cold = generator.generate([[5, 6]], **OPTIONS, temperature=0.0)
-    assert cold.sequences.tolist() == greedy.sequences.tolist()
+    for temperature in (0.0, 1e-40, 1e-310):  # (Logits that were divided by the latter were infinite.)
+        cold = generator.generate([[5, 6]], **OPTIONS, temperature=temperature)
+        assert cold.sequences.tolist() == greedy.sequences.tolist()
 
 
 VOCAB, DEPTH = 5, 3

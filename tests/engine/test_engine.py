@@ -19,9 +19,9 @@ from specdec.core.work import Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Greedy
+from specdec.engine import engine as loop
 from specdec.engine.engine import Engine
 from specdec.engine.request import Pacing, Request
-from specdec.engine.stopwatch import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import FunctionDraft
@@ -328,11 +328,20 @@ def test_a_draft_must_start_a_session() -> None:
 def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of a phase hold the work that it began on an accelerator; a CPU is never asked to wait."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: (time.sleep(0.01), waited.append(device)))
-    there, here = Stopwatch(torch.device("cuda")), Stopwatch(torch.device("cpu"))
-    for phase in ("draft", "verify", "select"):
-        there.lap(phase)
-        here.lap(phase)
-    assert waited == [torch.device("cuda")] * 3
-    assert min(there.spent.values()) >= 0.01
-    assert here.round([], 0).verify_seconds == here.spent["verify"]
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(loop, "perf_counter", lambda: len(waited))
+    assert loop.seconds_on(torch.device("cuda")) == 1
+    assert loop.seconds_on(torch.device("cpu")) == 1
+    assert waited == [torch.device("cuda")]
+
+
+def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
+    model = LanguageModel(tiny("llama"))
+    engine, one = Engine(model), request(model, PROMPTS[:1])
+    engine.submit(one)
+    moments = iter([0, 1, 3, 7, 15])
+    monkeypatch.setattr(loop, "perf_counter", lambda: next(moments))
+    engine.step()
+    [found] = one.rounds
+    assert (found.draft_seconds, found.verify_seconds, found.select_seconds, found.seconds) == (1, 2, 4, 15)

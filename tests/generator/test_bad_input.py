@@ -69,6 +69,8 @@ WRONG_OPTIONS = [
     ({"eos_token_id": True}, "`eos_token_id` must be a token id, or a list of token ids, got True"),
     ({"bad_words_ids": [[]]}, "`bad_words_ids` must be a list of words, each a list of at least one token id, got"),
     ({"bad_words_ids": []}, "bad_words_ids"),
+    ({"sequence_bias": {"a": 1.0}}, "`sequence_bias` must be ids from 0 to 63, which the target knows, got 'a'"),
+    ({"guided_regex": ""}, "`guided_regex` must be a regular expression, as text that is not empty, got ''"),
     ({"suppress_tokens": ["7"]}, "`suppress_tokens` must be a list of token ids, got ['7']"),
     ({"stop_strings": []}, "`stop_strings` must be text, or a list of texts, none of them empty, got []"),
     *(({"stop_strings": value}, "`stop_strings` must be text") for value in ("", ["x", ""])),
@@ -290,8 +292,13 @@ def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
 def test_half_of_a_character(kind: Any) -> None:
     """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
     made = kind(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
-    with pytest.raises(OptionError, match=r"half of a character \(the lone surrogate '\\ud800', at \d+\)"):
+    half = r"half of a character \(the lone surrogate '\\ud800', at \d+\)"
+    with pytest.raises(OptionError, match=half):
         (made.generate if kind is SpecGenerator else made)("a\ud800", max_new_tokens=4)
+    if kind is SpecGenerator:
+        made.tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(OptionError, match=half):
+            made.generate(messages=[{"role": "user", "content": "a\ud800"}], max_new_tokens=4)
 
 
 def test_positions_run_out() -> None:

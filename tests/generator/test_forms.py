@@ -107,6 +107,45 @@ def test_wrong_forms(name: str) -> None:
         generator_of("none").generate("ab", max_new_tokens=8, **options)
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "form",
+    [{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}],
+)
+def test_forms_that_no_text_can_follow(form: dict[str, Any], draft: str) -> None:
+    """An expression beyond llguidance's bounds, a rule of itself alone. (The text ended, as if it were complete.)"""
+    with pytest.raises(OptionError, match="no text can go on in this form"):
+        generator_of(draft).generate("ab", max_new_tokens=8, **form)
+    assert generator_of(draft).generate("ab", max_new_tokens=8, guided_choice=["no"], eos_token_id=2).texts == ["no"]
+
+
+LONG = 4000  # rules, each of which names the next: a client's grammar of 64 KiB
+DEEP: dict[str, dict[str, Any]] = {
+    "rules": {"guided_grammar": "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(LONG)), f'r{LONG}: "no"'])},
+    "references": {
+        "guided_json": {
+            "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2 * LONG)} | {f"d{2 * LONG}": {"const": 1}},
+            "$ref": "#/$defs/d0",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_forms_of_many_rules_in_a_row(name: str) -> None:
+    """They overflowed the stack, and so ended the process."""
+    out = generator_of("none").generate("ab", max_new_tokens=8, eos_token_id=2, **DEEP[name])
+    assert out.texts[0] in ("no", "1")
+
+
+def test_a_schema_that_holds_itself() -> None:
+    """It ended the process, too."""
+    schema: dict[str, Any] = {"type": "object"}
+    schema["properties"] = {"a": schema}
+    with pytest.raises(OptionError, match="`guided_json`: Circular reference"):
+        generator_of("none").generate("ab", max_new_tokens=8, guided_json=schema)
+
+
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
     monkeypatch.setitem(sys.modules, "llguidance", None)

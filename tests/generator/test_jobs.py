@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import CancelledError, OptionError, SpecGenerator
+from specdec import CancelledError, EngineError, OptionError, SpecGenerator
 from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import PATIENCE, is_clean, together
@@ -173,6 +174,19 @@ def test_whoever_cancels_copies_nothing(shared: bool, monkeypatch: pytest.Monkey
     assert canceller not in keepers
     assert is_clean(generator)
     assert len(followed(generator, [[5, 9]])[0]) == 24
+
+
+def test_a_job_is_followed_once_at_a_time() -> None:
+    """The engine got its rows twice, and an error about them ended the first."""
+    job = SpecGenerator(tiny("llama")).submit([[5, 9]], **COMMON)
+    with closing(job.follow()) as rounds:
+        next(rounds)
+        with pytest.raises(EngineError, match="is being followed"):
+            job.run()
+        list(rounds)
+    assert job.result is not None
+    alone = followed(SpecGenerator(tiny("llama")), [[5, 9]])[0]
+    assert job.run().new_tokens() == job.result.new_tokens() == [alone]
 
 
 def test_cancelling_what_is_over_does_nothing() -> None:

@@ -160,6 +160,8 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "nonsense"}, "guided_grammar", "`guided_grammar`: "),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
     ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
+    ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 0}, None, "no token is left to choose"),
+    ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 1}, None, "no token is left to choose"),
 ]  # fmt: skip
 
 
@@ -172,6 +174,15 @@ def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
         error = found.json()["error"]
     assert error["param"] == param
     assert said in error["message"]
+
+
+def test_parts_with_the_fields_of_others() -> None:
+    """The path replaces the field's name, and not the type's before it."""
+    part = {"type": "text", "text": "a", "image_url": {"url": "data:image/png;base64,"}}
+    with asking(app()) as c:
+        found = c.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
+    said = "a part of type 'text' has a field `messages.0.content.0.text`, and no other"
+    assert (found.status_code, found.json()["error"]["message"]) == (400, said)
 
 
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of

@@ -35,10 +35,11 @@ def test_a_picture_is_answered_as_by_the_library() -> None:
     with asking(app(seeing_model())) as c:
         found = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
         text = c.post("/v1/chat/completions", json=body(data_url(SMALL), stream=True)).text
+        counted = c.post("/tokenize", json={"messages": body(data_url(SMALL))["messages"]}).json()
         other = c.post("/v1/chat/completions", json=body(data_url(Image.new("RGB", (20, 30), "red")))).json()
     assert out.texts == [found["choices"][0]["message"]["content"]]
     assert other["choices"] != found["choices"]
-    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8
+    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == counted["count"]
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == out.texts[0]
 
@@ -67,15 +68,35 @@ def test_text_alone_is_read() -> None:
     ],
 )
 def test_refused_pictures(urls: list[str], words: str) -> None:
-    """A 400 that names the reason."""
+    """A 400 that names the reason. (`/tokenize` had no bounds: a body of 2 MB took gigabytes of memory.)"""
     limits = {"pictures": 2, "picture_bytes": 2000}
     with asking(app(seeing_model(), limits=limits)) as c:
-        answer = c.post("/v1/chat/completions", json=body(*urls))
-    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+        for path, asked_ in (
+            ("/v1/chat/completions", body(*urls)),
+            ("/tokenize", {"messages": body(*urls)["messages"]}),
+        ):
+            answer = c.post(path, json=asked_)
+            assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "asked_", "words"),
+    [
+        ("completions", {"prompt": "a <image> b"}, "1 places for a picture, and none was given: send it as a part of"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "<image>"}]}, "the model's processor refused"),
+    ],
+)
+def test_a_place_without_a_picture(path: str, asked_: dict[str, Any], words: str) -> None:
+    """The way out was the library's, `pixel_values`, and the chat's error was told twice."""
+    with asking(app(seeing_model())) as c:
+        error = c.post(f"/v1/{path}", json=asked_).json()["error"]
+    assert (error["param"], words in error["message"], "template" in error["message"]) == ("messages", True, False)
 
 
 def test_a_model_of_text_alone() -> None:
     """It says that it reads no pictures."""
+    asked_ = body(data_url(SMALL))
     with asking(app(model_of("suffix"))) as c:
-        answer = c.post("/v1/chat/completions", json=body(data_url(SMALL)))
-    assert (answer.status_code, "reads no pictures" in answer.text) == (400, True)
+        for path, sent in (("/v1/chat/completions", asked_), ("/tokenize", {"messages": asked_["messages"]})):
+            answer = c.post(path, json=sent)
+            assert (answer.status_code, "reads no pictures" in answer.text) == (400, True)

@@ -11,7 +11,7 @@ from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.decoding.processors.grammar import Grammar
-from specdec.options.generate import Form
+from specdec.options.forms import Form
 from specdec.server.errors import ApiError
 from specdec.server.protocol import ChatRequest
 from specdec.server.text import TextModel
@@ -216,6 +216,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TIME] * 2}, "tools", "one name"),
     ({"tools": [TIME] * 129}, "tools", "128 entries"),
     ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"$ref": "x"}}}]}, "tools", "`tools.0.function.param"),
+    (
+        {"tools": [{**TIME, "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools.0.function.parameters.type",
+        "an object, by name",
+    ),
+    ({"tools": [{**TIME, "function": {"name": "f", "parameters": {"const": "\ud800"}}}]}, None, "half of a character"),
     ({"tools": [{**TIME, "function": {"name": "f", "description": "a" * 65_537}}]}, "tools.0.function.description", ""),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
     ({"tool_choice": "required"}, "tool_choice", "`tool_choice` needs `tools`"),
@@ -230,11 +236,19 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+def test_arguments_are_an_object() -> None:
+    """Also where null would do: such a call was no call, but text."""
+    tool = {**TIME, "function": {"name": "time", "parameters": {"type": ["null", "object"], "maxProperties": 0}}}
+    found = ask(model_of(LLAMA), tools=[tool], tool_choice="required")
+    assert [call["function"]["arguments"] for call in found["message"]["tool_calls"]] == ["{}"]
+
+
 def test_what_is_said_about_tools() -> None:
     """The field, and what would go."""
     with asking(app(model_of(HERMES), limits={"prompt_characters": 200_000})) as c:
         for fields, param, said in WRONG:
-            found = c.post(CHATS, json={"messages": [USER], "max_tokens": 4, **fields})
+            body = json.dumps({"messages": [USER], "max_tokens": 4, **fields})
+            found = c.post(CHATS, content=body, headers={"Content-Type": "application/json"})
             assert found.status_code == 400, (fields, found.text)
             assert found.json()["error"]["param"] == param, found.text
             assert said in found.json()["error"]["message"], found.text

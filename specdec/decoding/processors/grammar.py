@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import common_length
-from specdec.errors import EngineError, UnsupportedError
-from specdec.options.generate import Form
+from specdec.errors import OptionError, UnsupportedError
+from specdec.options.forms import Form, deeply
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,8 +34,8 @@ class Grammar:
         compiled = form.compiled()
         from llguidance import LLMatcher
 
-        self._begin = begin
-        first = LLMatcher(vocabulary, compiled, log_level=0)
+        self._form, self._begin = form, begin
+        first = deeply(lambda: LLMatcher(vocabulary, compiled, log_level=0))
         if first.is_error():
             raise form.wrong(first.get_error())
         self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
@@ -49,7 +49,10 @@ class Grammar:
         return made
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for forbidden tokens."""
+        """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for forbidden tokens.
+
+        Raises OptionError for a form that no text fits, or that takes llguidance too much to follow.
+        """
         allowed = torch.stack([self._mask(text[self._begin :].tolist(), logits.shape[1]) for text in ids])
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
@@ -66,16 +69,24 @@ class Grammar:
             allowed[self._ends[self._ends < width]] = True
             return allowed
         bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        self._sound(matcher)  # a failed one allows the end
         flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:width]
         allowed[: len(flat)] = flat.bool()
-        if not allowed.any():
-            raise EngineError(f"the answer cannot go on in this form: {matcher.get_error() or matcher.stop_reason()}")
         return allowed
 
     def _at(self, written: list[int]) -> LLMatcher | None:
         """A matcher that has read `written`; None where that violates the form, as drafts may."""
         best = max(self._matchers, key=lambda one: (one.shares(written), -len(one.read)))
-        return best.matcher if best.go_to(written) else None
+        fits = best.go_to(written)
+        matcher = self._sound(best.matcher)
+        return matcher if fits else None
+
+    def _sound(self, matcher: LLMatcher) -> LLMatcher:
+        """The matcher; raises OptionError where it failed, as it then ends every text."""
+        if matcher.is_error():
+            reason = matcher.get_error().partition("\n")[0]
+            raise OptionError(f"`{self._form.field}`: no text can go on in this form ({reason}): make it simpler")
+        return matcher
 
 
 class _Follower:

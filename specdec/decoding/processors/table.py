@@ -16,6 +16,7 @@ from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
 
 PrefixFn = Callable[[int, Tensor], list[int]]
+_COLDEST = 1e-30  # a logit divided by less may be infinite
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,27 @@ class RowPrefix:
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
-        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text), len(ids))
+        width = logits.shape[1]
+        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
         return constrained(ids, logits)
 
-    def _ids(self, text: Tensor) -> Any:
-        """The ids allowed after `text` `[length]`; raises OptionError for an empty list, or no list."""
+    def _ids(self, text: Tensor, width: int) -> Any:
+        """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
         found = self.allowed(self.row, text)
-        if not hasattr(found, "__len__") or not len(found):
+        if not (hasattr(found, "__len__") and len(found) and _are_ids(found, width)):
             way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
             expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
-            raise OptionError.of("prefix_allowed_tokens_fn", expected, found, way_out)
+            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
         return found
+
+
+def _are_ids(found: Any, width: int) -> bool:
+    """Whether `found` is a list or tensor of ids from 0 to below `width`."""
+    try:
+        ids = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
@@ -88,6 +99,11 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
 def _number(value: Any) -> Any:
     """Integers as floats, which transformers insists on (`temperature=2`)."""
     return float(value) if isinstance(value, int) else value
+
+
+def _warm(temperature: Any) -> Any:
+    """The temperature, or the lowest that leaves logits finite."""
+    return max(_number(temperature), _COLDEST) if temperature > 0 else temperature
 
 
 def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
@@ -170,7 +186,7 @@ PROCESSORS: tuple[Entry, ...] = (
 """Before the user's own. Guidance, which comes first, is part of the strategies."""
 
 WARPERS: tuple[Entry, ...] = (
-    ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_number(v),) if v != 1.0 else None),
+    ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_warm(v),) if v != 1.0 else None),
     ("top_h", stock.TopHLogitsWarper, lambda r, v: (v,)),
     ("top_k", _top_k_top_p, lambda r, v: (v, r.options.top_p, r.least)),
     ("top_p", _top_k_top_p, lambda r, v: None if r.options.top_k is not None else (0, v, r.least)),  # see `top_k`

@@ -137,7 +137,7 @@ class TextStrategy(StrategyBase):
     ) -> Advance:
         """Emits the token after the end of the text."""
         [view], new = views, [step.token for step in steps]
-        step = self.emit(seq, new, view.out, view.node)
+        step = self.emit(seq, new, view.out, view.out.first + view.at)
         if step.scores is not None:
             state = (*(state or ()), step.scores[None])
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
@@ -257,7 +257,9 @@ class Greedy(TextStrategy):
         return Step(best[at])
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        return device_reads.first_best(processed)
+        token = device_reads.first_best(processed)
+        return noise.checked(noise.EMPTY if processed[token] == -torch.inf else token)
 
     def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        return processed.argmax(dim=-1)
+        best, tokens = processed.max(dim=-1)
+        return tokens.masked_fill(best == -torch.inf, noise.EMPTY)

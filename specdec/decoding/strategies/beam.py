@@ -33,7 +33,7 @@ from specdec.decoding.strategies.beam_scoring import (
     extended,
     totals,
 )
-from specdec.errors import SpecdecError
+from specdec.errors import OptionError
 from specdec.options.generate import Options
 
 
@@ -98,7 +98,7 @@ class BeamSearch(Scoring):
         if self.seed is not None and scores is not None:
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
             if not found.tokens:
-                raise SpecdecError(noise.NONE_LEFT)
+                raise OptionError(noise.NONE_LEFT)
             return found
         leaves = self.leading(views, count)
         if leaves is not None:
@@ -129,6 +129,7 @@ class BeamSearch(Scoring):
         finish = finished[0].reason if over else None
         return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
 
+    @np.errstate(divide="ignore", over="ignore")  # extreme penalties, as in transformers
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
 

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 from specdec.errors import OptionError
+from specdec.generator.tokenizers import ids_of
 
 PIXELS = 2**26
 """The most pixels of a picture: as many as a square of 8192."""
@@ -62,7 +63,8 @@ def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any)
     and loses others.
     """
     if getattr(processor, "chat_template", None) is None:
-        return list(tokenizer.apply_chat_template(conversation, return_dict=True, **template)["input_ids"])
+        text = tokenizer.apply_chat_template(conversation, **{**template, "tokenize": False})
+        return ids_of(tokenizer, text, add_special_tokens=False)
     found: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
     return found
 

@@ -47,11 +47,11 @@ class KvSession(KvCache, Session):
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
         """One pass; several if passes are padded and rows lie far apart."""
-        if self._is_simple and len(works) == 1 and works[0].embeds is None and not (hidden or attentions):
-            row, work = self.row(works[0].row), works[0]
-            is_chain = not (row.columns.scattered or work.num_cached) and work.tree.is_chain
-            is_chain = is_chain and work.pictures is None
-            if is_chain and work.num_new and 0 <= work.num_logits <= work.num_new:
+        if self._is_simple and len(works) == 1 and not (hidden or attentions):
+            [work] = works
+            row, nodes = self.row(work.row), len(work.tree.tokens)
+            is_text = not (row.columns.scattered or work.num_cached or work.embeds is not None or work.pictures)
+            if is_text and nodes and 0 <= work.num_logits <= nodes and work.tree.is_chain:
                 return [self._padded.chain(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)
@@ -71,8 +71,7 @@ class KvSession(KvCache, Session):
                 seen[work.row] = self._padded.see(row, work, extras | more)
             elif work.num_new:
                 row.columns.begin(work.tree, work.first, work.text_length)
-                row_index = self.index(row.number)
-                parts[row_index] = RowNodes(row_index, row.columns, work)
+                parts[row.index] = RowNodes(row.index, row.columns, work)
         if self.cross is not None and parts:
             self.cross.project()
         ragged, found = self._ragged, dict[int, Logits]()
@@ -146,7 +145,7 @@ class KvSession(KvCache, Session):
             row.columns.begin(tree, len(tree) - 1, 0)
         if self.cross is not None:
             self.cross.project()
-        row_indices, kinds = [self.index(row) for row in rows], self._language.capability.kinds
+        row_indices, kinds = [row.index for row in named], self._language.capability.kinds
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
             self.buffers.extend(row_index, begin + rule.most - 1)

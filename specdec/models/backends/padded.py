@@ -39,8 +39,9 @@ class PaddedPasses:
     def chain(self, row: Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
         row.tree = work.tree
-        row.columns.begin(work.tree, work.first, work.text_length)
-        self._cache.buffers.point(self._cache.index(row.number), row.columns.base, len(work.tree))
+        if not row.columns.top:
+            row.columns.begin(work.tree, work.first, work.text_length)
+        self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
@@ -61,7 +62,7 @@ class PaddedPasses:
         assert pictures is not None
         assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
-        self._cache.buffers.point(self._cache.index(row.number), 0, pictures.length)
+        self._cache.buffers.point(row.index, 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
         output = self._language.model(
             **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept

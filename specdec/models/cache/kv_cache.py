@@ -20,9 +20,10 @@ from specdec.models.encoding import Encoding
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A row: its number, the columns of its nodes, and the tree of its last pass."""
+    """A row: its number, its index in the buffers, the columns of its nodes, and the tree of its last pass."""
 
     number: int
+    index: int
     columns: ColumnMap = field(default_factory=ColumnMap)
     tree: Tree = EMPTY
 
@@ -45,7 +46,7 @@ class KvCache(Cache):
         )
         self.cross = CrossAttention(language) if language.is_encoder_decoder else None
         self.rows: list[Row] = []  # by their index in the buffers
-        self._index: dict[int, int] = {}  # number of a row -> its index
+        self._by_number: dict[int, Row] = {}
         self._numbers = 0
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
@@ -61,15 +62,15 @@ class KvCache(Cache):
     def fork(self, row: int, length: int | None = None) -> int:
         source = self.row(row)
         if length is not None and source.columns.base < length <= source.columns.length:
-            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+            self._move([(source.index, *move) for move in source.columns.compact(-1)])
         columns = source.columns.copy() if length is None else ColumnMap(base=length, top=length)
         if length is not None and length > source.columns.base:
             raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
         index = len(self.rows)
         self.buffers.reserve(index + 1)
-        self.buffers.copy_row(self._index[row], index, columns.top)
+        self.buffers.copy_row(source.index, index, columns.top)
         if self.cross is not None:
-            self.cross.fork(self._index[row])
+            self.cross.fork(source.index)
         columns.initial_length, columns.shift = source.columns.initial_length, source.columns.shift
         number = self._new(columns)
         self.rows[-1].tree = source.tree if length is None else EMPTY
@@ -86,19 +87,20 @@ class KvCache(Cache):
     def keep_prefix(self, row: int, length: int) -> Prefix:
         source = self.row(row)
         if length > source.columns.base:
-            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
-        return self.buffers.read_prefix(self._index[row], length)
+            self._move([(source.index, *move) for move in source.columns.compact(-1)])
+        return self.buffers.read_prefix(source.index, length)
 
     @torch.no_grad()
     def remove(self, rows: Sequence[int]) -> None:
         """Moves the last row of the buffers into each gap."""
-        for row in rows:
-            index, last = self._index.pop(self.row(row).number), self.rows.pop()
-            if last.number != row:
-                self.buffers.copy_row(len(self.rows), index, last.columns.top)
-                self.rows[index], self._index[last.number] = last, index
+        for row in map(self.row, rows):
+            del self._by_number[row.number]
+            last = self.rows.pop()
+            if last is not row:
+                self.buffers.copy_row(last.index, row.index, last.columns.top)
+                self.rows[row.index], last.index = last, row.index
             if self.cross is not None:
-                self.cross.remove(index)
+                self.cross.remove(row.index)
             self.buffers.clear_row(len(self.rows))
         self.buffers.shrink(len(self.rows))
 
@@ -117,7 +119,7 @@ class KvCache(Cache):
             row.columns.keep(row.tree, path, text)
             row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
             if row.columns.scattered:
-                moves += [(self._index[number], *move) for move in row.columns.compact(VOID_COLUMNS)]
+                moves += [(row.index, *move) for move in row.columns.compact(VOID_COLUMNS)]
         self._move(moves)
 
     def refresh(self, rows: Sequence[int]) -> None:
@@ -133,7 +135,7 @@ class KvCache(Cache):
             row = self.row(number)
             if length < row.columns.length:
                 row.tree = EMPTY
-                moves += [(self._index[number], *move) for move in row.columns.cut(length)]
+                moves += [(row.index, *move) for move in row.columns.cut(length)]
         self._move(moves)
 
     @property
@@ -145,18 +147,15 @@ class KvCache(Cache):
 
     def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1
-        self._index[self._numbers] = len(self.rows)
-        self.rows.append(Row(self._numbers, columns))
-        return self._numbers
-
-    def index(self, number: int) -> int:
-        return self._index[number]
+        row = self._by_number[self._numbers] = Row(self._numbers, len(self.rows), columns)
+        self.rows.append(row)
+        return row.number
 
     def row(self, number: int) -> Row:
         """The row of this number; OptionError if there is none."""
-        if number not in self._index:
-            raise OptionError.of("rows", f"rows of this session, {sorted(self._index)}", number)
-        return self.rows[self._index[number]]
+        if (row := self._by_number.get(number)) is None:
+            raise OptionError.of("rows", f"rows of this session, {sorted(self._by_number)}", number)
+        return row
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:

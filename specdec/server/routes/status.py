@@ -15,7 +15,7 @@ from specdec import __version__
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
-from specdec.server.options import check_length
+from specdec.server.options import check_length, check_pictures
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
 from specdec.server.state import client_of, state_of
@@ -81,12 +81,17 @@ async def load(request: Request) -> dict[str, Any]:
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
-    messages = [message.plain for message in asked.messages or ()]
+    messages, limits = [message.plain for message in asked.messages or ()], state_of(request).settings.limits
+    pictures = [url for message in asked.messages or () for url in message.pictures]
+    check_pictures(pictures, limits)
     characters = len(asked.prompt or "") + sum(len(message.text) for message in asked.messages or ())
-    check_length(characters, "messages" if asked.prompt is None else "prompt", state_of(request).settings.limits)
+    check_length(characters, "messages" if asked.prompt is None else "prompt", limits)
     host, text = _text_host(request, asked.model)
 
     def ids() -> list[int]:
+        if pictures:
+            seen = text.seen(messages, add_generation_prompt=asked.add_generation_prompt)
+            return list(seen["input_ids"][0].tolist())
         if asked.prompt is None:
             return text.template(messages, add_generation_prompt=asked.add_generation_prompt)
         how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
