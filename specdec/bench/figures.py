@@ -13,7 +13,6 @@ from specdec.bench.samples import Sample
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 PERCENTILES = (50, 90, 99)
-_SAME = 0.02  # without an interval, a speedup this near 1 counts as none
 
 
 class Speedup(NamedTuple):
@@ -25,15 +24,16 @@ class Speedup(NamedTuple):
 
     @property
     def state(self) -> str:
-        """`faster`, `slower` or `same`: on which side of 1 the interval lies."""
-        low = self.value - _SAME if self.low is None else self.low
-        high = self.value + _SAME if self.high is None else self.high
-        return "faster" if low > 1 else "slower" if high < 1 else "same"
+        """`faster`, `slower` or `same`: on which side of 1 the interval lies; `unknown` without one."""
+        if self.low is None or self.high is None:
+            return "unknown"
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "same"
 
     def in_words(self) -> str:
         """The speedup in a sentence."""
-        known = self.low is not None and self.high is not None
-        interval = f" (95% interval {self.low:.2f} to {self.high:.2f})" if known else ""
+        if self.state == "unknown":
+            return f"{self.value:.2f}× plain decoding's speed (one request, no interval)"
+        interval = f" (95% interval {self.low:.2f} to {self.high:.2f})"
         return {
             "faster": f"{self.value:.2f}× faster than plain decoding{interval}",
             "slower": f"assistance is SLOWER here: {self.value:.2f}× plain decoding's speed{interval}",

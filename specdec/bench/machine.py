@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specdec import kernels
-from specdec.options.versions import versions
+from specdec.options.versions import commit, versions
 
 # Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
@@ -24,7 +24,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def provenance() -> dict[str, Any]:
-    """The machine, its load and the versions in use."""
+    """The machine, its load, the versions in use, and the commit of a checkout."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "processor": _processor("model name") or platform.processor() or platform.machine(),
@@ -36,6 +36,7 @@ def provenance() -> dict[str, Any]:
         "system": platform.platform(),
         "load": round(os.getloadavg()[0], 2),
         "versions": versions(),
+        "commit": commit(),
     }
 
 

@@ -27,7 +27,7 @@ THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8d7f5c", "#7a78c9")
 MARKERS = "os^Dv*PX"
 REST = "#8b95a3"
-STATES = {"faster": SERIES[0], "slower": SERIES[4], "same": REST}
+STATES = {"faster": SERIES[0], "slower": SERIES[4], "same": REST, "unknown": REST}
 # Part of the time -> label and colour.
 SPLIT = {
     "draft": ("the draft's passes", SERIES[1]),
@@ -93,9 +93,9 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
         height = _ROW * (1.2 + len(best)) * len(best[0]["categories"]) / 1.4 + 1.1
         caption = "Speedup by category of prompts, each draft with its fastest schedule"
         found.append(draw_plot(f"{stem}-categories", caption, height, _categories, best))
-    if any(system["acceptance_by_position"] for system in best):
-        caption = "Acceptance by position in the draft"
-        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best))
+    if chains := leaders([system for system in cells if system["acceptance_by_position"]]):
+        caption = "Accepted share by position in the draft (chains only; constant lengths show every draft)"
+        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, chains))
     if group["sweeps"]:
         caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
         found.append(draw_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
@@ -216,9 +216,14 @@ def _acceptance(axes: Axes, cells: list[Results]) -> None:
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
-        at = range(1, len(places) + 1)
-        axes.plot(at, shares, **_style(n, cell["name"]))
-    axes.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
+        if places:  # else the legend would name a draft without a line
+            axes.plot(range(1, len(places) + 1), shares, **_style(n, cell["name"]))
+    axes.set(
+        xlabel="position in the draft",
+        ylabel="accepted / drafted there",
+        ylim=(0, 1.04),
+        xlim=(0.5, max(deepest, 1) + 0.5),
+    )
     if not deepest:
         words = f"no position was drafted in {_ENOUGH} rounds"
         axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", fontsize=8)

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import starmap
 from statistics import mean, median
 from typing import Any
 
@@ -25,6 +26,7 @@ from specdec.bench.suite import PLAIN, Cell, Group
 
 Results = dict[str, Any]
 _MIB = 2**20
+_LEARNED = 2  # times the first repeat's acceptance length, from which on a draft must have seen the answers
 
 
 def results(outcome: Outcome) -> Results:
@@ -43,7 +45,7 @@ def results(outcome: Outcome) -> Results:
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
-    return {**found, "summary": _summary(found)}
+    return {**found, "summary": summary(found)}
 
 
 def exit_state(found: Results) -> str:
@@ -97,7 +99,8 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "token_ms": _ms([gap for s in samples for gap in s.gaps]),
         "request_ms": _ms([s.seconds for s in samples]),
         "first_token_ms": _ms([s.first_token for s in samples]),
-        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "mean_acceptance_length": _acceptance_length(samples),
+        "acceptance_length_by_repeat": _by_repeat(samples),
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
@@ -118,6 +121,18 @@ def backends(system: Results) -> str:
 
 def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return percentiles([1e3 * s for s in seconds])
+
+
+def _acceptance_length(samples: Sequence[Sample]) -> float | None:
+    """Tokens per round that drafted; None without one."""
+    accepted = [n for s in samples for n in s.accepted]
+    return 1 + sum(accepted) / len(accepted) if accepted else None
+
+
+def _by_repeat(samples: Sequence[Sample]) -> list[float]:
+    """The acceptance length of every repeat, 1 where nothing was drafted."""
+    repeats = sorted({s.repeat for s in samples})
+    return [_acceptance_length([s for s in samples if s.repeat == repeat]) or 1.0 for repeat in repeats]
 
 
 def _split(samples: Sequence[Sample]) -> dict[str, float]:
@@ -190,30 +205,17 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
     return found
 
 
-def _summary(found: Results) -> list[str]:
+def summary(found: Results) -> list[str]:
     """The outcome in sentences."""
     cells = [(g, s) for g in found["groups"] for s in g["systems"] if s["speedup"]]
-    sentences = []
-    if cells:
-        states = [s["speedup"]["state"] for _, s in cells]
-        real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
-        group, best = max(real, key=lambda pair: pair[1]["speedup"]["value"])
-        if several := len(cells) > 1:
-            sentences.append(
-                f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
-                f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
-            )
-        sentences.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
-        if several:
-            sentences.append(
-                f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more."
-            )
+    sentences = _speed(cells)
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
         excuses = [m["excuse"] for m in found["mismatches"]]
         ties, rows, wrong = (excuses.count(excuse) for excuse in ("near-tie", "row-dependent", None))
+        texts, verb = _counted(compared, "assisted text"), "is" if identical == 1 else "are"
         words = [
-            f"{identical} of {compared} assisted texts are identical to plain decoding's",
+            f"{identical} of {texts} {verb} identical to plain decoding's",
             *([f"{ties} part at near-ties, which the suite forgives"] if ties else []),
             *([f"{rows} part where the target is row-dependent, so that a draft can change its text"] if rows else []),
             *([f"{wrong} DIFFER"] if wrong else []),
@@ -221,16 +223,58 @@ def _summary(found: Results) -> list[str]:
         sentences.append(f"{'; '.join(words)}.")
     if count := sum(s["synthetic"] for _, s in cells):
         sentences.append(
-            f"{count} of the settings have a SYNTHETIC draft, which knows the target's text and guesses it with set "
-            "chances: they show what a draft of that quality would bring, not one that exists."
+            f"{count} of the settings {'has' if count == 1 else 'have'} a SYNTHETIC draft, which knows the target's "
+            "text and guesses it with set chances: they show what a draft of that quality would bring, not one that "
+            "exists."
         )
     if any(not group["comparable"] for group in found["groups"]):
         sentences.append(
             "Texts of rejection and block sampling follow the target's distribution alone: they are not compared."
         )
+    for group, system in cells:
+        by_repeat = system["acceptance_length_by_repeat"]
+        if by_repeat[-1] > _LEARNED * by_repeat[0]:
+            lengths = ", ".join(f"{length:.2f}" for length in by_repeat)
+            sentences.append(
+                f"{system['name']} ({group['label']}): acceptance length {lengths} by repeat. The draft remembers the "
+                "answers: measure it with `repeats: 1` and `warm_up: 0`."
+            )
     if found["failures"]:
-        sentences.append(f"{len(found['failures'])} settings could not be measured.")
+        sentences.append(f"{_counted(len(found['failures']), 'setting')} could not be measured.")
     return sentences
+
+
+def _counted(count: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+_STATES = {
+    "faster": "faster than plain decoding",
+    "slower": "SLOWER",
+    "same": "without a clear difference",
+    "unknown": "of one request, without an interval",
+}
+
+
+def _speed(cells: Sequence[tuple[Results, Results]]) -> list[str]:
+    """How many systems of groups are faster, the best of those that is not synthetic, and the median."""
+    if len(cells) < 2:
+        return list(starmap(_outcome, cells))
+    states = [s["speedup"]["state"] for _, s in cells]
+    counts = ", ".join(f"{states.count(state)} {words}" for state, words in _STATES.items() if state in states)
+    real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
+    faster = [pair for pair in real if pair[1]["speedup"]["state"] == "faster"]
+    none = f"None{' with a real draft' if len(real) < len(cells) else ''} is clearly faster than plain decoding."
+    return [
+        f"{_counted(len(cells), 'assisted setting')}: {counts}.",
+        f"Best: {_outcome(*max(faster, key=lambda pair: float(pair[1]['speedup']['value'])))}" if faster else none,
+        f"Median speedup: {median(s['speedup']['value'] for _, s in cells):.2f}×.",
+    ]
+
+
+def _outcome(group: Results, system: Results) -> str:
+    return f"{system['name']} ({group['label']}), {system['speedup']['words']}."
 
 
 _COLUMNS = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from specdec.bench.compare import differences, explain
 from specdec.bench.imports import digests, place_of
@@ -20,9 +21,10 @@ from specdec.bench.samples import Failure, Key, Run, Sample, Store, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, Systems, measure
-from specdec.errors import SpecdecError
+from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.options.versions import versions
+from specdec.proposers import is_word
 
 Notify = Callable[[int, int, str], None]
 
@@ -58,8 +60,8 @@ class GroupRun:
     def run(self, systems: Systems, watch: Watch) -> None:
         """Measures and compares what is missing."""
         alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
-        if None not in alive:
-            return
+        if None not in alive or (self.group.cells and alive == [None]):
+            return  # nothing to compare
         for turn in range(len(self.batches) * self.suite.repeats):
             repeat, batch = divmod(turn, len(self.batches))
             first = turn % len(alive)
@@ -91,6 +93,8 @@ class GroupRun:
             return
         self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
+        if batch == 0:  # a draft that remembers would know the answers of the repeat before
+            systems.reopen(self.group.label, cell)
         generator = self._generator(systems, cell, batch)
         watch.look()
         done = measure(generator, self._call(cell, prompts))
@@ -193,9 +197,10 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     """Measures what `folder/samples.jsonl` lacks, and calls `notify(done, total, doing)` before every step.
 
     A system that fails is noted and the others go on. Raises SpecdecError where a library is missing, OptionError for
-    prompts that cannot be read, and where the folder belongs to another configuration.
+    drafts without a place, prompts that cannot be read, and where the folder belongs to another configuration.
     """
     check_extras()
+    check_drafts(suite)
     prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
     place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
@@ -220,6 +225,20 @@ def check_extras() -> None:
     """Raises SpecdecError where a library is missing that the statistics or the report need."""
     if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
         raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
+
+
+def check_drafts(suite: Suite) -> None:
+    """Raises OptionError for a draft that is no word, no folder, and neither an id of the hub nor a model kept of it.
+
+    Else the hub would be asked for it once the target is loaded.
+    """
+    for group in suite.groups():
+        for cell in group.cells:
+            name = cell.model.rpartition("+")[2] if isinstance(cell.model, str) else cell.model.like
+            known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
+            if not known and (":" in name or not isinstance(try_to_load_from_cache(name, "config.json"), str)):
+                way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
+                raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:

@@ -38,8 +38,11 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """The name, and the temperature that the suite set."""
-        return self.name if self.temperature is None else f"{self.name}, temperature {self.temperature:g}"
+        """The name, and the temperature that the suite set; `greedy` samples above 0."""
+        if self.temperature is None:
+            return self.name
+        name = "sampling" if self.name == "greedy" and self.temperature else self.name
+        return f"{name}, temperature {self.temperature:g}"
 
     @property
     def comparable(self) -> bool:

@@ -11,7 +11,7 @@ from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDraft, passes_of
-from specdec.errors import LoadError, OptionError
+from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
@@ -47,6 +47,16 @@ class Systems:
             _compile(self._cells[key])
         return self._cells[key]
 
+    def reopen(self, group: str, cell: Cell | None) -> None:
+        """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.
+
+        Its schedule keeps what it learned. A draft with models stays as it is.
+        """
+        generator = self.generator(group, cell)
+        drafter, is_own = generator.drafter, type(generator.drafter).__module__.partition(".")[0] != "specdec"
+        if cell is not None and drafter is not None and is_own and is_word(cell.model) and not drafter.models:
+            generator._draft.drafter = Drafts(self.plain.target).make(cell.model, self.plain.tokenizer)
+
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
@@ -68,14 +78,9 @@ class Systems:
         """A draft model or head, which its cells share, and the tokenizer beside it."""
         if name not in self._models:
             vocabulary = Vocabulary.of(self._draft_options.get("vocabulary"))
-            try:
-                draft, beside = loaded(
-                    bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
-                )
-            except (OptionError, LoadError) as error:
-                if "/" in name or ":" in name:
-                    raise
-                raise type(error)(f"{error}, or pass `specdec bench --import` the module that registers it") from error
+            draft, beside = loaded(
+                bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
+            )
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft, beside

@@ -97,12 +97,14 @@ def bench(
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The outcome as lines: every system of every group, then the summary."""
+    """The outcome as lines: every system of every group, measured or not, then the summary."""
     from specdec.bench import backends
 
     for group in found["groups"]:
         yield group["label"]
-        width = max((len(system["name"]) for system in group["systems"]), default=0)
+        failures = [failure for failure in found["failures"] if failure["group"] == group["label"]]
+        names = [system["name"] for system in group["systems"]] + [failure["system"] for failure in failures]
+        width = max(map(len, names), default=0)
         wide = max((len(backends(system)) for system in group["systems"]), default=0)
         for system in group["systems"]:
             speed = system["speedup"]
@@ -111,6 +113,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             words += f"  acceptance length {length:.2f}" if length is not None else ""
             measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
             yield f"  {measured}  {backends(system):<{wide}}{words}".rstrip()
+        for failure in failures:
+            yield f"  {failure['system']:<{width}}  not measured: {failure['error']}"
     yield from found["summary"]
     yield found["contention"]
 

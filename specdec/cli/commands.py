@@ -111,12 +111,16 @@ def _show_warning(*, quiet: bool) -> Any:
 
 @app.callback(invoke_without_command=True)
 @flags.takes()
-def root(ctx: typer.Context, version: bool = Option(False, "--version", help="Print the version and exit.")) -> None:
+def root(
+    ctx: typer.Context,
+    version: bool = Option(False, "--version", help="Print the version, with the commit of a git checkout, and exit."),
+) -> None:
     """Speculative decoding: the same text in fewer passes over the model's weights."""
     if version:
         from specdec import __version__
+        from specdec.options.versions import commit
 
-        print(f"specdec {__version__}")
+        print(f"specdec {__version__}{f' (commit {known})' if (known := commit()) else ''}")
     elif ctx.invoked_subcommand is None:
         print(ctx.get_help())
     else:

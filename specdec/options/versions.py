@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "numpy")
 
@@ -18,3 +20,14 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def commit() -> str | None:
+    """The commit of the git checkout that the package is, with `-dirty` if files differ from it; None elsewhere."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=10).stdout.strip()
+    return None

@@ -184,6 +184,7 @@ def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFi
     assert run([*arguments, "--draft", "early_exit:99"]) == 1
     out, err = capsys.readouterr()
     assert "suffix, auto" in out
+    assert re.search(r"  early_exit:99, auto +not measured: OptionError: ", out)
     assert "early_exit:99, auto: OptionError: " in err
 
 

@@ -85,16 +85,63 @@ def test_a_function_is_a_word(keys: dict[str, Any], tmp_path: Path, monkeypatch:
         SpecGenerator(tiny("llama"), "echo:3")
 
 
+def memory() -> Any:
+    """A function that guesses the text that it saw last, where that begins like the current one."""
+    seen: list[list[int]] = [[]]
+
+    def guess(tokens: list[int], k: int) -> list[int]:
+        if seen[-1][: len(tokens)] != tokens:
+            seen.append(tokens)
+        return seen[-1][len(tokens) :][:k]
+
+    return guess
+
+
+class Remembers(FunctionDraft):
+    """A draft whose memory begins when it is opened."""
+
+    @classmethod
+    def of(cls, target: Any, argument: str | None, name: str = "draft") -> Remembers:
+        return cls(memory())
+
+
+@pytest.mark.parametrize("kind", [Remembers, memory()])
+def test_a_draft_that_remembers(
+    kind: Any, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class is opened anew for every repeat; of a function the summary says it. (Repeats were the answers.)"""
+    monkeypatch.setitem(DRAFTS, "mine", kind)
+    found = measured({**keys, "max_new_tokens": 16, "repeats": 3, "warm_up": 0, "drafts": "mine"}, tmp_path)
+    by_repeat = found["groups"][0]["systems"][1]["acceptance_length_by_repeat"]
+    said = [line for line in found["summary"] if "The draft remembers the answers" in line]
+    if kind is Remembers:
+        assert (len({*by_repeat}), said) == (1, [])
+    else:
+        assert by_repeat[2] > 2 * by_repeat[0]
+        assert f"{by_repeat[0]:.2f}, {by_repeat[1]:.2f}, {by_repeat[2]:.2f} by repeat" in said[0]
+
+
 @pytest.mark.parametrize("drafts", ["sufix", "suffix+sufix"])
 def test_a_misspelt_draft(drafts: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    """Before anything is loaded it is compared with the words; one like none of them may need --import. (Both errors
-    were about `target`.)
-    """
+    """Before anything is loaded it is compared with the words. (The error was about `target`.)"""
     with pytest.raises(OptionError, match=r"`drafts` must be .* did you mean 'suffix'"):
         read_suite({**keys, "drafts": drafts})
-    [failure] = measured({**keys, "drafts": "markof"}, tmp_path)["failures"]
-    assert "`draft` 'markof' cannot be loaded" in failure["error"]
-    assert failure["error"].endswith("or pass `specdec bench --import` the module that registers it")
+
+
+@pytest.mark.parametrize("drafts", ["markof", "table:9", "suffix+markof", {"synthetic": 0.5, "like": "markof"}])
+def test_a_word_that_nothing_registered(
+    drafts: Any, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before a model is loaded. (The hub was asked for it, and plain decoding measured.)"""
+    monkeypatch.setattr(SpecGenerator, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(OptionError, match=r"`drafts` must be a registered word, .*--import` the module"):
+        measured({**keys, "drafts": ["suffix", drafts]}, tmp_path)
+
+
+def test_a_draft_that_its_class_refuses(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Where nothing is left to compare, plain decoding is not measured."""
+    found = measured({**keys, "drafts": "early_exit:99"}, tmp_path)
+    assert (exit_state(found), found["groups"][0]["systems"]) == ("failed", [])
 
 
 def test_an_error_has_its_place() -> None:

@@ -14,7 +14,7 @@ import pytest
 from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import Watch
-from specdec.bench.report import as_html, leaders, number, short, themed
+from specdec.bench.report import as_html, group_plots, leaders, number, short, themed
 from tests.browser import launched
 from tests.folders import saved_model
 
@@ -186,6 +186,21 @@ def test_drawings_take_the_pages_colours() -> None:
     """A drawing is as wide as the page and as dark as its text; its own prologue goes."""
     svg = '<?xml version="1.0"?>\n<svg height="9pt" viewBox="0 0 1 1" width="9pt"><path style="fill: #1c2126"/></svg>'
     assert themed(svg) == '<svg viewBox="0 0 1 1"><path style="fill: var(--ink)"/></svg>'
+
+
+def test_the_plot_of_positions_has_chains_only(found: dict[str, Any]) -> None:
+    """A draft whose trees have no positions is not in its legend; its constant length is. (A name without a line.)"""
+    plain, one, *_ = found["groups"][0]["systems"]
+    tree = {**one, "name": "tree, cost", "draft": "tree", "acceptance_by_position": []}
+    fastest = {**one, "name": "fast, cost", "speedup": {**one["speedup"], "value": 99.0}, "acceptance_by_position": []}
+    rare = {**one, "name": "rare, cost", "draft": "rare"}
+    rare["acceptance_by_position"] = [{"drafted": 1, "tested": 1, "accepted": 1}]
+    group = {**found["groups"][0], "systems": [plain, one, tree, fastest, rare], "sweeps": []}
+    [svg] = [plot.svg for plot in group_plots(group, "g") if plot.name == "g-acceptance"]
+    assert f"<!-- {short(one['name'])} -->" in svg
+    assert all(name not in svg for name in ("tree, cost", "fast, cost", "rare, cost"))
+    none = group_plots({**group, "systems": [plain, rare]}, "g")
+    assert any("no position was drafted in 5 rounds" in plot.svg for plot in none)
 
 
 def test_leaders() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import pytest
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
-from specdec.bench.results import as_csv
+from specdec.bench.figures import Speedup
+from specdec.bench.machine import provenance
+from specdec.bench.results import as_csv, summary
 from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Measured, measure
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import versions
 from tests.folders import saved_model
 
 
@@ -257,15 +262,56 @@ def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_pat
     assert ["SYNTHETIC" in line for line in lines] == [False, False, True, True, False, True, True]
 
 
-def test_a_synthetic_draft_is_never_called_the_best(
-    keys: dict[str, Any], models: tuple[str, str], tmp_path: Path
-) -> None:
+def settings(*speedups: Speedup, synthetic: int = 0) -> dict[str, Any]:
+    """Results of one group with these speedups; the last `synthetic` of them are of synthetic drafts."""
+    marks = [i >= len(speedups) - synthetic for i in range(len(speedups))]
+    systems = [
+        {
+            **{
+                "name": f"draft {i}",
+                "synthetic": mark,
+                "compared": 1,
+                "identical": 1,
+                "acceptance_length_by_repeat": [2],
+            },
+            "speedup": {**found._asdict(), "state": found.state, "words": found.in_words()},
+        }
+        for i, (found, mark) in enumerate(zip(speedups, marks, strict=True))
+    ]
+    group = {"label": "g", "comparable": True, "systems": systems}
+    return {"groups": [group], "mismatches": [], "failures": [{"group": "g", "system": "d", "error": "e"}]}
+
+
+SURE, UNSURE, LOSS = Speedup(1.5, 1.2, 1.9), Speedup(2.29, 0.59, 3.14), Speedup(0.5, 0.4, 0.6)
+
+
+def test_the_summary() -> None:
+    """It names the best of those that are clearly faster, and says of none that there is none. (The highest was named,
+    whatever its interval; and "1 settings", "0 SLOWER".)
+    """
+    assert summary(settings(SURE, UNSURE)) == [
+        "2 assisted settings: 1 faster than plain decoding, 1 without a clear difference.",
+        "Best: draft 0 (g), 1.50× faster than plain decoding (95% interval 1.20 to 1.90).",
+        "Median speedup: 1.90×.",
+        "2 of 2 assisted texts are identical to plain decoding's.",
+        "1 setting could not be measured.",
+    ]
+    assert summary(settings(UNSURE, LOSS, Speedup(3.0)))[:2] == [
+        "3 assisted settings: 1 SLOWER, 1 without a clear difference, 1 of one request, without an interval.",
+        "None is clearly faster than plain decoding.",
+    ]
+    assert summary(settings(Speedup(3.0)))[:2] == [
+        "draft 0 (g), 3.00× plain decoding's speed (one request, no interval).",
+        "1 of 1 assisted text is identical to plain decoding's.",
+    ]
+
+
+def test_a_synthetic_draft_is_never_called_the_best() -> None:
     """Beside a real draft that is slower, the summary does not praise it."""
-    drafts = ["ngram", {"synthetic": 1, "like": models[1]}]
-    found = results(run(read_suite({**keys, "drafts": drafts}), tmp_path / "out"))
-    [best] = [line for line in found["summary"] if line.startswith("Best")]
-    assert "SYNTHETIC" not in best
-    assert any(system["synthetic"] for system in found["groups"][0]["systems"])
+    assert "Best: draft 0 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=1))[1]
+    none = "None with a real draft is clearly faster than plain decoding."
+    assert summary(settings(LOSS, Speedup(3, 2, 4), synthetic=1))[1] == none
+    assert "Best: draft 1 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=2))[1]
 
 
 def test_a_synthetic_draft_is_right_as_often_as_told(models: tuple[str, str]) -> None:
@@ -300,6 +346,22 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
     assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]
     assert widths[:3] == [1, 2, 2]
     assert out.stats.per_step_drafted[0] == 6
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout, with a mark where files differ; an installed package has none."""
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "specdec" / "options" / "versions.py"))
+    assert versions.commit() is None
+    assert provenance()["commit"] is None
+    (tmp_path / "file").write_text("one")
+    who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "file"], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    found = provenance()["commit"]
+    assert re.fullmatch("[0-9a-f]{40}", found)
+    (tmp_path / "file").write_text("two")
+    assert versions.commit() == f"{found}-dirty"
 
 
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:

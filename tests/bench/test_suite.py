@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.bench.suite import read_suite
+from specdec.bench.suite import Suite, read_suite
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
 
@@ -33,7 +33,7 @@ def test_the_matrix() -> None:
     assert len(groups) == 2 * 2 * 2 * 2 * 2
     assert len({group.label for group in groups}) == len(groups)
     assert groups[0].label == "a · float32 · greedy, temperature 0 · code · batch 1"
-    assert groups[-1].label == "b · small · greedy, temperature 0.5 · y · batch 4"
+    assert groups[-1].label == "b · small · sampling, temperature 0.5 · y · batch 4"
     assert [cell.label for cell in groups[0].cells] == ["ngram, cost", "ngram, constant 2", "ngram, constant 4"]
     assert [cell.draft for cell in groups[-1].cells] == ["c"] * 3 + ["suffix"] * 3
     assert suite.call(groups[0].strategy)["do_sample"] is False
@@ -139,3 +139,14 @@ def test_the_suite_of_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(targets:.*?)```", guide, re.S)
     assert len(read_suite(yaml.safe_load(example)).groups()) == 2 * 3 * 4 * 2
+
+
+def test_the_guide_has_every_key() -> None:
+    """With its default, where that is a number."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", guide, re.M)
+    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert defaults.keys() == Suite.model_fields.keys()
+    for name, default in defaults.items():
+        if default.isdecimal():
+            assert Suite.model_fields[name].default in (int(default), [int(default)])

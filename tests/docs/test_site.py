@@ -216,8 +216,12 @@ def test_the_table_of_papers_names_all_of_the_source() -> None:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    """Where people cite it."""
-    assert f"\nversion: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    """Where people cite it; the BibTeX of the guide is the entry of CITATION.cff."""
+    entry = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert entry["version"] == specdec.__version__
+    cited = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
+    assert all(f"  {key} = {{{entry[key]}}}" in cited for key in ("title", "version", "license"))
+    assert f"  author = {{{{{entry['authors'][0]['name']}}}}}" in cited
     assert f"\n## {specdec.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
