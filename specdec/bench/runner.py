@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import hf_hub_download
 
 from specdec.bench.compare import differences, explain
 from specdec.bench.imports import digests, place_of
@@ -230,15 +230,24 @@ def check_extras() -> None:
 def check_drafts(suite: Suite) -> None:
     """Raises OptionError for a draft that is no word, no folder, and neither an id of the hub nor a model kept of it.
 
-    Else the hub would be asked for it once the target is loaded.
+    Else that would be found once the target is loaded.
     """
     for group in suite.groups():
         for cell in group.cells:
             name = cell.model.rpartition("+")[2] if isinstance(cell.model, str) else cell.model.like
             known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
-            if not known and (":" in name or not isinstance(try_to_load_from_cache(name, "config.json"), str)):
+            if not known and (":" in name or not _on_hub(name)):
                 way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
                 raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
+
+
+def _on_hub(name: str) -> bool:
+    """Whether the hub, or what is kept of it, has a model of this name."""
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception:  # the hub's own and the network's
+        return False
+    return True
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
