@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     models = pair()
-    plain = SpecGenerator.from_pretrained(str(models.target), dtype=args.dtype)
+    plain = SpecGenerator.from_pretrained(str(models.target), dtype=args.dtype, prefix_cache=False)
     drafts = {"suffix": "suffix", "hybrid": ("suffix", str(models.draft))}
     generators = {
         name: SpecGenerator(plain.target, draft, tokenizer=plain.tokenizer, schedule="cost", prefix_cache=False)

@@ -31,7 +31,7 @@ class Systems:
         how = mode.loading
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
-        self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), **how)
+        self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
         _compile(self.plain)
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
         self._models: dict[str, tuple[Any, Any]] = {}

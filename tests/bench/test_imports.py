@@ -11,8 +11,11 @@ import pytest
 from specdec import DraftError, OptionError, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run
 from specdec.bench.imports import digests, import_modules
+from specdec.bench.parts import Drafting, Mode
 from specdec.bench.results import Results
 from specdec.bench.runner import in_words
+from specdec.bench.suite import Cell
+from specdec.bench.systems import Systems
 from specdec.core.drafts import Draft
 from specdec.proposers import DRAFTS, FunctionDraft
 from tests.folders import WIDTH, byte_tokenizer
@@ -220,3 +223,14 @@ def test_a_draft_describes_itself() -> None:
         def start(self, vocab_size: int) -> Any: ...
 
     assert repr(Mine()) == "Mine()"
+
+
+def test_no_system_keeps_prompts(target: str) -> None:
+    """Each reads its prompt in every repeat. (Plain decoding kept it, and was compared with drafts that did not.)"""
+    systems = Systems(target, Mode())
+    for cell in (None, Cell("suffix", Drafting(schedule="constant"))):
+        generator = systems.generator("group", cell)
+        for _ in range(2):
+            out = generator.generate([list(range(3, 40))], max_new_tokens=2)
+            assert out.stats is not None
+            assert out.stats.cached_prompt_tokens == 0
