@@ -47,7 +47,7 @@ def record() -> str:
     """Runs the demo in a terminal of its own and returns the cast."""
     ours, theirs = pty.openpty()
     where = {**os.environ, "COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "specdec.cli", *COMMAND[1:], "--quiet"]
+    command = [sys.executable, "-m", "specdec", *COMMAND[1:], "--quiet"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=where)
     os.close(theirs)
     events, began = [json.dumps({"version": 2, "width": COLUMNS, "height": ROWS, "idle_time_limit": PAUSE})], None

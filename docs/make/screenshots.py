@@ -24,7 +24,7 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 ASSETS = Path(__file__).parents[1] / "assets"
-SPECDEC = [sys.executable, "-m", "specdec.cli"]
+SPECDEC = [sys.executable, "-m", "specdec"]
 BENCH = ["bench", "zoo:python-code", "--draft", "zoo:python-code", "--draft", "suffix", "--count", "8"]
 PROMPT = "for name in names:\n"
 TOKENS = 64
@@ -94,12 +94,13 @@ def save(opened: Any, name: str) -> None:
 def main() -> None:
     """Makes what is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("names", nargs="*", metavar="|".join(SIZES), help="both by default")
     parser.add_argument("--folder", type=Path, help="of a run of `specdec bench`")
     args = parser.parse_args()
-    if "report" in args.names:
+    names = args.names or SIZES
+    if "report" in names:
         report(args.folder)
-    if "server" in args.names:
+    if "server" in names:
         server()
 
 
