@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import ALIKE, AnyLinear, PackedLinear
+from specdec.kernels import ALIKE, AnyLinear, PackedLinear, available
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
@@ -254,6 +255,9 @@ class LanguageModel:
             given["input_features"] = given["input_features"].to(self.dtype)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         extras = {name: True for name, want in wanted.items() if want}
+        if self.ragged is not None and type(encoder) is WhisperEncoder and not extras and available():
+            one_by_one = torch.split(given["input_features"], 1)
+            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
         output = encoder(**given, **extras, return_dict=True)
         hidden = output.last_hidden_state
         mask = inputs.get("attention_mask")
@@ -310,7 +314,7 @@ class LanguageModel:
         """Whether both have encoders with equal weights, so that one encoder pass serves both."""
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
             return False
-        mine, theirs = (m.model.get_encoder().state_dict() for m in (self, other))
+        mine, theirs = (_weights(m.model.get_encoder()) for m in (self, other))
         return mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
 
     @property
@@ -413,6 +417,17 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
     if not tables:
         names = ("max_seq_len",) if config.model_type == "mpt" else ()  # its bias is a table of this length
     return next((int(length) for name in names if (length := getattr(config, name, None))), None)
+
+
+def _weights(encoder: nn.Module) -> dict[str, Tensor]:
+    """All weights by name, packed ones as they were."""
+    packed = {name: module for name, module in encoder.named_modules() if isinstance(module, AnyLinear)}
+    kept = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
+    for name, layer in packed.items():
+        kept[f"{name}.weight"] = layer.weight()
+        if layer.bias is not None:
+            kept[f"{name}.bias"] = layer.bias.to(layer.takes[0])
+    return kept
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
@@ -103,9 +104,15 @@ def why_not_packed(model: Any) -> str | None:
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """Layers that can be packed, by name: of decoder and head, as encoders read all their input at once."""
-    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-    return {name: module for name, module in model.named_modules() if module not in encoder and is_plain(module)}
+    """Layers that can be packed, by name.
+
+    An encoder reads all its input at once, which only the kernels do faster, and `_logits` tries those that read ids;
+    Whisper's is known.
+    """
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    tried = encoder is None or type(encoder) is WhisperEncoder or encoder.main_input_name == "input_ids"
+    left = set() if encoder is None or (tried and kernels.available()) else set(encoder.modules())
+    return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -197,11 +204,11 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
 
     Returns None, with the change undone, if the model then fails or gives other logits.
     """
-    expected = _logits(model)
+    expected = _logits(model, encodes=True)
     undo = change()
     with suppress(AttributeError, TypeError):  # models that read weights of replaced layers
         # Roundings may grow in half precision, but a layer used in another way gives quite other logits.
-        if likeness(_logits(model), expected) > _ALIKE:
+        if likeness(_logits(model, encodes=True), expected) > _ALIKE:
             return undo
     undo()
     return None
@@ -269,15 +276,16 @@ def _seconds(model: Any) -> float:
 
 
 @torch.no_grad()
-def _logits(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
-    """The logits of a pass over `width` tokens."""
-    given: dict[str, Any] = {"use_cache": False}
+def _logits(model: Any, width: int = _WIDTHS[-1], *, encodes: bool = False) -> Tensor:
+    """The logits of a pass over `width` tokens; `encodes`: through the encoder, if it reads ids."""
     known = model.get_input_embeddings().num_embeddings
-    ids = "input_ids"
+    ids = (torch.arange(width) + known // 2)[None] % known  # far from special tokens
+    given: dict[str, Any] = {"use_cache": False, "input_ids": ids}
     if model.config.is_encoder_decoder:
-        ids = "decoder_input_ids"
-        hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
-        given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
-    given[ids] = (torch.arange(width) + known // 2)[None] % known  # far from special tokens
+        given["decoder_input_ids"] = ids
+        if not encodes or model.get_encoder().main_input_name != "input_ids":
+            hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
+            given |= {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+            del given["input_ids"]
     logits: Tensor = model(**given).logits
     return logits.float()

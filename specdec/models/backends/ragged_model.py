@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +69,21 @@ class PassInputs(NamedTuple):
 
 
 class _Running(threading.local):
-    """The encoders' table of this thread's pass, which cross-attention gets by no argument."""
+    """The table of this thread's pass where no argument brings it: for cross-attention, and within an encoder."""
 
     cross: Tensor | None = None
 
 
 _running = _Running()
+
+
+@contextmanager
+def _seeing(table: Tensor | None) -> Iterator[None]:
+    held, _running.cross = _running.cross, table
+    try:
+        yield
+    finally:
+        _running.cross = held
 
 
 def _attention(
@@ -173,14 +182,18 @@ class RaggedModel(nn.Module):
             # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
-        held, _running.cross = _running.cross, given.encoders[0] if given.encoders else None
-        try:
-            with self._looked_up(given.positions):
-                output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
-        finally:
-            _running.cross = held
+        with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions):
+            output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         logits = output.logits if self._keeps else output.logits[:, given.kept]
         return logits, returned(output, "hidden_states")
+
+    def encoded(self, features: Tensor) -> Tensor:
+        """The output `[1, frames, width]` of Whisper's encoder, whose frames all see one another, for one input."""
+        frames = self.model.config.max_source_positions
+        table = torch.tensor([[0, 0, 0, frames]], dtype=torch.int32, device=self.device).repeat(frames, 1)
+        with _seeing(table):
+            hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
+        return hidden
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""
