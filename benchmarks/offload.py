@@ -26,9 +26,9 @@ import torch
 from accelerate import dispatch_model
 from measure import Watch, read_prompts, table
 from prefetch import prefetch
-from synthetic import SyntheticAssistant, chances
+from synthetic import SyntheticAssistant, chances, random_target
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench.synthetic import Oracle, SyntheticDraft, passes_of
@@ -67,13 +67,8 @@ class Cold:
 
 def make_target(folder: Path, layers: int, dtype: torch.dtype) -> None:
     """Saves random weights of width 1,024 with the vocabulary of the package's pair."""
-    torch.manual_seed(0)
     width = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": layers}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **width, bos_token_id=None, eos_token_id=None))
-    embedding = model.get_input_embeddings().weight
-    torch.nn.init.normal_(embedding, std=1.0)
-    model.get_output_embeddings().weight.data = embedding.data[torch.randperm(len(embedding))] / 32
-    model.to(dtype).save_pretrained(folder)
+    random_target(dtype, vocab_size=4096, **width).save_pretrained(folder)
 
 
 def out_of_file(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""SYNTHETIC drafts of the size of the package's (see specdec/bench/synthetic.py), and one for transformers."""
+"""SYNTHETIC drafts (specdec/bench/synthetic.py) as often right as the package's, one for transformers, and targets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.bench.synthetic import Oracle, Work
+from specdec.bench.synthetic import DraftPass, Oracle
 
 # How often the package's draft has its target's greedy token among its first guesses (benchmarks/agreement.py).
 AMONG_FIRST = {1: 0.780, 2: 0.884, 3: 0.921, 4: 0.938, 5: 0.953, 6: 0.962, 8: 0.971, 12: 0.982, 16: 0.988, 32: 0.994}
@@ -22,13 +22,26 @@ def chances(among_first: dict[int, float] = AMONG_FIRST) -> list[float]:
     return found
 
 
+def random_target(dtype: torch.dtype, **config: Any) -> LlamaForCausalLM:
+    """A Llama of random weights whose head is a permutation of its embedding.
+
+    So its greedy texts have wide margins, which no rounding parts.
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config, bos_token_id=None, eos_token_id=None))
+    embedding = model.get_input_embeddings().weight
+    torch.nn.init.normal_(embedding, std=1.0)
+    model.get_output_embeddings().weight.data = embedding.data[torch.randperm(len(embedding))] / 32
+    return model.to(dtype)
+
+
 class SyntheticAssistant(LlamaForCausalLM):
     """SYNTHETIC: the same draft for transformers' assisted generation.
 
     `oracle` knows the text of the next call, whose first new token is at position `begins`.
     """
 
-    def __init__(self, vocab_size: int, work: Work) -> None:
+    def __init__(self, vocab_size: int, work: DraftPass) -> None:
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         super().__init__(LlamaConfig(vocab_size=vocab_size, **sizes, bos_token_id=None, eos_token_id=None))
         self._work = work
