@@ -70,7 +70,7 @@ def shortened_cache() -> bool:
 def projected_encoder() -> bool:
     pair, hidden = EncoderDecoderCache(DynamicCache(), DynamicCache()), torch.randn(1, 5, 32)
     given = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": IDS}
-    tiny("bart")(**given, past_key_values=pair, use_cache=True)
+    tiny("bart")(**given, **{private_api.CACHE: pair}, use_cache=True)
     return all(layer.keys.shape[2] == 5 for layer in pair.cross_attention_cache.layers) and pair.is_updated[1]
 
 
@@ -152,8 +152,8 @@ CONTRACTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("transformers", "`AutoModelFor…` and its `_model_mapping`", "models/hf/private_api",
      lambda: [private_api.loads(kind, tiny("whisper").config)
               for kind in (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)] == [True, False]),
-    ("transformers", "`model._skip_keys_device_placement`", "models/hf/private_api",
-     lambda: "past_key_values" in private_api.skipped_keys(tiny("llama"))),
+    ("transformers", "`model._skip_keys_device_placement` or the name of caches", "models/hf/private_api",
+     lambda: private_api.CACHE in private_api.skipped_keys(tiny("llama"))),
     ("accelerate", "`dispatch_model`'s arguments", "models/loading/placement",
      lambda: {"offload_dir", "offload_index", "skip_keys"} <= parameters(dispatch_model)),
     ("transformers", "`get_keys_to_not_convert` or `should_convert_module`", "models/hf/private_api",

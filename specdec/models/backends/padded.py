@@ -22,7 +22,7 @@ from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
 from specdec.models.cache.layout import AttentionView, Layout
 from specdec.models.capability import ModelSpec
-from specdec.models.hf.private_api import TAKES_MASKS, attention_of, returned
+from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, returned
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights
@@ -44,7 +44,7 @@ class PaddedPasses:
         self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
+        inputs: dict[str, Any] = {"input_ids": ids, CACHE: self._cache.buffers} | _OPTIONS
         if self._language.sees:
             begin = row.columns.base + row.columns.shift
             inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
@@ -64,9 +64,7 @@ class PaddedPasses:
         row.columns.shift = pictures.shift
         self._cache.buffers.point(row.index, 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
-        output = self._language.model(
-            **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept
-        )
+        output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **kept)
         self.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states"))
         attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions"))
@@ -152,7 +150,7 @@ class PaddedPasses:
         return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self._cache.buffers} | _OPTIONS
+        inputs: dict[str, Any] = {CACHE: self._cache.buffers} | _OPTIONS
         padded = [work.new_tokens + [0] * (layout.nodes - work.num_new) for work in works]
         ids = torch.tensor(padded, device=self._language.device)
         prefix = "" if self._cache.cross is None else "decoder_"

@@ -23,7 +23,7 @@ from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs,
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
-from specdec.models.hf.private_api import gives_hidden_states, returned
+from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
 from specdec.models.probe import trial_encoding
 
 _TRIED = 12  # tokens of the trial
@@ -118,11 +118,11 @@ class RaggedForward:
         known = own.get_input_embeddings().num_embeddings
         ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
         text, frames = DynamicCache(), DynamicCache()
-        given: dict[str, Any] = {"past_key_values": text}
+        given: dict[str, Any] = {CACHE: text}
         given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
         encoding = trial_encoding(language, 1)
         if encoding is not None:
-            given["past_key_values"] = EncoderDecoderCache(text, frames)
+            given[CACHE] = EncoderDecoderCache(text, frames)
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
         returns = gives_hidden_states(language.decoder)
         output = own(**given, use_cache=True, output_hidden_states=returns)

@@ -32,7 +32,7 @@ from specdec.models.cache.cross_attention import Frames
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
-from specdec.models.hf.private_api import hidden_states_of, returned
+from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
 
 ATTENTION = "specdec"
 POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
@@ -168,7 +168,7 @@ class RaggedModel(nn.Module):
         inputs: dict[str, Any] = {
             "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
             self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
-            "past_key_values": text,
+            CACHE: text,
             "use_cache": True,
             "return_dict": True,
         }
@@ -178,7 +178,7 @@ class RaggedModel(nn.Module):
             inputs["logits_to_keep"] = given.kept
         if given.frames:
             projected = Cache(layers=[Frames(*pair) for pair in given.frames])
-            inputs["past_key_values"] = EncoderDecoderCache(text, projected)
+            inputs[CACHE] = EncoderDecoderCache(text, projected)
             # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)

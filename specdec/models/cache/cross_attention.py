@@ -13,6 +13,7 @@ from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
+from specdec.models.hf.private_api import CACHE
 
 
 class Frames(CacheLayerMixin):  # type: ignore[misc]
@@ -130,7 +131,7 @@ class CrossAttention:
             self._frames = [
                 Frames(*(_rows(side, encoder_rows, frames) for side in pair)) for pair in self.buffers.pairs()
             ]
-        return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
+        return {**self._joined, CACHE: EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
         """What nodes of this row see, as in the tables of `specdec.models.backends.ragged_inputs`."""
@@ -153,8 +154,8 @@ class CrossAttention:
         language.model(
             decoder_input_ids=torch.zeros(rows, 1, dtype=torch.long, device=language.device),
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
         )
         return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 # model_type -> attributes of modules that hold a row's state outside any cache.
 MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
-_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def cache_name(input_names: frozenset[str]) -> str | None:

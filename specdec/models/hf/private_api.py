@@ -18,11 +18,14 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils, utils
+from transformers.masking_utils import create_causal_mask
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import output_capturing
 
 CAPTURING = output_capturing.__name__  # module of the hooks that stay after a pass with hidden states
+# The argument by which models and their layers take a cache: 5.24 renamed it.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask to scores
 
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from specdec.errors import UnsupportedError
 from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
-from specdec.models.hf.private_api import set_attention
+from specdec.models.hf.private_api import CACHE, set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ class EagleStage(Stage):
         common = {
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(features, positions),
-            "past_key_values": cache,
+            CACHE: cache,
         }
         first, *others = self.layers
         hidden = first(embeds, features, attention_mask=masks[self._names[0]], **common)

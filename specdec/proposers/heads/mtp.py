@@ -19,6 +19,7 @@ from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.load_errors import explained
+from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
 from specdec.proposers.heads.proposer import HeadDraft
@@ -81,7 +82,7 @@ class MtpStage(Stage):
             position_embeddings=angles,
             position_ids=positions,
             attention_mask=next(iter(masks.values())),
-            past_key_values=cache,
+            **{CACHE: cache},
         )
         return written if self.post_norm is None else self.post_norm(written)
 

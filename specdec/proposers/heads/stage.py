@@ -29,6 +29,7 @@ from specdec.models.cache.layout import AttentionKind, AttentionView
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
+from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut, widened
 
@@ -114,26 +115,25 @@ class Stage(nn.Module, ABC):
         input_ids: Tensor | None = None,
         attention_mask: Mapping[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
-        **_: Any,
+        **given: Any,
     ) -> CausalLMOutputWithPast:
         """Logits, and the features that it writes as hidden states.
 
         Without `inputs_embeds` (a trial of its speed), features are zero and logits are of its own vocabulary.
         """
-        trial = inputs_embeds is None
+        trial, cache = inputs_embeds is None, given.get(CACHE)
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = F.pad(self.embedding(input_ids).to(self.dtype), (0, self.width))
         embeds = inputs_embeds[..., : -self.width]
         if attention_mask is None or position_ids is None:
-            view = self._simple_view(inputs_embeds, past_key_values)
+            view = self._simple_view(inputs_embeds, cache)
             position_ids = view.positions
             attention_mask = {kind.name: view.mask(kind, inputs_embeds.dtype) for kind in self.kinds}
-        written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, past_key_values)
+        written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, cache)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.guess(written[:, last])
         if self.vocabulary is not None and not trial:
