@@ -4,8 +4,8 @@
 
 The shapes are those of SmolLM2-1.7B and SmolLM2-135M, the weights random: passes cost what those of the real models
 cost. The synthetic draft knows the text, is right at each position with a given chance, and pays for every guess with a
-pass of the small model, also where it guesses for transformers. What a real pair gains depends on how often its draft
-is right, which `specdec bench` measures.
+compiled pass of the small model (in 8 bits beside a target in 8 bits), also where it guesses for transformers. What a
+real pair gains depends on how often its draft is right, which `specdec bench` measures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measure import Watch, interleaved, table
 from synthetic import SyntheticAssistant, random_target
 from transformers import AutoModelForCausalLM
 
-from specdec import LanguageModel, SpecGenerator
+from specdec import SpecGenerator
 from specdec.bench.machine import memory_bandwidth, provenance
 from specdec.bench.synthetic import DraftPass, Oracle, SyntheticDraft, passes_of
 
@@ -38,11 +38,10 @@ Run = Callable[[int], Any]
 """From the number of a prompt to its text."""
 
 
-def compiled(folder: Path, **loading: Any) -> SpecGenerator:
+def compiled(folder: Path, quantization: str | None) -> SpecGenerator:
     """The model of a folder in compiled passes."""
-    generator = SpecGenerator.from_pretrained(
-        folder, dtype="bfloat16", backend="compiled", prefix_cache=False, **loading
-    )
+    how = {"dtype": "bfloat16", "quantization": quantization, "backend": "compiled"}
+    generator = SpecGenerator.from_pretrained(folder, prefix_cache=False, **how)
     generator.wait_until_compiled()
     return generator
 
@@ -103,9 +102,8 @@ def main() -> None:
         folder, small = Path(name, "target"), Path(name, "draft")
         random_target(torch.bfloat16, vocab_size=VOCAB, **TARGET).save_pretrained(folder)
         random_target(torch.bfloat16, vocab_size=VOCAB, **DRAFT, num_key_value_heads=3).save_pretrained(small)
-        draft: LanguageModel = compiled(small).target
-        ours = {name: compiled(folder, quantization=kind) for name, kind in WEIGHTS.items()}
-        for name, plain in ours.items():
+        for name, kind in WEIGHTS.items():
+            plain, draft = compiled(folder, kind), compiled(small, kind).target
             texts = [plain.generate([ids], **how).sequences[0].tolist()[len(ids) :] for ids in PROMPT]
             known = [oracles(text, case) for case, text in enumerate(texts)]
             if not systems:

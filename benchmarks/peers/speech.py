@@ -30,11 +30,11 @@ Hear = Callable[[Any], str]
 """From samples `[length]`, 16,000 a second, to their text."""
 
 
-def specdec(task: dict[str, Any], draft: str | None, backend: str) -> Hear:
+def specdec(task: dict[str, Any], draft: str | None, backend: str, dtype: str = "float32") -> Hear:
     """This package."""
     from specdec import Transcriber
 
-    how = {"dtype": "float32", "backend": backend}
+    how = {"dtype": dtype, "backend": backend}
     transcriber = Transcriber.from_pretrained(task["target"], draft, **how)
     transcriber.generator.wait_until_compiled()
     asked = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": 1}
@@ -79,6 +79,10 @@ SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
     "specdec, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "packed")),
     "specdec compiled, no draft": ("specdec", "torch", "target", lambda task: specdec(task, None, "compiled")),
     "specdec compiled, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "compiled")),
+    "specdec compiled, bfloat16": (
+        *("specdec", "torch", "target"),
+        lambda task: specdec(task, None, "compiled", "bfloat16"),
+    ),
     "transformers": ("transformers", "transformers", "target", transformers),
     "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "float32")),
     "faster-whisper, int8": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "int8")),
