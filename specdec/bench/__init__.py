@@ -12,7 +12,6 @@
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
 | `report.py`, `report.html.j2` | plots and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
-| `tune.py` | the best schedule of one pair |
 | `machine.py` | machine, versions, contention, peak memory |
 """
 

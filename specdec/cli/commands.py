@@ -16,7 +16,7 @@ from typer import Argument, Option
 from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
-from specdec.cli.bench import bench, tune
+from specdec.cli.bench import bench
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
@@ -222,7 +222,6 @@ for command in (
     demo,
     doctor,
     bench,
-    tune,
     serve,
     batch,
     summarize,

@@ -1,4 +1,4 @@
-"""`specdec bench` and `specdec tune`: flags, files, exit codes, and where output goes."""
+"""`specdec bench`: flags, files, exit codes, and where output goes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
 
 from specdec.bench import runner
 from specdec.bench.systems import measure
-from specdec.bench.tune import best, candidates, ranked, snippet
 from specdec.cli.bench import bench, suite_keys
 from specdec.cli.commands import run
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
@@ -238,52 +236,6 @@ def test_a_restart_in_a_file(arguments: list[str], tmp_path: Path, capsys: pytes
     assert run([*arguments, "--restart"]) == 2
     assert "`out` must be a folder" in capsys.readouterr().err
     assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_tune(target: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table on stderr has every schedule and "off"; stdout is a file that `generate --config` takes."""
-    shared = [argument for argument in arguments[4:-2] if argument != "--quiet"]
-    assert run(["tune", target, "suffix", "--num-draft-tokens", "1", "--num-draft-tokens", "3", *shared]) == 0
-    out, err = capsys.readouterr()
-    assert all(name in err for name in ("constant 1", "constant 3", "heuristic", "confidence", "cost", "off", "←"))
-    (tmp_path / "best.yaml").write_text(out)
-    assert yaml.safe_load(out)["target"] == target
-    assert run(["generate", "--config", str(tmp_path / "best.yaml"), "-p", "ab", "--max-new-tokens", "3"]) == 0
-
-
-def system(name: str, ms: float, state: str | None, draft: str | None = "d", **schedule: Any) -> dict[str, Any]:
-    speedup = None if state is None else {"state": state}
-    return {"name": name, "ms_per_token": ms, "speedup": speedup, "draft": draft, "schedule": schedule}
-
-
-def test_the_best_is_clearly_faster() -> None:
-    """Otherwise plain decoding is, even where another one happened to be quicker."""
-    plain, quick, sure = system("plain", 5.0, None, None), system("a", 1.0, "same"), system("b", 3.0, "faster")
-    assert best({"groups": [{"systems": [plain, quick, sure]}]}) is sure
-    assert best({"groups": [{"systems": [plain, quick]}]}) is plain
-    assert ranked({"groups": [{"systems": [plain, quick, sure]}]}) == [quick, sure, plain]
-
-
-@pytest.mark.parametrize(
-    ("draft", "keys"),
-    [
-        ("m", {"draft": "m", "method": "draft", "schedule": "cost"}),
-        ("suffix+m", {"draft": "m", "method": "hybrid", "schedule": "cost"}),
-        ("suffix", {"method": "suffix", "schedule": "cost"}),
-        ("early_exit:3", {"method": "early_exit:3", "schedule": "cost"}),
-        (None, {"method": "none"}),
-    ],
-)
-def test_snippets(draft: str | None, keys: dict[str, Any]) -> None:
-    """The words of `specdec generate --config`."""
-    assert snippet("t", system("x", 1.0, None, draft, schedule="cost")) == {"target": "t", **keys}
-
-
-def test_candidates() -> None:
-    """Every schedule there is, and several lengths."""
-    (group,) = candidates("t", "d", {"max_new_tokens": 7}, (2, 4)).groups()
-    names = [cell.drafting.label for cell in group.cells]
-    assert names == ["constant 2", "constant 4", "auto", "heuristic", "confidence", "cost"]
 
 
 @pytest.mark.slow

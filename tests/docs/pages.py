@@ -98,7 +98,7 @@ MOST = {"--count": 2, "--max-new-tokens": 16, "--repeats": 1}  # of a measuremen
 
 def shrunk(words: list[str]) -> list[str]:
     """A measurement with smaller numbers than a reader should take."""
-    if words[1] not in ("bench", "tune"):
+    if words[1] != "bench":
         return words
     pairs = zip(["", *words], words, strict=False)
     return [str(min(int(word), MOST[before])) if before in MOST else word for before, word in pairs]
