@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -34,7 +35,6 @@ from specdec.cli.terminal import (
     USAGE,
     abandon_stdout,
     fail,
-    is_beside,
     notes,
     say,
     stop_on_interrupt,
@@ -61,7 +61,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
-    beside = is_beside(arguments)
+    # whether another process of the same job does the printing
+    beside = os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
     quiet = beside or "--quiet" in arguments or "-q" in arguments
     with warnings.catch_warnings(), notes(quiet=quiet):
         warnings.showwarning = _show_warning(quiet=quiet)
@@ -82,19 +83,13 @@ def run(arguments: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            message, code = _explain(error)
-            return code if beside and code == USAGE else fail(message, code)
-
-
-def _explain(error: Exception) -> tuple[str, int]:
-    message = getattr(error, "format_message", None)
-    if message is not None:  # an error of the parser
-        return f"error: {message()}", USAGE
-    if isinstance(error, OptionError):
-        return f"error: {error}", USAGE
-    if isinstance(error, SpecdecError):
-        return f"error: {error}", FAILED
-    return f"error: {type(error).__name__}: {error} (--debug shows where)", FAILED
+            by_parser = getattr(error, "format_message", None)
+            message = str(error) if by_parser is None else by_parser()
+            if by_parser is not None or isinstance(error, OptionError):
+                return USAGE if beside else fail(f"error: {message}", USAGE)
+            if not isinstance(error, SpecdecError):
+                message = f"{type(error).__name__}: {message} (--debug shows where)"
+            return fail(f"error: {message}", FAILED)
 
 
 def _show_warning(*, quiet: bool) -> Any:
@@ -205,30 +200,12 @@ def generate(
         show_stats(out.stats)
     if interrupt.asked:
         return INTERRUPTED
-    if not chat and not quiet:
-        hint_at_chat(generator.tokenizer, out.texts or [])
+    is_silent = not any(text.strip() for text in out.texts or [])  # many chat models are, without their template
+    if is_silent and not chat and not quiet and getattr(generator.tokenizer, "chat_template", None):
+        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
     return OK
 
 
-def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
-    if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
-        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
-
-
-for command in (
-    generate,
-    chat_.chat,
-    demo,
-    doctor,
-    bench,
-    serve,
-    batch,
-    summarize,
-    transcribe,
-    compile_,
-    distill,
-    zoo,
-):
+for command in (generate, chat_.chat, demo, doctor, bench, serve, batch, summarize, transcribe, compile_, distill, zoo):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped
