@@ -85,19 +85,14 @@ def machine() -> Iterator[Finding]:
     free = free_bytes(torch.device("cpu")) / 2**30
     speed = memory_bandwidth() / 1e9
     yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
-    yield _accelerator(found["accelerator"])
-
-
-def _accelerator(name: str | None) -> Finding:
-    import torch
-
-    if name is not None:
-        free, whole = torch.cuda.mem_get_info()
-        return Finding("machine", "accelerator", f"{name}: {whole / 2**30:.1f} GiB, {free / 2**30:.1f} free")
-    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
+    if (name := found["accelerator"]) is not None:
+        free, whole = (size / 2**30 for size in torch.cuda.mem_get_info())
+        yield Finding("machine", "accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
+    elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
         remedy = "pip install torch, without a CPU build's index or constraints"
-        return Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
-    return Finding("machine", "accelerator", "none: models run on the processor", "note")
+        yield Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
+    else:
+        yield Finding("machine", "accelerator", "none: models run on the processor", "note")
 
 
 def installation() -> Iterator[Finding]:
