@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.bench.synthetic import Oracle, Work
+from specdec.bench.synthetic import DraftPass, Oracle
 
 # How often the package's draft has its target's greedy token among its first guesses (benchmarks/agreement.py).
 AMONG_FIRST = {1: 0.780, 2: 0.884, 3: 0.921, 4: 0.938, 5: 0.953, 6: 0.962, 8: 0.971, 12: 0.982, 16: 0.988, 32: 0.994}
@@ -28,7 +28,7 @@ class SyntheticAssistant(LlamaForCausalLM):
     `oracle` knows the text of the next call, whose first new token is at position `begins`.
     """
 
-    def __init__(self, vocab_size: int, work: Work) -> None:
+    def __init__(self, vocab_size: int, work: DraftPass) -> None:
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         super().__init__(LlamaConfig(vocab_size=vocab_size, **sizes, bos_token_id=None, eos_token_id=None))
         self._work = work

@@ -41,11 +41,13 @@ def demo(
     pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
-        from specdec.bench.duel import duel, load, prompt
+        from specdec.bench.duel import duel, prompt
         from specdec.bench.machine import Watch
+        from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
-        assisted, plain = load(pair)
+        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32")
+        plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
         text = prompt(seed)
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})

@@ -26,9 +26,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
-from specdec.bench.compare import Difference
 from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
+from specdec.bench.samples import Difference
 from specdec.cli import commands
 from specdec.cli.commands import run
 from specdec.cli.pair import LOOKS, comparison
