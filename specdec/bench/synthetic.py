@@ -89,10 +89,12 @@ class SyntheticDraft(Draft, Proposer):
 
     def _tree(self, row: SequenceView, plan: Plan) -> Tree:
         limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
+        oracle, number, new = self.oracle, row.task.encoder_row, row.tokens[row.prompt_length :]
+        is_known = oracle is not None and oracle.texts[number][: len(new)] == new
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[_Node] = []
-        ends = [_Node(-1, [], 1.0, self._knows(row))]
+        ends = [_Node(-1, [], 1.0, is_known)]
         for depth in range(limit):
             if not ends or not plan.go_on([end.path for end in ends], len(ends)):
                 break
@@ -102,7 +104,9 @@ class SyntheticDraft(Draft, Proposer):
                 path = [*end.path, self.rates[rank]]
                 if not plan.keep(path):
                     continue
-                token, right = self._guess(row, depth, rank)
+                token, right = rank, False
+                if oracle is not None:
+                    token, right = oracle.guess(number, len(new) + depth, rank)
                 level.append(_Node(len(nodes) + len(level), path, end.chance * path[-1], end.right and right))
                 tokens.append(token)
                 parents.append(end.number)
@@ -117,16 +121,6 @@ class SyntheticDraft(Draft, Proposer):
             [nodes[n].path[-1] for n in kept],
             source="synthetic",
         )
-
-    def _knows(self, row: SequenceView) -> bool:
-        """Whether the row's text agrees with the oracle's."""
-        new = row.tokens[row.prompt_length :]
-        return self.oracle is not None and self.oracle.texts[row.task.encoder_row][: len(new)] == new
-
-    def _guess(self, row: SequenceView, depth: int, rank: int) -> tuple[int, bool]:
-        if self.oracle is None:
-            return rank, False
-        return self.oracle.guess(row.task.encoder_row, len(row.tokens) - row.prompt_length + depth, rank)
 
     def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
         """The likeliest next nodes: their parents and the ranks of the guesses."""
