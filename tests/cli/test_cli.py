@@ -250,12 +250,15 @@ def test_a_prompt_that_is_no_text(
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder and a config in Latin-1 are a wrong use of the command, a broken checkpoint is a failure."""
+    """An empty folder and a wrong config are a wrong use of the command, a broken checkpoint is a failure."""
     error_of(["generate", str(tmp_path), "-p", "x"], capsys)
     file = tmp_path / "c.yaml"
-    file.write_bytes("# Höhe\ntop_k: 3\n".encode("latin-1"))
-    err = error_of(["generate", "t", "-p", "x", "--config", str(file)], capsys)
-    assert err.startswith("error: `config` must be a YAML file in UTF-8, got ")
+    for content, words in (
+        ("# Höhe\ntop_k: 3\n".encode("latin-1"), "error: `config` must be a YAML file in UTF-8, got "),
+        (b"foo: 1\nbar: 2\ntop_k: 3\n", f"error: {file} has unknown keys: foo, bar\n"),
+    ):
+        file.write_bytes(content)
+        assert error_of(["generate", "t", "-p", "x", "--config", str(file)], capsys).startswith(words)
     model, weights = saved_model(tmp_path / "model"), tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     assert "broken or incomplete" in error_of(["generate", model, "-p", "ab", "--quiet"], capsys, 1)
@@ -313,25 +316,9 @@ def test_flags_win_over_the_file(flags: dict[str, Any], file: str, expected: dic
     """The rest of the file stays; --greedy over a sampling preset is no contradiction; --set reads YAML."""
     path = tmp_path / "c.yaml"
     path.write_text(file)
+    requests = [read_request(params(target=name, config=path, **flags)) for name in (None, "flag") if "target" in file]
+    assert [request.target for request in requests] == ["file-target", "flag"][: len(requests)]
     assert read_request(params(config=path, **flags)).options == expected
-    if file == FILE:
-        named = [read_request(params(target=name, config=path)).target for name in (None, "flag")]
-        assert named == ["file-target", "flag"]
-
-
-def test_sampling_without_a_seed_draws_one() -> None:
-    """Two calls differ, and each can be repeated, since the seed is among the options."""
-    seeds = {read_request(params(temperature=0.7)).options["seed"] for _ in range(2)}
-    assert len(seeds) == 2
-    assert "seed" not in read_request(params()).options
-
-
-def test_unknown_keys_of_a_file_are_named(tmp_path: Path) -> None:
-    """All of them, with the file."""
-    file = tmp_path / "c.yaml"
-    file.write_text("foo: 1\nbar: 2\ntop_k: 3\n")
-    with pytest.raises(OptionError, match=r"c\.yaml has unknown keys: foo, bar$"):
-        read_request(params(config=file))
 
 
 METHODS = [
@@ -433,12 +420,6 @@ def test_a_conversation(chatty: str, draft: str, talk: Any) -> None:
     assert changed == (0, f"{first}\n{second}\n{first}\n", "")
 
 
-def test_help_in_a_conversation(talk: Any) -> None:
-    """It ended a piped one."""
-    code, out, err = talk("/help", "/quit")
-    assert (code, out, "/draft NAME" in err) == (0, "", True)
-
-
 def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tries were twelve lines."""
 
@@ -457,19 +438,24 @@ def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPat
 
 def test_statistics_of_a_conversation(talk: Any) -> None:
     """After each answer with --stats, or where asked for."""
-    assert "no answer was written yet" in talk("/stats")[2]
     code, _, err = talk("ab", "/stats", "cd", flags=("--stats",))
     assert (code, err.count("new tokens")) == (0, 3)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("/nonsense", "/nonsense is none of the commands /draft NAME"), ("/draft zoo:nope", "`/draft` must be")],
+    ("line", "code", "words"),
+    [
+        ("/help", 0, "/draft NAME"),
+        ("/stats", 0, "no answer was written yet"),
+        ("/nonsense", 2, "/nonsense is none of the commands /draft NAME"),
+        ("/draft zoo:nope", 2, "`/draft` must be"),
+    ],
 )
-def test_wrong_commands_of_a_conversation(line: str, message: str, talk: Any) -> None:
-    """From a pipe they end it, in one line."""
-    code, out, err = talk(line, "ab")
-    assert (code, out, message in err) == (2, "", True)
+def test_commands_of_a_conversation(line: str, code: int, words: str, talk: Any) -> None:
+    """Wrong ones end a piped one, in one line. (/help did, too.)"""
+    found, out, err = talk(line, "/quit", "ab")
+    assert (found, out) == (code, "")
+    assert words in err
 
 
 def test_a_conversation_needs_a_chat_template(target: str, talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +564,8 @@ def test_json(method: str, generate: Any, target: str, draft: str) -> None:
 
 
 def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
-    """A sampled call without a seed can be repeated from its JSON, with any draft; several samples are numbered."""
+    """A sampled call without a seed draws one, and can be repeated with any draft; several samples are numbered."""
+    assert len({read_request(params(temperature=0.7)).options["seed"] for _ in range(2)}) == 2
     first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2")[1])
     assert len(first["texts"]) == len(first["token_ids"]) == 2
     again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
@@ -667,21 +654,18 @@ class Letters:
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(chr(96 + i) for i in ids)
 
-
-def stream(rounds: list[tuple[list[int], int]]) -> Generator[Event, None, Generation]:
-    """A stream of these rounds: tokens, and how many of them the draft had."""
-    for tokens, accepted in rounds:
-        yield Event(Letters().decode(tokens), tokens, accepted)
-    return Generation(texts=["the result"])
+    def stream(self, rounds: list[tuple[list[int], int]]) -> Generator[Event, None, Generation]:
+        """These rounds: tokens, and how many of them the draft had."""
+        for tokens, accepted in rounds:
+            yield Event(self.decode(tokens), tokens, accepted)
+        return Generation(texts=["the result"])
 
 
 def shown(rounds: list[tuple[list[int], int]], *, terminal: bool, show_draft: bool = True, **environment: str) -> str:
     """What a printer writes for these rounds."""
-    out = Console(
-        file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=20,
-        _environ=environment,
-    )  # fmt: skip
-    result = Printer(out, Letters(), show_draft=show_draft).follow(stream(rounds))
+    colours = "standard" if terminal else None
+    out = Console(file=io.StringIO(), force_terminal=terminal, color_system=colours, width=20, _environ=environment)
+    result = Printer(out, Letters(), show_draft=show_draft).follow(Letters().stream(rounds))
     assert result.texts == ["the result"]
     return out.file.getvalue()  # type: ignore[attr-defined]
 
@@ -776,11 +760,9 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert out.startswith("── the target alone ──\ndef f():\n")
     assert "── the target and its draft ──\ndef f():\n" in out
     alone, draft = (line for line in out.splitlines() if line.endswith(" passes of the target"))
-    assert alone.startswith("  alone      █")
-    assert draft.startswith("  with draft █")
+    assert (alone[:14], draft[:14], err) == ("  alone      █", "  with draft █", "")
     assert "▒ draft" in out
     assert "\x1b" not in out
-    assert err == ""
     last = out.splitlines()[-1]
     assert all(words in last for words in ("plain", "assisted", "tokens/s", "mean acceptance length", "identical: yes"))
 
@@ -832,10 +814,7 @@ def test_the_speedup_in_words() -> None:
 def test_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     """Names, sizes and the card."""
     assert run(["zoo"]) == 0
-    out = capsys.readouterr().out
-    assert "zoo:python-code" in out
-    assert "target parameters" in out
-    assert "1,234" in out
+    assert re.search(r"^zoo:python-code\n(.*\n)+  target parameters +1,234\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("arguments", [["zoo"], ["demo"], ["generate", "zoo:python-code", "-p", "x"]])
@@ -864,21 +843,20 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
 def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
     pytest.importorskip("gguf")
-    path, texts = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1), []
-    for named in ([path], [str(tmp_path), "--gguf-file", "model.gguf"]):
+    path = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1)
+    saved_gguf(tmp_path / "draft.gguf", tokens=True, vocab=WIDTH + 1, types=["Q4_0"])
+    folder, texts = str(tmp_path), []
+    draft = ["--draft-model", folder, "--draft-gguf-file", "draft.gguf"]
+    for named in ([path], [folder, "--gguf-file", "model.gguf"], [path, *draft, "--json"]):
         assert run(["generate", *named, "-p", "abab", "--max-new-tokens", "4", "--quiet"]) == 0
         out, err = capsys.readouterr()
         assert not err
         texts.append(out)
-    assert texts[0] == texts[1]
-    saved_gguf(tmp_path / "draft.gguf", tokens=True, vocab=WIDTH + 1, types=["Q4_0"])
-    draft = ["--draft-model", str(tmp_path), "--draft-gguf-file", "draft.gguf"]
-    assert run(["generate", path, *draft, "-p", "abab", "--max-new-tokens", "4", "--quiet", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["texts"] == [texts[0].removesuffix("\n")]
+    found = json.loads(texts[2])
+    assert texts[0] == texts[1] == f"{found['texts'][0]}\n"
     assert found["settings"]["draft_options"] == {"gguf_file": "draft.gguf"}
     assert found["stats"]["num_draft_tokens"]
-    assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
+    assert run(["generate", folder, "-p", "a", "--gguf-file", "other.gguf"]) == 2
     assert "there are draft.gguf, model.gguf" in capsys.readouterr().err
 
 
