@@ -17,12 +17,12 @@ from specdec.bench import exit_state, read_suite, results, run, runner
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import provenance
 from specdec.bench.results import as_csv, summary
-from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDraft
-from specdec.bench.systems import Measured, measure
+from specdec.bench.systems import measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import versions
+from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
 
 
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
     """What was measured before the kill stays, what a kill cut in two is measured again, the rest is added."""
     calls = 0
 
-    def counting(*arguments: Any) -> Measured:
+    def counting(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 6:
@@ -93,17 +93,6 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
     assert len(results(outcome)["runs"]) == 2
 
 
-def test_a_finished_run_loads_nothing(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command again only reads."""
-    first = results(run(read_suite(keys), tmp_path / "out"))
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(SpecGenerator, "from_pretrained", refuse)
-    assert results(run(read_suite(keys), tmp_path / "out")) == first
-
-
 @pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"kind": "sample"}\n', '{"kind": \n'])
 def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """Samples of something else are not touched, and the error says what to do. (JSONDecodeError, AttributeError.)"""
@@ -123,17 +112,21 @@ def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
 
 def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
     """Samples of other settings, prompts or weights are never mixed in."""
-    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+
+    def again(**others: Any) -> None:
+        run(read_suite({**keys, "drafts": "suffix", **others}), tmp_path / "out")
+
+    again()
     with pytest.raises(OptionError, match="another configuration"):
-        run(read_suite(keys), tmp_path / "out")
+        again(drafts=keys["drafts"])
     Path(keys["prompts"]).write_text("other")
     with pytest.raises(OptionError, match="--restart"):
-        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+        again()
     Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
-    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    again()
     (Path(models[0]) / "config.json").touch()
     with pytest.raises(OptionError, match="other models"):
-        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+        again()
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -158,14 +151,6 @@ def test_a_pair_that_was_trained_again(
     (folder / role / "model.safetensors").touch()
     with pytest.raises(OptionError, match="other models"):
         run(suite, tmp_path / "out")
-
-
-def lie(generator: SpecGenerator, call: dict[str, Any]) -> Measured:
-    """A measured call whose assisted text has a wrong fourth token."""
-    done = measure(generator, call)
-    if generator.drafter is not None:
-        done.out.sequences[0, -3] += 1
-    return done
 
 
 def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,23 +189,20 @@ def test_what_may_differ(
     assert told in " ".join(found["summary"])
 
 
-def test_rejection_is_not_compared(keys: dict[str, Any], tmp_path: Path) -> None:
-    """It follows the target's law, and says so."""
+def test_beams_batches_and_rejection(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A search is compared too; its tokens come at the end, its drafts are no chains. Rejection follows the target's
+    law alone, and says so.
+    """
     law = {"name": "law", "do_sample": True, "sampling": "rejection"}
-    found = results(run(read_suite({**keys, "strategies": [law]}), tmp_path / "out"))
+    strategies = {"strategies": [{"num_beams": 2}, law], "batches": [2]}
+    found = results(run(read_suite({**keys, **strategies}), tmp_path / "out"))
     assert exit_state(found) == "ok"
-    assert [s["compared"] for s in found["groups"][0]["systems"]] == [0, 0, 0]
+    beams, drawn = (group["systems"] for group in found["groups"])
+    assert [s["identical"] for s in beams] == [0, 4, 4]
+    assert [s["requests"] for s in beams] == [1, 1, 1]
+    assert (beams[1]["speedup"]["low"], beams[1]["acceptance_by_position"]) == (None, [])
+    assert [s["compared"] for s in drawn] == [0, 0, 0]
     assert "they are not compared" in " ".join(found["summary"])
-
-
-def test_beams_and_batches(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A search is compared too; its tokens come at the end, and its drafts are no chains."""
-    found = results(run(read_suite({**keys, "strategies": {"num_beams": 2}, "batches": [2]}), tmp_path / "out"))
-    (group,) = found["groups"]
-    assert [s["identical"] for s in group["systems"]] == [0, 4, 4]
-    assert [s["requests"] for s in group["systems"]] == [1, 1, 1]
-    assert group["systems"][1]["speedup"]["low"] is None
-    assert group["systems"][1]["acceptance_by_position"] == []
 
 
 def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -265,17 +247,9 @@ def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_pat
 def settings(*speedups: Speedup, synthetic: int = 0) -> dict[str, Any]:
     """Results of one group with these speedups; the last `synthetic` of them are of synthetic drafts."""
     marks = [i >= len(speedups) - synthetic for i in range(len(speedups))]
+    common = {"compared": 1, "identical": 1, "acceptance_length_by_repeat": [2]}
     systems = [
-        {
-            **{
-                "name": f"draft {i}",
-                "synthetic": mark,
-                "compared": 1,
-                "identical": 1,
-                "acceptance_length_by_repeat": [2],
-            },
-            "speedup": {**found._asdict(), "state": found.state, "words": found.in_words()},
-        }
+        {**common, "name": f"draft {i}", "synthetic": mark, "speedup": reported(found)}
         for i, (found, mark) in enumerate(zip(speedups, marks, strict=True))
     ]
     group = {"label": "g", "comparable": True, "systems": systems}
@@ -304,6 +278,8 @@ def test_the_summary() -> None:
         "draft 0 (g), 3.00× plain decoding's speed (one request, no interval).",
         "1 of 1 assisted text is identical to plain decoding's.",
     ]
+    words = "no clear difference from plain decoding: 2.29× (95% interval 0.59 to 3.14)"
+    assert summary(settings(UNSURE))[0] == f"draft 0 (g), {words}."
 
 
 def test_a_synthetic_draft_is_never_called_the_best() -> None:
@@ -366,7 +342,6 @@ def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
     """Nothing is measured, and the message names the extra."""
-    check_extras()
     monkeypatch.setattr("specdec.bench.runner.find_spec", lambda name: None if name == "scipy" else object())
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
         run(read_suite(keys), tmp_path / "out")
