@@ -64,13 +64,8 @@ def test_threads_that_wait(share: float, state: str, monkeypatch: pytest.MonkeyP
     assert threads.state == state
     assert ("got 64% of the cores" in threads.text) == (threads.remedy is not None) == (state == "note")
     assert state == "good" or threads.remedy.startswith("OMP_NUM_THREADS=1, or fewer threads")
-
-
-def test_one_thread_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no way out of fewer threads than one."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.1)
-    assert waiting_threads() is None
+    assert waiting_threads() is None  # one waits for no other
 
 
 def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,11 +76,8 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(kernels, "lack", lambda: lack)
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "✗ packages" in out
-    assert "→ pip install 'torch" in out
-    assert "transformers<5." in out
-    assert "✗ kernels" in out
-    assert "→ apt install g++" in out
+    for words in ("✗ packages", "→ pip install 'torch", "transformers<5.", "✗ kernels", "→ apt install g++"):
+        assert words in out
 
 
 def test_a_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +114,7 @@ def test_a_pair_that_does_not_fit(pair: Pair, tmp_path: Path, capsys: pytest.Cap
     """The error of loading is a finding, with its way out, and exit code 1."""
     tiny("llama", vocab=64).save_pretrained(tmp_path)
     assert run(["doctor", str(pair.target), "--draft-model", str(tmp_path), "--quiet"]) == 1
-    out = capsys.readouterr().out
-    assert "✗ loading" in out
-    assert "draft='suffix'" in out
+    assert re.search(r"✗ loading .*draft='suffix'", capsys.readouterr().out)
 
 
 def test_models_without_a_draft_and_with_words() -> None:
