@@ -229,7 +229,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     except ValidationError as error:
         # the deepest: of the types that an entry may have, the nearest
         first = max(error.errors(), key=lambda e: len(e["loc"]))
-        where = ".".join(str(part) for part in first["loc"] if not _is_kind(part))
+        kinds = ("str", "int", "Target", "Mode", "Synthetic")  # that pydantic puts between keys
+        where = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
         if first["type"] == "missing":
@@ -250,8 +251,3 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")
     return suite
-
-
-def _is_kind(part: int | str) -> bool:
-    """Whether this part of a location is the name of a type."""
-    return isinstance(part, str) and (part in ("str", "int", "Target", "Mode", "Synthetic") or "[" in part)

@@ -31,25 +31,14 @@ WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, wor
 COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
 METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
 
-# Flag of `generate` -> option of the library.
-FLAGS = {
-    "num_draft_tokens": "num_assistant_tokens",
-    "num_draft_branches": "num_assistant_branches",
-    "schedule": "schedule",
-    "max_new_tokens": "max_new_tokens",
-    "sample": "do_sample",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "sampling": "sampling",
-    "seed": "seed",
-    "num_return_sequences": "num_return_sequences",
-    "stop": "stop_strings",
-    "response_format": "response_format",
-    "guided_regex": "guided_regex",
-    "guided_choice": "guided_choice",
-}
+# Flag of `generate` -> option of the library; most have its name.
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
+_SAME = ("schedule", "max_new_tokens", *SAMPLING_FLAGS, "seed", "num_return_sequences")
+FLAGS = {
+    **{"num_draft_tokens": "num_assistant_tokens", "num_draft_branches": "num_assistant_branches"},
+    **{"sample": "do_sample", "stop": "stop_strings"},
+    **{name: name for name in (*_SAME, "response_format", "guided_regex", "guided_choice")},
+}
 # Options that name a draft, and so replace --method.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
