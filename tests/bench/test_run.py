@@ -102,6 +102,13 @@ def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Pa
     assert (tmp_path / "samples.jsonl").read_text() == text
 
 
+def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
+    """A kill within the first line leaves nothing to go on with."""
+    (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
+    Store(tmp_path, "mark")
+    assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
+
+
 def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
     """A file cannot hold a report. (FileExistsError.)"""
     (tmp_path / "file").write_text("")
@@ -189,18 +196,21 @@ def test_what_may_differ(
     assert told in " ".join(found["summary"])
 
 
-def test_beams_batches_and_rejection(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A search is compared too; its tokens come at the end, its drafts are no chains. Rejection follows the target's
+def test_beams_trees_batches_and_rejection(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A search is compared too; its tokens come at the end. Only chains have positions. Rejection follows the target's
     law alone, and says so.
     """
     law = {"name": "law", "do_sample": True, "sampling": "rejection"}
-    strategies = {"strategies": [{"num_beams": 2}, law], "batches": [2]}
-    found = results(run(read_suite({**keys, **strategies}), tmp_path / "out"))
+    tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
+    keys |= {"drafts": keys["drafts"][:1], "schedules": [*keys["schedules"], tree], "batches": [2]}
+    found = results(run(read_suite({**keys, "strategies": ["greedy", {"num_beams": 2}, law]}), tmp_path / "out"))
     assert exit_state(found) == "ok"
-    beams, drawn = (group["systems"] for group in found["groups"])
-    assert [s["identical"] for s in beams] == [0, 4, 4]
+    greedy, beams, drawn = (group["systems"] for group in found["groups"])
+    assert [s["name"].endswith("constant 3 branches 2") for s in greedy] == [False, False, True]
+    assert [s["identical"] for s in greedy] == [s["identical"] for s in beams] == [0, 4, 4]
+    assert [bool(s["acceptance_by_position"]) for s in (*greedy, *beams)] == [False, True, *[False] * 4]
     assert [s["requests"] for s in beams] == [1, 1, 1]
-    assert (beams[1]["speedup"]["low"], beams[1]["acceptance_by_position"]) == (None, [])
+    assert beams[1]["speedup"]["low"] is None
     assert [s["compared"] for s in drawn] == [0, 0, 0]
     assert "they are not compared" in " ".join(found["summary"])
 
@@ -346,20 +356,3 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
         run(read_suite(keys), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
-    """A kill within the first line leaves nothing to go on with."""
-    (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
-    Store(tmp_path, "mark")
-    assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
-
-
-def test_drafts_that_branch(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A tree's nodes have no positions of a chain; its text is compared all the same."""
-    tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
-    found = results(run(read_suite({**keys, "drafts": keys["drafts"][:1], "schedules": tree}), tmp_path / "out"))
-    (group,) = found["groups"]
-    system = group["systems"][1]
-    assert system["name"].endswith("constant 3 branches 2")
-    assert (system["identical"], system["acceptance_by_position"]) == (4, [])
