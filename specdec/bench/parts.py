@@ -53,11 +53,7 @@ class Mode(Part):
     @property
     def loading(self) -> dict[str, Any]:
         """The target's arguments of `from_pretrained`."""
-        return {
-            name: value
-            for name, value in self.model_dump(exclude={"name", "draft_options"}).items()
-            if value is not None
-        }
+        return self.model_dump(exclude={"name", "draft_options"}, exclude_none=True)
 
 
 class Prompts(Part):
