@@ -31,9 +31,9 @@ WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, wor
 COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
 METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
 
-# Flag of `generate` -> option of the library; most have its name.
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 _SAME = ("schedule", "max_new_tokens", *SAMPLING_FLAGS, "seed", "num_return_sequences")
+# Flag of `generate` -> option of the library; most have its name.
 FLAGS = {
     **{"num_draft_tokens": "num_assistant_tokens", "num_draft_branches": "num_assistant_branches"},
     **{"sample": "do_sample", "stop": "stop_strings"},
