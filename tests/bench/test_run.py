@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def keys(models: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
     constant = {"schedule": "constant", "num_assistant_tokens": 2}
     shared = {"prompts": str(tmp_path / "p.txt"), "max_new_tokens": 6, "repeats": 2, "schedules": [constant]}
     return {"targets": models[0], "drafts": [models[1], "suffix"], "options": {"eos_token_id": []}, **shared}
+
+
+@pytest.fixture
+def measured(keys: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
+    """The results of that benchmark with other keys."""
+    return lambda **others: results(run(read_suite({**keys, **others}), tmp_path / "out"))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -117,34 +124,25 @@ def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
             run(read_suite(keys), folder)
 
 
-def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], measured: Any) -> None:
     """Samples of other settings, prompts or weights are never mixed in."""
-
-    def again(**others: Any) -> None:
-        run(read_suite({**keys, "drafts": "suffix", **others}), tmp_path / "out")
-
-    again()
+    measured(drafts="suffix")
     with pytest.raises(OptionError, match="another configuration"):
-        again(drafts=keys["drafts"])
+        measured()
     Path(keys["prompts"]).write_text("other")
     with pytest.raises(OptionError, match="--restart"):
-        again()
+        measured(drafts="suffix")
     Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
-    again()
+    measured(drafts="suffix")
     (Path(models[0]) / "config.json").touch()
     with pytest.raises(OptionError, match="other models"):
-        again()
+        measured(drafts="suffix")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine", {"synthetic": 0.5}])
 def test_a_pair_that_was_trained_again(
-    role: str,
-    drafts: Any,
-    keys: dict[str, Any],
-    models: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    role: str, drafts: Any, models: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights under an old name are noticed. (Only folders were looked at, and `zoo:` names were taken for ids.)"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -152,24 +150,23 @@ def test_a_pair_that_was_trained_again(
     for name, model in zip(("target", "draft"), models, strict=True):
         shutil.copytree(model, folder / name)
     (folder / "card.json").write_text("{}")
-    suite = read_suite({**keys, "targets": "zoo:mine", "drafts": drafts, "repeats": 1})
-    assert exit_state(results(run(suite, tmp_path / "out"))) == "ok"
-    run(suite, tmp_path / "out")
+    suite = {"targets": "zoo:mine", "drafts": drafts, "repeats": 1}
+    assert exit_state(measured(**suite)) == "ok"
+    measured(**suite)
     (folder / role / "model.safetensors").touch()
     with pytest.raises(OptionError, match="other models"):
-        run(suite, tmp_path / "out")
+        measured(**suite)
 
 
-def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_liar_is_found(models: tuple[str, str], measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The position, both tokens, and how far the target's two best logits are apart there."""
     monkeypatch.setattr(runner, "measure", lie)
-    keys = {**keys, "drafts": "suffix"}
-    found = results(run(read_suite(keys), tmp_path / "out"))
+    found = measured(drafts="suffix")
     assert exit_state(found) == "mismatch"
     assert len(found["mismatches"]) == 4
     assert found["groups"][0]["systems"][1]["identical"] == 0
     assert "4 DIFFER" in " ".join(found["summary"])
-    plain = SpecGenerator.from_pretrained(keys["targets"])
+    plain = SpecGenerator.from_pretrained(models[0])
     out = plain.generate("abab", max_new_tokens=6, eos_token_id=[], output_logits=True)
     best, second = out.logits[3][0].topk(2).values.tolist()
     mismatch = found["mismatches"][0]
@@ -182,13 +179,11 @@ def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     ("exactness", "told"),
     [("exact", "near-ties"), ("row-dependent", "4 part where the target is row-dependent")],
 )
-def test_what_may_differ(
-    exactness: str, told: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_differ(exactness: str, told: str, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""
     monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: exactness)
     monkeypatch.setattr(runner, "measure", lie)
-    found = results(run(read_suite({**keys, "near_tie": 1e6, "drafts": "suffix"}), tmp_path / "out"))
+    found = measured(near_tie=1e6, drafts="suffix")
     assert exit_state(found) == "ok"
     assert {m["excuse"] for m in found["mismatches"]} == {"near-tie" if exactness == "exact" else exactness}
     assert [s["exactness"] for s in found["groups"][0]["systems"]] == [exactness] * 2
@@ -196,14 +191,14 @@ def test_what_may_differ(
     assert told in " ".join(found["summary"])
 
 
-def test_beams_trees_batches_and_rejection(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_beams_trees_batches_and_rejection(keys: dict[str, Any], measured: Any) -> None:
     """A search is compared too; its tokens come at the end. Only chains have positions. Rejection follows the target's
     law alone, and says so.
     """
     law = {"name": "law", "do_sample": True, "sampling": "rejection"}
     tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
-    keys |= {"drafts": keys["drafts"][:1], "schedules": [*keys["schedules"], tree], "batches": [2]}
-    found = results(run(read_suite({**keys, "strategies": ["greedy", {"num_beams": 2}, law]}), tmp_path / "out"))
+    both = {"drafts": keys["drafts"][:1], "schedules": [*keys["schedules"], tree]}
+    found = measured(**both, strategies=["greedy", {"num_beams": 2}, law], batches=[2])
     assert exit_state(found) == "ok"
     greedy, beams, drawn = (group["systems"] for group in found["groups"])
     assert [s["name"].endswith("constant 3 branches 2") for s in greedy] == [False, False, True]
@@ -215,12 +210,11 @@ def test_beams_trees_batches_and_rejection(keys: dict[str, Any], tmp_path: Path)
     assert "they are not compared" in " ".join(found["summary"])
 
 
-def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_failures_are_listed(measured: Any, tmp_path: Path) -> None:
     """A draft and a mode that do not load leave the others alone, and are tried again."""
     modes = [{"name": "good"}, {"name": "bad", "dtype": "float3"}]
-    suite = read_suite({**keys, "drafts": ["suffix", str(tmp_path / "nowhere")], "modes": modes})
     for _ in range(2):
-        found = results(run(suite, tmp_path / "out"))
+        found = measured(drafts=["suffix", str(tmp_path / "nowhere")], modes=modes)
         assert exit_state(found) == "failed"
         systems = [[s["name"] for s in group["systems"]] for group in found["groups"]]
         assert systems == [["plain", "suffix, constant 2"], []]
@@ -228,19 +222,17 @@ def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
         assert "float3" in found["failures"][1]["error"]
 
 
-def test_a_draft_with_another_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer(measured: Any, tmp_path: Path) -> None:
     """It goes over the text bridge, as in the library."""
-    other = saved_model(tmp_path / "other", backwards=True)
-    found = results(run(read_suite({**keys, "drafts": other}), tmp_path / "out"))
+    found = measured(drafts=saved_model(tmp_path / "other", backwards=True))
     assert exit_state(found) == "ok"
     assert found["groups"][0]["systems"][1]["identical"] == 4
 
 
-def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+def test_synthetic_drafts(models: tuple[str, str], measured: Any) -> None:
     """One that is always right needs the fewest passes, one that never is brings nothing; both are marked."""
     drafts = [{"synthetic": rate, "like": models[1]} for rate in (1, 0)]
-    suite = read_suite({**keys, "drafts": drafts, "temperatures": [0, 0.9], "batches": [2], "repeats": 1})
-    found = results(run(suite, tmp_path / "out"))
+    found = measured(drafts=drafts, temperatures=[0, 0.9], batches=[2], repeats=1)
     assert exit_state(found) == "ok"
     for group in found["groups"]:
         plain, right, wrong = group["systems"]
@@ -350,9 +342,9 @@ def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert versions.commit() == f"{found}-dirty"
 
 
-def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Any) -> None:
     """Nothing is measured, and the message names the extra."""
     monkeypatch.setattr("specdec.bench.runner.find_spec", lambda name: None if name == "scipy" else object())
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
-        run(read_suite(keys), tmp_path / "out")
+        measured()
     assert not (tmp_path / "out").exists()
