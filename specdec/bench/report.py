@@ -267,7 +267,6 @@ def _split(axes: Axes, systems: list[Results]) -> None:
 
 
 def legend_below(axes: Axes, count: int) -> None:
-    """Puts the legend below the axes."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
 
 

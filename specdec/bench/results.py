@@ -145,7 +145,6 @@ def _split(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
-    """The speedup by category of prompts."""
     found = {}
     for category in dict.fromkeys(s.category for s in samples):
         own = [[s for s in side if s.category == category] for side in (plain, samples)]
@@ -242,7 +241,6 @@ def summary(found: Results) -> list[str]:
 
 
 def _counted(count: int, what: str) -> str:
-    """A number of things, in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

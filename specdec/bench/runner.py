@@ -172,7 +172,6 @@ def _gap(out: Generation, at: Difference) -> float | None:
 
 
 def name_of(cell: Cell | None) -> str:
-    """A system's name in records."""
     return cell.label if cell is not None else PLAIN
 
 

@@ -75,12 +75,10 @@ class Cell:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the draft is synthetic."""
         return isinstance(self.model, Synthetic)
 
     @property
     def label(self) -> str:
-        """The names of draft and schedule."""
         name = f"{self.draft.removesuffix(MARK).strip()}, {self.drafting.label}"
         return f"{name} {MARK}" if self.is_synthetic else name
 

@@ -87,7 +87,6 @@ class SyntheticDraft(Draft, Proposer):
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row."""
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
     def _tree(self, row: SequenceView, plan: Plan) -> Tree:
