@@ -180,7 +180,8 @@ class Suite(BaseModel):
         for entry in self.strategies:
             name, options = _strategy(entry)
             drafts = options.pop("method", "auto") != "none"
-            for temperature in self.temperatures or [None]:
+            at: list[float | None] = [*self.temperatures]
+            for temperature in at or [None]:
                 yield Strategy(name, _at(name, options, temperature), temperature, drafts)
 
 

@@ -112,8 +112,7 @@ def serve(
         check_address(settings)  # before anything is loaded
     start_log(settings.log)
     if not quiet:  # Python's warnings become lines of the log
-        log = logging.getLogger("specdec.server")
-        warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)
+        warnings.showwarning = lambda message, *_, **__: logging.getLogger("specdec.server").warning("%s", message)
     with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
