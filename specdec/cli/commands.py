@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -35,6 +34,7 @@ from specdec.cli.terminal import (
     USAGE,
     abandon_stdout,
     fail,
+    is_beside,
     notes,
     say,
     stop_on_interrupt,
@@ -61,8 +61,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
-    # whether another process of the same job does the printing
-    beside = os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
+    beside = is_beside(arguments)
     quiet = beside or "--quiet" in arguments or "-q" in arguments
     with warnings.catch_warnings(), notes(quiet=quiet):
         warnings.showwarning = _show_warning(quiet=quiet)

@@ -36,6 +36,11 @@ EXAMPLES = {
 """An example for the help of each command; all but that of `chat` work offline."""
 
 
+def is_beside(arguments: Sequence[str]) -> bool:
+    """Whether another process of the same job does the printing."""
+    return os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
+
+
 def fail(message: str, code: int) -> int:
     """Prints the error in one red line; returns the exit code."""
     say(" ".join(message.split()), "red")
