@@ -32,7 +32,8 @@ class Systems:
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
-        _compile(self.plain)
+        self.plain.compile()
+        self.plain.wait_until_compiled()  # programs run on those passes after their first minute
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
         self._models: dict[str, tuple[Any, Any]] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
@@ -43,8 +44,9 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            self._cells[key] = self._assisted(cell.model)
-            _compile(self._cells[key])
+            made = self._cells[key] = self._assisted(cell.model)
+            made.compile()
+            made.wait_until_compiled()
         return self._cells[key]
 
     def reopen(self, group: str, cell: Cell | None) -> None:
@@ -85,12 +87,6 @@ class Systems:
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft, beside
         return self._models[name]
-
-
-def _compile(generator: SpecGenerator) -> None:
-    """Waits for the passes that programs run on after their first minute."""
-    generator.compile()
-    generator.wait_until_compiled()
 
 
 def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generation, dict[str, Any]]:

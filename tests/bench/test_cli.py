@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -13,22 +12,17 @@ import pytest
 from rich.console import Console
 
 from specdec.bench import runner
-from specdec.cli.bench import bench, suite_keys
+from specdec.cli.bench import suite_keys
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
 from specdec.proposers import DRAFTS
 from tests.bench.fakes import lie
 from tests.folders import saved_model
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target's folder."""
-    return saved_model(tmp_path_factory.mktemp("models") / "target")
-
-
 @pytest.fixture
-def arguments(target: str, tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     """A benchmark of a moment."""
+    target = saved_model(tmp_path / "target")
     (tmp_path / "p.txt").write_text("abab\n\nxyxy")
     shared = ["--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "5", "--repeats", "1", "--quiet"]
     return ["bench", target, "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
@@ -36,7 +30,7 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
-    return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
+    return {**dict.fromkeys(("config", "schedule", "num_draft_tokens", "count")), **given}
 
 
 OWN = """
