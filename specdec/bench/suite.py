@@ -180,9 +180,14 @@ class Suite(BaseModel):
         for entry in self.strategies:
             name, options = _strategy(entry)
             drafts = options.pop("method", "auto") != "none"
-            at: list[float | None] = [*self.temperatures]
-            for temperature in at or [None]:
-                yield Strategy(name, _at(name, options, temperature), temperature, drafts)
+            if not self.temperatures:
+                yield Strategy(name, options, drafts=drafts)
+            elif "temperature" in options:
+                own = f"strategy {name!r} sets its own `temperature`, and so do `temperatures`"
+                raise OptionError(f"{own}: pass one of them")
+            for temperature in self.temperatures:
+                drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+                yield Strategy(name, {**options, **drawn}, temperature, drafts)
 
 
 def _priced(draft: str | Synthetic, target: str) -> str | Synthetic:
@@ -206,17 +211,6 @@ def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     options = dict(entry)
     label = options.pop("name", None) or ", ".join(f"{name} {value}" for name, value in options.items())
     return str(label), options
-
-
-def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
-    """The options at a temperature of the suite; 0 is greedy."""
-    if temperature is None:
-        return dict(options)
-    if "temperature" in options:
-        raise OptionError(f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them")
-    if temperature == 0:
-        return {**options, "do_sample": False}
-    return {**options, "do_sample": True, "temperature": temperature}
 
 
 def read_suite(given: Mapping[str, Any]) -> Suite:

@@ -705,7 +705,7 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(target: str) -> None:
     """`specdec generate | head` ends without a traceback."""
-    command = [sys.executable, "-m", "specdec", "generate", target, "-p", "ab", "--max-new-tokens", "400"]
+    command = [sys.executable, "-m", "specdec", "generate", target, "-p", "ab", "--max-new-tokens", "400", "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
