@@ -183,8 +183,9 @@ class Suite(BaseModel):
             if not self.temperatures:
                 yield Strategy(name, options, drafts=drafts)
             elif "temperature" in options:
-                own = f"strategy {name!r} sets its own `temperature`, and so do `temperatures`"
-                raise OptionError(f"{own}: pass one of them")
+                raise OptionError(
+                    f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them"
+                )
             for temperature in self.temperatures:
                 drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
                 yield Strategy(name, {**options, **drawn}, temperature, drafts)
