@@ -60,16 +60,11 @@ def main() -> None:
     args = parser.parse_args()
     systems, tokenizer = build(args)
     prompts = encode_prompts(tokenizer, read_prompts(args.prompts, args.count))
-    made: dict[str, list[Generation]] = {}
-    for name, run in systems.items():
+    for run in systems.values():
         run(prompts[0])  # warm-up
-        made[name] = []
-
-    def recorded(name: str) -> Callable[[list[int]], None]:
-        return lambda ids: made[name].append(systems[name](ids))
-
+    made: dict[str, list[Generation]] = {name: [] for name in systems}
     watch = Watch()
-    seconds = interleaved({name: recorded(name) for name in systems}, prompts, args.repeats, watch)
+    seconds = interleaved(systems, prompts, args.repeats, watch, made)
     expected = [out.new_tokens() for out in made[PLAIN]]
     rows = []
     for name, outs in made.items():

@@ -17,8 +17,8 @@ from typing import Any
 from measure import Watch, interleaved, ratio, table
 
 from specdec import SpecGenerator
-from specdec.bench.compare import differences
 from specdec.bench.duel import prompt
+from specdec.bench.samples import differences
 from specdec.options.bundled_models import pair
 
 MODES = [

@@ -14,47 +14,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import re
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
-from measure import table
+from measure import served, table
 
-_PATIENCE = 120.0  # seconds until a server listens
 _BODY = {"model": "python-code", "prompt": "def add(first, second):\n", "max_tokens": 16, "temperature": 0}
 Seconds = dict[str, list[float]]
 
 
-@contextmanager
-def served(descriptors: int | None) -> Iterator[tuple[str, Path]]:
-    """The address of a server of the package's code pair, and its log."""
+def server(descriptors: int | None) -> AbstractContextManager[tuple[str, Path]]:
+    """A server of the package's code pair: its address and its log."""
 
     def limit() -> None:
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-    command = [sys.executable, "-m", "specdec", "serve", "zoo:python-code", "--port", "0", "--quiet"]
-    with TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=limit)
-        log, end = Path(folder) / "log", time.monotonic() + _PATIENCE
-        try:
-            while not (found := re.search(r"listening on (\S+)", log.read_text())):
-                if process.poll() is not None or time.monotonic() > end:
-                    sys.exit(f"the server does not listen:\n{log.read_text()}")
-                time.sleep(0.1)
-            yield found[1], log
-        finally:
-            process.kill()
-            process.wait()
+    return served("zoo:python-code", preexec_fn=limit)
 
 
 def hold(port: int, count: int, addresses: int) -> None:
@@ -98,7 +80,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--descriptors", type=int, help="that the server may open")
     given = parser.parse_args()
-    with served(given.descriptors) as (held, log), served(None) as (free, _):
+    with server(given.descriptors) as (held, log), server(None) as (free, _):
         ask([held, free], 3)
         holder = multiprocessing.Process(
             target=hold, args=(httpx.URL(held).port, given.connections, given.addresses), daemon=True

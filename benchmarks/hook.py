@@ -11,13 +11,12 @@ schedule of its original report (5 tokens, +2/−1).
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Watch, interleaved, ratio, read_prompts, table
+from measure import Watch, assistant, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import custom_generate
@@ -31,11 +30,7 @@ def models(name: str, kind: Any) -> tuple[Any, Any, Any]:
     """Target, draft, and the draft again with the settings of the original report."""
     pair = bundled_models.pair(name)
     target, draft = (kind.from_pretrained(folder, dtype=torch.float32).eval() for folder in (pair.target, pair.draft))
-    helper = copy.deepcopy(draft)
-    helper.generation_config.num_assistant_tokens = 5
-    helper.generation_config.num_assistant_tokens_schedule = "heuristic"
-    helper.generation_config.assistant_confidence_threshold = 0.0
-    return target, draft, helper
+    return target, draft, assistant(draft)
 
 
 def text_systems(tokens: int) -> dict[str, Callable[[str], Any]]:

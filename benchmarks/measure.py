@@ -1,17 +1,25 @@
-"""What the benchmark scripts share: prompts, interleaved timing, and a table."""
+"""What the benchmark scripts share: prompts, transformers' assistant, a server, interleaved timing, and a table."""
 
 from __future__ import annotations
 
+import copy
+import re
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from specdec.bench import prompts
 from specdec.bench.machine import Watch
 
-__all__ = ["Watch", "interleaved", "ratio", "read_prompts", "table"]
+__all__ = ["Watch", "assistant", "interleaved", "ratio", "read_prompts", "served", "table"]
+
+_PATIENCE = 120.0  # seconds until a server listens
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
@@ -19,10 +27,43 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
     return [prompt.text for prompt in prompts.read_prompts("code" if path is None else str(path), count)]
 
 
+def assistant(draft: Any) -> Any:
+    """A copy of the draft with the settings of the report on transformers' assisted decoding: 5 tokens, +2/−1."""
+    helper = copy.deepcopy(draft)
+    settings = {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.0}
+    helper.generation_config.update(num_assistant_tokens=5, **settings)
+    return helper
+
+
+@contextmanager
+def served(*arguments: str, **process: Any) -> Iterator[tuple[str, Path]]:
+    """The address of `specdec serve` with these arguments, and its log; `process`: options of its process."""
+    command = [sys.executable, "-m", "specdec", "serve", *arguments, "--port", "0", "--quiet"]
+    with TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=file, **process)
+        log, end = Path(folder) / "log", time.monotonic() + _PATIENCE
+        try:
+            while not (found := re.search(r"listening on (\S+)", log.read_text())):
+                if server.poll() is not None or time.monotonic() > end:
+                    sys.exit(f"the server does not listen:\n{log.read_text()}")
+                time.sleep(0.1)
+            yield found[1], log
+        finally:
+            server.kill()
+            server.wait()
+
+
 def interleaved(
-    systems: Mapping[str, Callable[[Any], Any]], cases: Sequence[Any], repeats: int, watch: Watch
+    systems: Mapping[str, Callable[[Any], Any]],
+    cases: Sequence[Any],
+    repeats: int,
+    watch: Watch,
+    outputs: dict[str, list[Any]] | None = None,
 ) -> dict[str, list[list[float]]]:
-    """Seconds `[case][repeat]` of every system; all run one case in turn, starting with another one each time."""
+    """Seconds `[case][repeat]` of every system; all run one case in turn, starting with another one each time.
+
+    `outputs` gets the results of every system, in the order of its runs.
+    """
     names = list(systems)
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in cases] for name in names}
     turn = 0
@@ -31,8 +72,10 @@ def interleaved(
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 watch.look()
                 began = time.perf_counter()
-                systems[name](case)
+                result = systems[name](case)
                 seconds[name][c].append(time.perf_counter() - began)
+                if outputs is not None:
+                    outputs.setdefault(name, []).append(result)
             turn += 1
     return seconds
 

@@ -138,20 +138,20 @@ class Compiled(Linears):
     def _compiled(self, rows: int) -> Iterator[Any]:
         """A pass over each copy of the weights."""
         with TemporaryDirectory() as folder:
-            exported = torch.export.export(SequenceView(self._copies[0]), (self._inputs(rows),))
+            exported = torch.export.export(AtWidths(self._copies[0]), (self._inputs(rows),))
             file = torch._inductor.aoti_compile_and_package(
                 exported,
                 package_path=f"{folder}/linears.pt2",
                 inductor_configs={"aot_inductor.package_constants_in_so": False},
             )
             for layers in self._copies:
-                code, held = passes(file), SequenceView(layers)
+                code, held = passes(file), AtWidths(layers)
                 held_by_name = {**dict(held.named_parameters()), **dict(held.named_buffers())}
                 code.load({name: held_by_name[name] for name in code.names()})
                 yield code
 
 
-class SequenceView(torch.nn.Module):
+class AtWidths(torch.nn.Module):
     """Layers, each of which reads the input of its width."""
 
     def __init__(self, layers: torch.nn.ModuleList) -> None:

@@ -15,7 +15,6 @@ from the arguments to its `Bench`.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from measure import Watch, interleaved, ratio, read_prompts, table
+from measure import Watch, assistant, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import SpecGenerator, Transcriber
@@ -74,15 +73,6 @@ def load(kind: Any, args: argparse.Namespace) -> list[Any]:
     """The target and, where one is named, the draft."""
     dtype = getattr(torch, args.dtype)
     return [kind.from_pretrained(name, dtype=dtype).eval() for name in (args.target, args.draft) if name is not None]
-
-
-def assistant(draft: Any) -> Any:
-    """The draft with the settings that transformers reads from an assistant."""
-    helper = copy.deepcopy(draft)
-    helper.generation_config.num_assistant_tokens = 5
-    helper.generation_config.num_assistant_tokens_schedule = "heuristic"
-    helper.generation_config.assistant_confidence_threshold = 0.0
-    return helper
 
 
 def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator]:

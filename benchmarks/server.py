@@ -11,45 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPConnection
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measure import Watch, interleaved, ratio, read_prompts, table
+from measure import Watch, interleaved, ratio, read_prompts, served, table
 
 from specdec import SpecGenerator
 from specdec.options.bundled_models import pair
-
-_PATIENCE = 120.0  # seconds until a server listens
-
-
-@contextmanager
-def serving(target: str, draft: str, backend: str) -> Iterator[str]:
-    """The address of a server of this pair, called "model"."""
-    command = [sys.executable, "-m", "specdec", "serve", target, "--draft-model", draft, "--backend", backend]
-    command += ["--dtype", "float32", "--name", "model", "--port", "0", "--log", "text", "--quiet"]
-    with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
-        try:
-            end = time.monotonic() + _PATIENCE
-            while not (found := re.search(rb"listening on http://([\w.:]+)", Path(log.name).read_bytes())):
-                if server.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the server does not listen: {Path(log.name).read_text()}")
-                time.sleep(0.1)
-            yield found[1].decode()
-        finally:
-            server.terminate()
-            server.wait()
 
 
 class Client:
@@ -92,8 +62,9 @@ def main() -> None:
         out = generators[drafts].generate(prompt, **options)
         assert texts.setdefault(prompt, out.texts[0]) == out.texts[0]
 
-    with serving(args.target, args.draft, args.backend) as address:
-        client = Client(address, args.tokens)
+    model = [args.target, "--draft-model", args.draft, "--name", "model", "--log", "text"]
+    with served(*model, "--backend", args.backend, "--dtype", "float32") as (address, _):
+        client = Client(address.removeprefix("http://"), args.tokens)
 
         def server(drafts: bool, prompt: str) -> None:
             assert client.text(prompt, drafts=drafts) == texts[prompt]

@@ -90,14 +90,10 @@ def report(args: argparse.Namespace, strategy: str, prompts: list[Tensor]) -> No
     """One strategy's table."""
     watch = Watch()
     systems = build(args, strategy)
-    outputs: dict[str, list[Any]] = {name: [] for name in systems}
     for run in systems.values():
         run(prompts[0])
-
-    def recorded(name: str) -> Callable[[Tensor], None]:
-        return lambda ids: outputs[name].append(systems[name](ids))
-
-    seconds = interleaved({name: recorded(name) for name in systems}, prompts, args.repeats, watch)
+    outputs: dict[str, list[Any]] = {}
+    seconds = interleaved(systems, prompts, args.repeats, watch, outputs)
     plain = "specdec plain"
     rows = []
     for name in systems:

@@ -12,7 +12,6 @@ which `docs/make/figures.py` draws.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import Watch, interleaved, ratio, read_prompts, table
+from measure import Watch, assistant, interleaved, ratio, read_prompts, table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,10 +39,6 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
     """The systems by name, each from prompt ids `[1, length]` to its result, and the target."""
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
     draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=dtype).eval()
-    helper = copy.deepcopy(draft)
-    helper.generation_config.num_assistant_tokens = 5
-    helper.generation_config.num_assistant_tokens_schedule = "heuristic"
-    helper.generation_config.assistant_confidence_threshold = 0.0
     common = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def reference(**options: Any) -> Callable[[Tensor], Any]:
@@ -57,7 +52,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
 
     systems = {
         GREEDY: reference(),
-        ASSISTED: reference(assistant_model=helper),
+        ASSISTED: reference(assistant_model=assistant(draft)),
         LOOKUP: reference(prompt_lookup_num_tokens=10),
         PLAIN: ours(None),
         "specdec model, heuristic": ours(draft, schedule="heuristic"),
@@ -103,13 +98,10 @@ def report(args: argparse.Namespace, dtype: str, prompts: list[Tensor]) -> list[
     """One dtype's table, printed; its rows by their columns."""
     watch = Watch()
     systems, target = build(args, getattr(torch, dtype))
-    outputs = {name: [run(ids) for ids in prompts[:1]] for name, run in systems.items()}  # warm-up
-    outputs = {name: [] for name in systems}
-
-    def recorded(name: str) -> Callable[[Tensor], None]:
-        return lambda ids: outputs[name].append(systems[name](ids))
-
-    seconds = interleaved({name: recorded(name) for name in systems}, prompts, args.repeats, watch)
+    for run in systems.values():
+        run(prompts[0])  # warm-up
+    outputs: dict[str, list[Any]] = {}
+    seconds = interleaved(systems, prompts, args.repeats, watch, outputs)
     best = min((GREEDY, ASSISTED, LOOKUP), key=lambda name: -ratio(seconds[GREEDY], seconds[name]))
     rows = []
     for name in systems:

@@ -8,8 +8,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,17 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-cache"))
+
+
+@pytest.fixture
+def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `specdec` with these words, which must end with this exit code; returns what it printed, `out` and `err`."""
+    from specdec.cli.commands import run
+
+    def call(*words: object, code: int = 0) -> Any:
+        found = run([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        return printed
+
+    return call

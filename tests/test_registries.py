@@ -10,7 +10,6 @@ import pytest
 
 from specdec import Loading, SpecGenerator
 from specdec.bench.suite import read_suite
-from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
@@ -158,18 +157,11 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
 
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the command line, in the library and in what `tune` writes."""
+    """On the command line and in the library."""
     name = word.replace(":N", ":1")
     assert word in METHODS
     target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")
     assert SpecGenerator(target, name).drafter is not None
-    assert snippet("t", {"draft": name, "schedule": {}}) == {"target": "t", "method": name}
-
-
-def test_tune_names_the_copying_half_of_a_pair() -> None:
-    """`hybrid` alone means the usual one."""
-    methods = {snippet("t", {"draft": f"{word}+m", "schedule": {}})["method"] for word in COPYING}
-    assert methods == {"hybrid", *(f"hybrid:{word}" for word in COPYING[1:])}
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -68,27 +68,19 @@ def command_line() -> str:
         "| 3 | outputs differ that should be the same |\n"
         "| 130 | interrupted (Ctrl-C) |\n"
     )
-    root = typer.main.get_command(app)
-    return "\n".join([about, *_commands(root, "specdec")])
+    commands = typer.main.get_command(app).commands
+    return "\n".join([about, *(_section(commands[name], f"specdec {name}") for name in sorted(commands))])
 
 
-def _commands(command: Any, name: str) -> Iterator[str]:
-    """One section per command, those of a group after it."""
-    children = getattr(command, "commands", {})
-    if name == "specdec":
-        for child in sorted(children):
-            yield from _commands(children[child], f"{name} {child}")
-        return
+def _section(command: Any, name: str) -> str:
     context = command.context_class(command, info_name=name)
     usage = command.get_usage(context).removeprefix("Usage: ")
     records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
-    rows = "".join(f"| {_code(flags)} | {_cell(told)} |\n" for flags, told in records)
+    rows = "".join(f"| `{_pipes(flags)}` | {_pipes(_escaped(told))} |\n" for flags, told in records)
     table = f"| flag | |\n| --- | --- |\n{rows}" if rows else ""
     example = command.epilog.partition("Example: ")[2] if command.epilog else ""
     epilog = f"\nExample: `{example}`\n" if example else ""
-    yield f"## {name}\n\n{_prose(command.help)}\n\n```text\n{usage}\n```\n{epilog}\n{table}"
-    for child in sorted(children):
-        yield from _commands(children[child], f"{name} {child}")
+    return f"## {name}\n\n{_escaped(command.help)}\n\n```text\n{usage}\n```\n{epilog}\n{table}"
 
 
 # options and files
@@ -300,25 +292,12 @@ KINDS = tuple(
 # text
 
 
-def _code(flags: str) -> str:
-    return f"`{_pipes(flags)}`"
-
-
-def _prose(text: str | None) -> str:
-    """A docstring as one paragraph."""
-    return _escaped(" ".join((text or "").split()))
-
-
-def _cell(text: str) -> str:
-    return _pipes(_prose(text))
-
-
 def _pipes(text: str) -> str:
     return text.replace("|", "\\|")
 
 
 def _escaped(text: str) -> str:
-    """Text in which HTML means nothing."""
+    """Text as one paragraph, in which HTML means nothing."""
     return re.sub(r"<(?=[\w/!])", "&lt;", " ".join(text.split()))
 
 

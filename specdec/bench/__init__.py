@@ -8,11 +8,10 @@
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, and one measured call |
 | `synthetic.py` | drafts that know the text, for targets without a small sibling |
-| `samples.py`, `compare.py` | `samples.jsonl`, and differences from plain decoding's texts |
+| `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
 | `report.py`, `report.html.j2` | plots and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
-| `tune.py` | the best schedule of one pair |
 | `machine.py` | machine, versions, contention, peak memory |
 """
 

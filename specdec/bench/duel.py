@@ -7,12 +7,11 @@ from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
-from specdec.bench.compare import Difference, differences
 from specdec.bench.machine import Watch
 from specdec.bench.prompts import held_out_prompts
+from specdec.bench.samples import Difference, differences
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.options.bundled_models import Pair
 
 PROMPTS = 12
 WARM_UP = 16
@@ -23,34 +22,17 @@ _FALLBACK = (
 
 @dataclass(frozen=True)
 class Duel:
-    """Plain and assisted runs of one prompt: the output of the last one each, tokens per second of all."""
+    """Plain and assisted runs of one prompt: the output of the last one each, median tokens per second of all."""
 
     plain: Generation
     assisted: Generation
-    plain_rates: list[float]
-    assisted_rates: list[float]
+    plain_rate: float
+    assisted_rate: float
     difference: Difference | None
 
     @property
     def speedup(self) -> float:
-        """Median assisted rate over median plain rate."""
         return self.assisted_rate / self.plain_rate
-
-    @property
-    def plain_rate(self) -> float:
-        """Median tokens per second without the draft."""
-        return median(self.plain_rates)
-
-    @property
-    def assisted_rate(self) -> float:
-        """Median tokens per second with the draft."""
-        return median(self.assisted_rates)
-
-
-def load(pair: Pair) -> tuple[SpecGenerator, SpecGenerator]:
-    """The assisted and the plain generator, which share the target; in float32 both write the same text."""
-    assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32")
-    return assisted, SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
 
 
 def prompt(seed: int) -> str:
@@ -88,4 +70,4 @@ def duel(
         difference = difference or next(differences(*(out.new_tokens() for out in outs)), None)
         for out, own in zip(outs, rates, strict=True):
             own.append(out.stats.tokens_per_second if out.stats is not None else 0.0)
-    return Duel(outs[0], outs[1], *rates, difference)
+    return Duel(outs[0], outs[1], median(rates[0]), median(rates[1]), difference)

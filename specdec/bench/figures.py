@@ -30,7 +30,6 @@ class Speedup(NamedTuple):
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "same"
 
     def in_words(self) -> str:
-        """The speedup in a sentence."""
         if self.state == "unknown":
             return f"{self.value:.2f}× plain decoding's speed (one request, no interval)"
         interval = f" (95% interval {self.low:.2f} to {self.high:.2f})"

@@ -20,15 +20,15 @@ from specdec.options.versions import commit, versions
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _ENOUGH = 0.8  # of a core; one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
 FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def provenance() -> dict[str, Any]:
     """The machine, its load, the versions in use, and the commit of a checkout."""
+    flags = _entry("/proc/cpuinfo", "flags", "Features")
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "processor": _processor("model name") or platform.processor() or platform.machine(),
-        "flags": [flag for flag in _processor("flags", "Features").split() if any(part in flag for part in _FLAGS)],
+        "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "flags": [flag for flag in flags.split() if any(part in flag for part in _FLAGS)],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -70,10 +70,10 @@ def waiting_threads() -> str | None:
     )
 
 
-def _processor(*names: str) -> str:
-    """The first of these entries of /proc/cpuinfo; empty without one."""
+def _entry(file: str, *names: str) -> str:
+    """The first of these entries of a file of the kernel; empty without one."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path(file).read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() in names:
                 return value.strip()
@@ -90,19 +90,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
         else:
             with suppress(OSError):
-                _CLEAR.write_text("5")
+                Path("/proc/self/clear_refs").write_text("5")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _peak_resident()
-
-
-def _peak_resident() -> int | None:
-    with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
+        if torch.cuda.is_available():
+            self.bytes = torch.cuda.max_memory_allocated()
+        elif peak := _entry("/proc/self/status", "VmHWM"):
+            self.bytes = int(peak.split()[0]) * 1024
 
 
 @dataclass

@@ -52,12 +52,7 @@ class Mode(Part):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The target's arguments of `from_pretrained`."""
-        return {
-            name: value
-            for name, value in self.model_dump(exclude={"name", "draft_options"}).items()
-            if value is not None
-        }
+        return self.model_dump(exclude={"name", "draft_options"}, exclude_none=True)
 
 
 class Prompts(Part):
@@ -72,7 +67,6 @@ class Prompts(Part):
 
     @property
     def label(self) -> str:
-        """The set's name, or the file's."""
         return Path(self.source).stem
 
 
@@ -86,14 +80,12 @@ class Drafting(Part):
 
     @property
     def label(self) -> str:
-        """The schedule with its numbers."""
         numbers = [n for n in (self.num_assistant_tokens, self.assistant_confidence_threshold) if n is not None]
         branches = [] if self.num_assistant_branches is None else [f"branches {self.num_assistant_branches}"]
         return " ".join([self.schedule, *(f"{n:g}" for n in numbers), *branches])
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that are set."""
         return self.model_dump(exclude_none=True)
 
 
@@ -108,7 +100,6 @@ class Synthetic(Part):
 
     @property
     def label(self) -> str:
-        """The chances, and the model whose passes it costs."""
         return f"{', '.join(f'{rate:g}' for rate in self.synthetic)} at the price of {self.like}"
 
 

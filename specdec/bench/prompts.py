@@ -20,20 +20,11 @@ from specdec.errors import OptionError
 _TEXTS = Path(__file__).parent / "texts.jsonl"
 # Fields of a JSON line that may hold the prompt: HumanEval's, GSM8K's, others'; Spec-Bench has `turns`.
 _FIELDS = ("prompt", "question", "text")
-NEWLINE = "\n"
 
 # Generated tables and tests.
 _SKIPPED_FOLDERS = {
-    "__pycache__",
-    "encodings",
-    "ensurepip",
-    "idle_test",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
+    *("__pycache__", "encodings", "ensurepip", "idle_test", "lib2to3", "pydoc_data"),
+    *("site-packages", "dist-packages", "test", "tests"),
 }
 _HELD_OUT_PERCENT = 5
 
@@ -63,8 +54,11 @@ def read_prompts(source: str, count: int) -> list[PromptText]:
     except (OSError, UnicodeDecodeError) as error:
         known = f"{', '.join(SETS)} or a readable file in UTF-8"
         raise OptionError.of("prompts", known, source, str(error)) from None
-    lines = _json_lines(path, text) if path.suffix == ".jsonl" else _paragraphs(path, text)
-    found = list(spread(list(lines), count))
+    if path.suffix == ".jsonl":
+        prompts = list(_json_lines(path, text))
+    else:
+        prompts = [PromptText(block.strip("\n"), path.stem) for block in text.split("\n\n") if block.strip()]
+    found = list(spread(prompts, count))
     if not found:
         raise OptionError.of("prompts", "a file with prompts in it", source)
     return found
@@ -113,12 +107,6 @@ def _text_of(entry: Any) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _paragraphs(path: Path, text: str) -> Iterator[PromptText]:
-    for block in text.split("\n\n"):
-        if block.strip():
-            yield PromptText(block.strip("\n"), path.stem)
-
-
 def _code(count: int) -> list[PromptText]:
     """Code of the standard library that is held out from the training of the package's pair."""
     return [PromptText(text, "class" if text.startswith("class") else "function") for text in held_out_prompts(count)]
@@ -126,8 +114,8 @@ def _code(count: int) -> list[PromptText]:
 
 def _copy(count: int) -> list[PromptText]:
     """The same followed by its beginning, so that the prompt contains most of the continuation."""
-    prompts = held_out_prompts(count)
-    return [PromptText(f"{text}\n\n{text[: text.find(NEWLINE, len(text) // 8) + 1]}", "copy") for text in prompts]
+    texts = held_out_prompts(count)
+    return [PromptText("\n\n".join((text, text[: text.find("\n", len(text) // 8) + 1])), "copy") for text in texts]
 
 
 def _text(count: int) -> list[PromptText]:

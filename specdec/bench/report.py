@@ -35,6 +35,13 @@ SPLIT = {
     "select": ("choosing tokens", SERIES[6]),
     "overhead": ("all else", REST),
 }
+CAPTIONS = {
+    "speedup": "Speedup over plain decoding, with 95% intervals; grey where it may be chance",
+    "categories": "Speedup by category of prompts, each draft with its fastest schedule",
+    "acceptance": "Accepted share by position in the draft (chains only; constant lengths show every draft)",
+    "sweep": "Speedup by constant draft length: measured, and predicted from acceptance and cost",
+    "split": "Where the milliseconds of a token go",
+}
 WIDTH = 8.2  # inches
 _ROW = 0.29  # inches of a bar
 _LONGEST = 46  # characters of a label
@@ -83,26 +90,22 @@ class Plot:
 
 def group_plots(group: Results, stem: str) -> list[Plot]:
     """The plots of one group for which it has data."""
-    cells = [system for system in group["systems"] if system["speedup"]]
+    systems = group["systems"]
+    cells = [system for system in systems if system["speedup"]]
     best = leaders(cells)
-    found = []
-    if cells:
-        caption = "Speedup over plain decoding, with 95% intervals; grey where it may be chance"
-        found.append(draw_plot(f"{stem}-speedup", caption, _rows(cells), _speedups, cells))
-    if any(len(system["categories"]) > 1 for system in best):
-        height = _ROW * (1.2 + len(best)) * len(best[0]["categories"]) / 1.4 + 1.1
-        caption = "Speedup by category of prompts, each draft with its fastest schedule"
-        found.append(draw_plot(f"{stem}-categories", caption, height, _categories, best))
-    if chains := leaders([system for system in cells if system["acceptance_by_position"]]):
-        caption = "Accepted share by position in the draft (chains only; constant lengths show every draft)"
-        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, chains))
-    if group["sweeps"]:
-        caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
-        found.append(draw_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
-    if group["systems"]:
-        caption = "Where the milliseconds of a token go"
-        found.append(draw_plot(f"{stem}-split", caption, _rows(group["systems"]) + 0.3, _split, group["systems"]))
-    return found
+    kinds = best if any(len(system["categories"]) > 1 for system in best) else []
+    tall = _ROW * (1.2 + len(kinds)) * len(kinds[0]["categories"]) / 1.4 + 1.1 if kinds else 0.0
+    chains = leaders([system for system in cells if system["acceptance_by_position"]])
+    plots: list[tuple[str, float, Callable[[Axes, Any], None], list[Results]]] = [
+        ("speedup", _ROW * len(cells) + 0.9, _speedups, cells),
+        ("categories", tall, _categories, kinds),
+        ("acceptance", 3.1, _acceptance, chains),
+        ("sweep", 3.3, _sweep, group["sweeps"]),
+        ("split", _ROW * len(systems) + 1.2, _split, systems),
+    ]
+    return [
+        draw_plot(f"{stem}-{name}", CAPTIONS[name], height, draw, data) for name, height, draw, data in plots if data
+    ]
 
 
 def leaders(cells: Sequence[Results]) -> list[Results]:
@@ -113,10 +116,6 @@ def leaders(cells: Sequence[Results]) -> list[Results]:
         if known is None or cell["speedup"]["value"] > known["speedup"]["value"]:
             best[cell["draft"]] = cell
     return list(best.values())
-
-
-def _rows(bars: Sequence[Any]) -> float:
-    return _ROW * len(bars) + 0.9
 
 
 def draw_plot(name: str, caption: str, height: float, draw: Callable[[Axes, Any], None], data: Any) -> Plot:
@@ -201,7 +200,7 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
     for n, cell in enumerate(cells):
         places = [i + (n - (len(cells) - 1) / 2) * thick for i in range(len(names))]
         values = [cell["categories"].get(name, 0.0) for name in names]
-        axes.barh(places, values, 0.9 * thick, color=_colour(n), label=short(cell["name"]))
+        axes.barh(places, values, 0.9 * thick, color=SERIES[n % len(SERIES)], label=short(cell["name"]))
     axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     _named(axes, names)
     axes.set_xlabel("times plain decoding's speed")
@@ -239,7 +238,7 @@ def _sweep(axes: Axes, sweeps: list[Results]) -> None:
         if sweep["theory"]:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
             label = f"{short(sweep['draft'])}, predicted"
-            axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=_colour(n), label=label)
+            axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=SERIES[n % len(SERIES)], label=label)
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.set(xlabel="drafted tokens per round", ylabel="times plain decoding's speed", ylim=(0, None))
     legend_below(axes, 2)
@@ -268,15 +267,10 @@ def _split(axes: Axes, systems: list[Results]) -> None:
 
 
 def legend_below(axes: Axes, count: int) -> None:
-    """Puts the legend below the axes."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
-
-
-def _colour(n: int) -> str:
-    return SERIES[n % len(SERIES)]
 
 
 def _style(n: int, name: str, ending: str = "") -> dict[str, Any]:
     """How the `n`-th line is drawn and labelled."""
-    marker = MARKERS[n % len(MARKERS)]
-    return {"color": _colour(n), "marker": marker, "markersize": 4, "label": f"{short(name)}{ending}"}
+    marker = {"marker": MARKERS[n % len(MARKERS)], "markersize": 4}
+    return {"color": SERIES[n % len(SERIES)], "label": f"{short(name)}{ending}", **marker}

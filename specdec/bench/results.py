@@ -100,7 +100,10 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "request_ms": _ms([s.seconds for s in samples]),
         "first_token_ms": _ms([s.first_token for s in samples]),
         "mean_acceptance_length": _acceptance_length(samples),
-        "acceptance_length_by_repeat": _by_repeat(samples),
+        "acceptance_length_by_repeat": [  # 1 where nothing was drafted
+            _acceptance_length([s for s in samples if s.repeat == repeat]) or 1.0
+            for repeat in sorted({s.repeat for s in samples})
+        ],
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
@@ -129,12 +132,6 @@ def _acceptance_length(samples: Sequence[Sample]) -> float | None:
     return 1 + sum(accepted) / len(accepted) if accepted else None
 
 
-def _by_repeat(samples: Sequence[Sample]) -> list[float]:
-    """The acceptance length of every repeat, 1 where nothing was drafted."""
-    repeats = sorted({s.repeat for s in samples})
-    return [_acceptance_length([s for s in samples if s.repeat == repeat]) or 1.0 for repeat in repeats]
-
-
 def _split(samples: Sequence[Sample]) -> dict[str, float]:
     """Milliseconds per new token by part; overhead is all except the other three."""
     own = typical(samples)
@@ -148,7 +145,6 @@ def _split(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
-    """The speedup by category of prompts."""
     found = {}
     for category in dict.fromkeys(s.category for s in samples):
         own = [[s for s in side if s.category == category] for side in (plain, samples)]
@@ -245,7 +241,6 @@ def summary(found: Results) -> list[str]:
 
 
 def _counted(count: int, what: str) -> str:
-    """A number of things, in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
@@ -286,20 +281,22 @@ _COLUMNS = (
 
 def as_csv(found: Results) -> str:
     """One line per system."""
+    lines = []
+    for group in found["groups"]:
+        for system in group["systems"]:
+            line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
+            line |= {"system": system["name"], "draft": system["draft"], "synthetic": system["synthetic"]}
+            faster = system["speedup"] or {}
+            line |= {
+                f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))
+            }
+            line |= {"state": faster.get("state"), **{column: system[column] for column in _COLUMNS}}
+            for name in ("token_ms", "request_ms", "first_token_ms"):
+                line |= {f"{name}_{p}": value for p, value in (system[name] or {}).items()}
+            line |= {f"{name}_ms_per_token": value for name, value in system["split_ms_per_token"].items()}
+            lines.append(line)
     out = io.StringIO()
-    lines = [_line(group, system) for group in found["groups"] for system in group["systems"]]
     writer = csv.DictWriter(out, list(lines[0]) if lines else ["target"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
-
-
-def _line(group: Results, system: Results) -> Results:
-    line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
-    line |= {name: system[key] for name, key in (("system", "name"), ("draft", "draft"), ("synthetic", "synthetic"))}
-    faster = system["speedup"] or {}
-    line |= {f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))}
-    line |= {"state": faster.get("state"), **{column: system[column] for column in _COLUMNS}}
-    for name in ("token_ms", "request_ms", "first_token_ms"):
-        line |= {f"{name}_{p}": value for p, value in (system[name] or {}).items()}
-    return line | {f"{name}_ms_per_token": value for name, value in system["split_ms_per_token"].items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -13,15 +14,15 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 
-from specdec.bench.compare import differences, explain
 from specdec.bench.imports import digests, place_of
 from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import PromptText, batches, read_prompts
-from specdec.bench.samples import Failure, Key, Run, Sample, Store, fingerprint
+from specdec.bench.samples import Difference, Failure, Key, Mismatch, Run, Sample, Store, differences, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDraft
-from specdec.bench.systems import Measured, Systems, measure
+from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.options.versions import versions
 from specdec.proposers import is_word
@@ -46,11 +47,7 @@ class GroupRun:
     @property
     def size(self) -> int:
         """The number of samples of a complete run."""
-        return len(self._systems) * len(self.batches) * self.suite.repeats
-
-    @property
-    def _systems(self) -> list[Cell | None]:
-        return [None, *self.group.cells]
+        return (1 + len(self.group.cells)) * len(self.batches) * self.suite.repeats
 
     def is_finished(self) -> bool:
         """Whether all samples exist and all differences are explained."""
@@ -59,7 +56,8 @@ class GroupRun:
 
     def run(self, systems: Systems, watch: Watch) -> None:
         """Measures and compares what is missing."""
-        alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
+        every = [None, *self.group.cells]
+        alive = [cell for cell in every if self._attempt(cell, partial(self._warm_up, systems, cell))]
         if None not in alive or (self.group.cells and alive == [None]):
             return  # nothing to compare
         for turn in range(len(self.batches) * self.suite.repeats):
@@ -97,8 +95,26 @@ class GroupRun:
             systems.reopen(self.group.label, cell)
         generator = self._generator(systems, cell, batch)
         watch.look()
-        done = measure(generator, self._call(cell, prompts))
-        self.store.add(sample(key, prompts[0].category, done, watch.spins[-1]))
+        out, measured = measure(generator, self._call(cell, prompts))
+        stats = out.stats
+        assert stats is not None
+        sample = Sample(
+            **vars(key),
+            category=prompts[0].category,
+            tokens=out.new_tokens(),
+            **measured,
+            draft_seconds=stats.draft_seconds,
+            verify_seconds=stats.verify_seconds,
+            select_seconds=stats.select_seconds,
+            passes=stats.num_target_passes,
+            drafted=list(stats.per_step_drafted),
+            accepted=list(stats.per_step_accepted),
+            spin=watch.spins[-1],
+            exactness=stats.exactness,
+            backend=stats.settings["backend"],
+            draft_backend=stats.settings.get("draft_backend"),
+        )
+        self.store.add(sample)
 
     def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
         """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
@@ -125,30 +141,37 @@ class GroupRun:
         """Records the mismatches of each text that should equal plain decoding's and does not."""
         for key in self._keys():
             if not self._is_explained(key):
-                call = self._call(None, self.batches[key.batch])
-                for mismatch in explain(*self._both(key), systems.plain, call):
-                    self.store.add(mismatch)
+                out = systems.plain.generate(**self._call(None, self.batches[key.batch]), output_logits=True)
+                for found in self._differences(key):
+                    self.store.add(Mismatch(**vars(key), **found._asdict(), gap=_gap(out, found)))
 
     def _is_explained(self, key: Key) -> bool:
         """Whether a text equals plain decoding's, may differ, or has its mismatches recorded."""
-        if key.system == PLAIN or not self.group.strategy.comparable or self.store.explained(key):
+        if key.system == PLAIN or not self.group.strategy.comparable:
             return True
-        plain, other = self._both(key)
-        return plain is None or other is None or not any(differences(plain.tokens, other.tokens))
+        return any(mismatch.key == key for mismatch in self.store.mismatches) or not self._differences(key)
 
-    def _both(self, key: Key) -> tuple[Any, Any]:
-        """Plain decoding's sample and the other system's, None where one is missing."""
-        return self.store.samples.get(key._replace(system=PLAIN)), self.store.samples.get(key)
+    def _differences(self, key: Key) -> list[Difference]:
+        """A sample's differences from plain decoding's; none where one of them is missing."""
+        plain, other = (self.store.samples.get(one) for one in (replace(key, system=PLAIN), key))
+        return [] if plain is None or other is None else list(differences(plain.tokens, other.tokens))
 
     def _keys(self) -> Iterator[Key]:
-        for cell in self._systems:
+        for cell in (None, *self.group.cells):
             for batch in range(len(self.batches)):
                 for repeat in range(self.suite.repeats):
                     yield Key(self.group.label, name_of(cell), batch, repeat)
 
 
+def _gap(out: Generation, at: Difference) -> float | None:
+    """Best minus second-best logit at the position; None for a search, and where the plain text had ended."""
+    if out.logits is None or at.plain is None or out.beam_indices is not None or out.sequences_scores is not None:
+        return None
+    best = out.logits[at.position][at.row].float().topk(2).values
+    return float(best[0] - best[1])
+
+
 def name_of(cell: Cell | None) -> str:
-    """A system's name in records."""
     return cell.label if cell is not None else PLAIN
 
 
@@ -156,31 +179,6 @@ def in_words(error: BaseException) -> str:
     """An error in one line; one that specdec does not raise on purpose with its place."""
     place = "" if isinstance(error, SpecdecError) else f" ({place_of(error)})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
-
-
-def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
-    """The record of a finished call."""
-    stats = done.out.stats
-    assert stats is not None
-    return Sample(
-        *key,
-        category=category,
-        tokens=done.out.new_tokens(),
-        seconds=done.seconds,
-        first_token=done.first_token,
-        gaps=[round(gap, 7) for gap in done.gaps],
-        draft_seconds=stats.draft_seconds,
-        verify_seconds=stats.verify_seconds,
-        select_seconds=stats.select_seconds,
-        passes=stats.num_target_passes,
-        drafted=list(stats.per_step_drafted),
-        accepted=list(stats.per_step_accepted),
-        memory=done.memory,
-        spin=spin,
-        exactness=stats.exactness,
-        backend=stats.settings["backend"],
-        draft_backend=stats.settings.get("draft_backend"),
-    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,8 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     A system that fails is noted and the others go on. Raises SpecdecError where a library is missing, OptionError for
     drafts without a place, prompts that cannot be read, and where the folder belongs to another configuration.
     """
-    check_extras()
+    if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
+        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
     check_drafts(suite)
     prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
@@ -221,12 +220,6 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     return Outcome(suite, store, failures, mark)
 
 
-def check_extras() -> None:
-    """Raises SpecdecError where a library is missing that the statistics or the report need."""
-    if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
-        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
-
-
 def check_drafts(suite: Suite) -> None:
     """Raises OptionError for a draft that is no word, no folder, and neither an id of the hub nor a model kept of it.
 
@@ -236,18 +229,12 @@ def check_drafts(suite: Suite) -> None:
         for cell in group.cells:
             name = cell.model.rpartition("+")[2] if isinstance(cell.model, str) else cell.model.like
             known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
-            if not known and (":" in name or not _on_hub(name)):
+            if not known and ":" not in name:
+                with suppress(Exception):  # the hub's own and the network's
+                    known = bool(hf_hub_download(name, "config.json"))
+            if not known:
                 way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
                 raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
-
-
-def _on_hub(name: str) -> bool:
-    """Whether the hub, or what is kept of it, has a model of this name."""
-    try:
-        hf_hub_download(name, "config.json")
-    except Exception:  # the hub's own and the network's
-        return False
-    return True
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:

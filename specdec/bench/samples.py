@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +15,9 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 
 
-class Key(NamedTuple):
-    """A call's group, system (a cell's label, or plain), number of its batch, and repetition."""
-
-    group: str
-    system: str
-    batch: int
-    repeat: int
-
-
 @dataclass(frozen=True)
-class _Call:
-    """A record of one call."""
+class Key:
+    """A call's group, system (a cell's label, or plain), number of its batch, and repetition."""
 
     group: str
     system: str
@@ -34,12 +26,12 @@ class _Call:
 
     @property
     def key(self) -> Key:
-        """The call."""
+        """The call that a record is of."""
         return Key(self.group, self.system, self.batch, self.repeat)
 
 
 @dataclass(frozen=True)
-class Sample(_Call):
+class Sample(Key):
     """One measured call.
 
     `tokens`: new ids by row. `first_token`, `seconds`: since the start of the call. `gaps`: seconds between the tokens
@@ -70,11 +62,30 @@ class Sample(_Call):
         return sum(map(len, self.tokens))
 
 
-@dataclass(frozen=True)
-class Mismatch(_Call):
-    """The first new position at which a row differs from plain decoding, and both tokens, None past the end.
+class Difference(NamedTuple):
+    """The first new position at which two rows differ, and the token of each there; None past its end."""
 
-    `gap` is the difference of the target's two best logits there; None for searches, which weigh whole texts.
+    row: int
+    position: int
+    plain: int | None
+    other: int | None
+
+
+def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Iterator[Difference]:
+    """One difference for each row of new ids that differs."""
+    for row, (mine, theirs) in enumerate(zip(plain, other, strict=True)):
+        for position, (a, b) in enumerate(zip_longest(mine, theirs)):
+            if a != b:
+                yield Difference(row, position, a, b)
+                break
+
+
+@dataclass(frozen=True)
+class Mismatch(Key):
+    """A `Difference` from plain decoding.
+
+    `gap` is the difference of the target's two best logits there; None for searches, which weigh whole texts, and past
+    the plain text's end.
     """
 
     row: int
@@ -102,8 +113,6 @@ class Run:
 
 Record = Sample | Mismatch | Run
 _KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Sample, Mismatch, Run)}
-
-
 _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
@@ -118,14 +127,15 @@ class Store:
         self.samples: dict[Key, Sample] = {}
         self.mismatches: list[Mismatch] = []
         self.runs: list[Run] = []
+        first = {"kind": "benchmark", "fingerprint": fingerprint}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             whole = self._whole_lines()
             if not whole:
-                self._append({"kind": "benchmark", "fingerprint": fingerprint})
+                self._append(first)
         except OSError as error:
             raise OptionError.of("out", "a folder that can be written to", str(folder), str(error)) from None
-        if whole and whole[0] != {"kind": "benchmark", "fingerprint": fingerprint}:
+        if whole and whole[0] != first:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for line in whole[1:]:
             kind = _KINDS[line.pop("kind")]
@@ -135,10 +145,6 @@ class Store:
         """Adds a record, in memory and on disk."""
         self._append({"kind": type(record).__name__.lower(), **asdict(record)})
         self._keep(record)
-
-    def explained(self, key: Key) -> bool:
-        """Whether the mismatches of this sample are recorded."""
-        return any(mismatch.key == key for mismatch in self.mismatches)
 
     def of(self, group: str, system: str) -> list[Sample]:
         """The samples of one system, by batch and repetition."""
@@ -173,22 +179,15 @@ class Store:
 
 def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
     """A hash of the configuration: suite, prompts, versions and threads, files of local models."""
-    folders = [folder for name, role in _models(suite) if (folder := _folder(name, role)) is not None]
-    models = {str(folder): _files(folder) for folder in folders}
+    models = {}
+    for name, role in _models(suite):
+        with suppress(SpecdecError):  # of an unknown pair
+            folder = Path(bundled_models.locate(name, role))
+            if name and folder.is_dir():
+                files = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.is_file()]
+                models[str(folder)] = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in files]
     whole = json.dumps([suite, prompts, place, models], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
-
-
-def _files(folder: Path) -> list[tuple[str, int, int]]:
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir()) if f.is_file()]
-
-
-def _folder(name: str, role: str) -> Path | None:
-    """A model's folder; None for hub ids, drafts from text, and unknown pairs."""
-    with suppress(SpecdecError):
-        folder = Path(bundled_models.locate(name, role))
-        return folder if name and folder.is_dir() else None
-    return None
 
 
 def _models(suite: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ decoding and the cells of a group are measured in turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,12 +75,10 @@ class Cell:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the draft is synthetic."""
         return isinstance(self.model, Synthetic)
 
     @property
     def label(self) -> str:
-        """The names of draft and schedule."""
         name = f"{self.draft.removesuffix(MARK).strip()}, {self.drafting.label}"
         return f"{name} {MARK}" if self.is_synthetic else name
 
@@ -158,41 +156,45 @@ class Suite(BaseModel):
 
     def groups(self) -> list[Group]:
         """The groups, those of one target and mode in a row."""
-        return [
-            Group(name, mode, strategy, prompts, batch, self._cells(name, drafts) if strategy.drafts else ())
-            for name, drafts in map(self._pair, self.targets)
-            for mode in self.modes
-            for strategy in self._strategies()
-            for prompts in self.prompts
-            for batch in self.batches
-        ]
+        found = []
+        for target in self.targets:
+            name = target.target if isinstance(target, Target) else target
+            default = self.drafts or [name if name.startswith("zoo:") else COPYING[0]]
+            drafts = [_priced(one, name) for one in (target.drafts if isinstance(target, Target) else default)]
+            cells = tuple(Cell(draft, drafting) for draft in drafts for drafting in self.schedules)
+            found += [
+                Group(name, mode, strategy, prompts, batch, cells if strategy.drafts else ())
+                for mode in self.modes
+                for strategy in self._strategies()
+                for prompts in self.prompts
+                for batch in self.batches
+            ]
+        return found
 
     def call(self, strategy: Strategy, cell: Cell | None = None) -> dict[str, Any]:
         """The options of one call of `generate`."""
         common = {"max_new_tokens": self.max_new_tokens, "seed": self.seed, **self.options}
         return {**common, **strategy.options, **(cell.drafting.options if cell else {})}
 
-    def _pair(self, target: Target | str) -> tuple[str, list[str | Synthetic]]:
-        if isinstance(target, Target):
-            return target.target, target.drafts
-        return target, self.drafts or ([target] if target.startswith("zoo:") else [COPYING[0]])
-
-    def _cells(self, target: str, drafts: list[str | Synthetic]) -> tuple[Cell, ...]:
-        named = [_priced(draft, target) if isinstance(draft, Synthetic) else draft for draft in drafts]
-        return tuple(Cell(draft, drafting) for draft in named for drafting in self.schedules)
-
-    def _strategies(self) -> list[Strategy]:
-        found = []
+    def _strategies(self) -> Iterator[Strategy]:
         for entry in self.strategies:
             name, options = _strategy(entry)
             drafts = options.pop("method", "auto") != "none"
-            at: list[float | None] = [*self.temperatures] or [None]
-            found += [Strategy(name, _at(name, options, t), t, drafts) for t in at]
-        return found
+            if not self.temperatures:
+                yield Strategy(name, options, drafts=drafts)
+            elif "temperature" in options:
+                raise OptionError(
+                    f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them"
+                )
+            for temperature in self.temperatures:
+                drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+                yield Strategy(name, {**options, **drawn}, temperature, drafts)
 
 
-def _priced(draft: Synthetic, target: str) -> Synthetic:
-    """The synthetic draft with its `like` filled in."""
+def _priced(draft: str | Synthetic, target: str) -> str | Synthetic:
+    """A synthetic draft with its `like` filled in; others as they are."""
+    if isinstance(draft, str):
+        return draft
     if sum(draft.synthetic) > 1 + 1e-9:
         expected = "the chances of the first guess, the second, …, at most 1 in sum"
         raise OptionError.of("synthetic", expected, draft.synthetic)
@@ -212,17 +214,6 @@ def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(label), options
 
 
-def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
-    """The options at a temperature of the suite; 0 is greedy."""
-    if temperature is None:
-        return dict(options)
-    if "temperature" in options:
-        raise OptionError(f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them")
-    if temperature == 0:
-        return {**options, "do_sample": False}
-    return {**options, "do_sample": True, "temperature": temperature}
-
-
 def read_suite(given: Mapping[str, Any]) -> Suite:
     """The suite with these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
     if isinstance(imports := given.get("imports"), str | list):
@@ -232,7 +223,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     except ValidationError as error:
         # the deepest: of the types that an entry may have, the nearest
         first = max(error.errors(), key=lambda e: len(e["loc"]))
-        where = ".".join(str(part) for part in first["loc"] if not _is_kind(part))
+        kinds = ("str", "int", "Target", "Mode", "Synthetic")  # that pydantic puts between keys
+        where = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
         if first["type"] == "missing":
@@ -249,18 +241,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
                 raise OptionError(
                     f"{cell.draft!r} knows one text, and cannot guess for {group.strategy.label!r}: leave out one"
                 )
-    _check_distinct([group.label for group in groups])
-    for group in groups:
-        _check_distinct([cell.label for cell in group.cells])
+    for labels in ([group.label for group in groups], *([cell.label for cell in group.cells] for group in groups)):
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")
     return suite
-
-
-def _is_kind(part: int | str) -> bool:
-    """Whether this part of a location is the name of a type."""
-    return isinstance(part, str) and (part in ("str", "int", "Target", "Mode", "Synthetic") or "[" in part)
-
-
-def _check_distinct(labels: list[str]) -> None:
-    for label in labels:
-        if labels.count(label) > 1:
-            raise OptionError(f"{label!r} is in the benchmark twice: leave one out, or give the modes a `name`")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
@@ -55,9 +56,11 @@ class Oracle:
 
 @dataclass
 class _Node:
-    """A guess: its number in the tree, the chances on its path, and whether all of the path is right."""
+    """A guess: its number and its parent's, the chances on its path, and whether all of the path is right."""
 
     number: int
+    parent: int
+    token: int
     path: list[float]
     chance: float
     right: bool
@@ -84,56 +87,37 @@ class SyntheticDraft(Draft, Proposer):
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row."""
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
     def _tree(self, row: SequenceView, plan: Plan) -> Tree:
         limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
-        tokens: list[int] = []
-        parents: list[int] = []
+        oracle, number, new = self.oracle, row.task.encoder_row, row.tokens[row.prompt_length :]
+        is_known = oracle is not None and oracle.texts[number][: len(new)] == new
         nodes: list[_Node] = []
-        ends = [_Node(-1, [], 1.0, self._knows(row))]
+        ends = [_Node(-1, -1, -1, [], 1.0, is_known)]
         for depth in range(limit):
             if not ends or not plan.go_on([end.path for end in ends], len(ends)):
                 break
             self._work(len(ends))
             level: list[_Node] = []
-            for end, rank in self._children(ends, branches):
+            ranks = range(len(self.rates) if branches > 1 else 1)
+            pairs = sorted(product(ends, ranks), key=lambda pair: -pair[0].chance * self.rates[pair[1]])
+            for end, rank in pairs[: WIDER * branches if branches > 1 else 1]:
                 path = [*end.path, self.rates[rank]]
                 if not plan.keep(path):
                     continue
-                token, right = self._guess(row, depth, rank)
-                level.append(_Node(len(nodes) + len(level), path, end.chance * path[-1], end.right and right))
-                tokens.append(token)
-                parents.append(end.number)
+                token, right = rank, False
+                if oracle is not None:
+                    token, right = oracle.guess(number, len(new) + depth, rank)
+                known = token, path, end.chance * path[-1], end.right and right
+                level.append(_Node(len(nodes) + len(level), end.number, *known))
             nodes += level
             best = {node.number for node in self._best(nodes, branches * limit)}
             ends = [node for node in level if node.number in best][:branches]
-        kept = [node.number for node in self._best(nodes, branches * limit)]
-        place = {number: i for i, number in enumerate(kept)} | {-1: -1}
-        return Tree(
-            [tokens[n] for n in kept],
-            [place[parents[n]] for n in kept],
-            [nodes[n].path[-1] for n in kept],
-            source="synthetic",
-        )
-
-    def _knows(self, row: SequenceView) -> bool:
-        """Whether the row's text agrees with the oracle's."""
-        new = row.tokens[row.prompt_length :]
-        return self.oracle is not None and self.oracle.texts[row.task.encoder_row][: len(new)] == new
-
-    def _guess(self, row: SequenceView, depth: int, rank: int) -> tuple[int, bool]:
-        if self.oracle is None:
-            return rank, False
-        return self.oracle.guess(row.task.encoder_row, len(row.tokens) - row.prompt_length + depth, rank)
-
-    def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
-        """The likeliest next nodes: their parents and the ranks of the guesses."""
-        ranks = range(len(self.rates) if branches > 1 else 1)
-        pairs = [(end, rank) for end in ends for rank in ranks]
-        pairs.sort(key=lambda pair: -pair[0].chance * self.rates[pair[1]])
-        return pairs[: WIDER * branches if branches > 1 else 1]
+        kept = self._best(nodes, branches * limit)
+        place = {node.number: i for i, node in enumerate(kept)} | {-1: -1}
+        parents, chances = [place[node.parent] for node in kept], [node.path[-1] for node in kept]
+        return Tree([node.token for node in kept], parents, chances, source="synthetic")
 
     @staticmethod
     def _best(nodes: Sequence[_Node], count: int) -> list[_Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter as clock
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
@@ -32,7 +32,8 @@ class Systems:
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
-        _compile(self.plain)
+        self.plain.compile()
+        self.plain.wait_until_compiled()  # programs run on those passes after their first minute
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
         self._models: dict[str, tuple[Any, Any]] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
@@ -43,8 +44,9 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            self._cells[key] = self._assisted(cell.model)
-            _compile(self._cells[key])
+            made = self._cells[key] = self._assisted(cell.model)
+            made.compile()
+            made.wait_until_compiled()
         return self._cells[key]
 
     def reopen(self, group: str, cell: Cell | None) -> None:
@@ -87,24 +89,8 @@ class Systems:
         return self._models[name]
 
 
-def _compile(generator: SpecGenerator) -> None:
-    """Waits for the passes that programs run on after their first minute."""
-    generator.compile()
-    generator.wait_until_compiled()
-
-
-class Measured(NamedTuple):
-    """A finished call: its output, seconds in all, to the first token and between tokens, and peak memory in bytes."""
-
-    out: Generation
-    seconds: float
-    first_token: float
-    gaps: list[float]
-    memory: int | None
-
-
-def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> Measured:
-    """Runs one call as a stream and measures it."""
+def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generation, dict[str, Any]]:
+    """Runs one call as a stream; what came of it, and the fields of a `Sample` that the clock and memory tell."""
     arrivals: dict[int, list[tuple[float, int]]] = {}
     with PeakMemory() as memory:
         began = clock()
@@ -118,8 +104,8 @@ def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> Measured:
             arrivals.setdefault(event.row, []).append((clock() - began, len(event.token_ids)))
         seconds = clock() - began
     first = min(times[0][0] for times in arrivals.values())
-    gaps = [gap for times in arrivals.values() for gap in token_gaps(times)]
-    return Measured(out, seconds, first, gaps, memory.bytes)
+    gaps = [round(gap, 7) for times in arrivals.values() for gap in token_gaps(times)]
+    return out, {"seconds": seconds, "first_token": first, "gaps": gaps, "memory": memory.bytes}
 
 
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:

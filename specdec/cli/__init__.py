@@ -6,7 +6,7 @@
 | `chat.py` | `chat`: a conversation in the terminal |
 | `batch.py` | `batch`: a file of rows, and the same rows with their answers |
 | `summarize.py` | `summarize`: summaries of files |
-| `bench.py` | `bench` and `tune`: suites from flags and files, outcomes in words |
+| `bench.py` | `bench`: a suite from flags and a file, outcomes in words |
 | `compile.py` | `compile`: compiles passes in advance |
 | `doctor.py` | `doctor`: examines machine, installation and a pair |
 | `distill.py` | `distill`: trains a draft |

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,9 +19,7 @@ from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 
 if TYPE_CHECKING:
-    from specdec.batch import BatchSpec, Source
-    from specdec.batch import Progress as Done
-    from specdec.batch.run import Start
+    from specdec.batch import BatchSpec, Progress, Source
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
 _TEXT = ("generate", "chat", "summarize")
@@ -34,11 +31,6 @@ ONLY = {
     **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
 OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
-# Defaults of the flags of `transcribe` that a batch passes as --set.
-_AT_REST = {
-    **dict.fromkeys(("language", "task", "chunk_length")),
-    **{"format": "text", "words": False, "context": False, "fallback": False},
-}
 
 
 @flags.takes(
@@ -82,19 +74,29 @@ def batch(
     """
     request = read_task(ctx.params)
     first_of_job(request)
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(request.target, quiet=quiet) as tell:
-        from specdec.batch import Source, embedded, run
+    with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
+        from specdec.batch import Pool, Source, connect, embedded, over_ray, run
+
+        def tell(done: Progress) -> None:
+            pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {request.target}"
+            notify(done.done, done.total, pace)
 
         rows = Source.of(source)
         spec = make_spec(request, rows, ctx.params)
-        start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
+        start = embedded(at_once)
+        if ray is not None:
+            pool = Pool.of(workers, cpus=worker_cpus, gpus=worker_gpus, at_once=at_once)
+            connect(ray)
+            start = over_ray(pool, rows.rows)
         try:
             done = run(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
     if not quiet:
-        say(summary(done))
+        earlier = f", {done.before} before" if done.before else ""
+        made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
+        say(f"{made}{earlier}, {done.failed} failed")
     for number, reason in done.failures:
         say(f"error: row {number + 1}: {reason}", "red")
     if (more := done.failed - len(done.failures)) > 0:
@@ -116,7 +118,7 @@ def read_task(params: Mapping[str, Any]) -> Request:
     if task == "transcribe":
         if params["model"] is None:
             raise OptionError("no model was named: pass --model, a Whisper model")
-        return read_speech({**params, **_AT_REST})
+        return read_speech({**params, "task": None})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
     return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
 
@@ -152,31 +154,5 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
     )
 
 
-def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
-    from specdec.batch import Pool, connect, over_ray
-
-    how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
-    pool = Pool.of(params["workers"], **how)
-    connect(address)
-    return over_ray(pool, rows)
-
-
-@contextmanager
-def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    with counting(quiet=quiet) as notify:
-
-        def tell(done: Done) -> None:
-            pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {target}"
-            notify(done.done, done.total, pace)
-
-        yield tell
-
-
-def rates(done: Done) -> str:
+def rates(done: Progress) -> str:
     return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
-
-
-def summary(done: Done) -> str:
-    made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
-    earlier = f", {done.before} before" if done.before else ""
-    return f"{made}{earlier}, {done.failed} failed"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from typer import Argument, Context, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DRAFT_OPTIONS, Request, load, not_utf8, read_request
+from specdec.cli.request import DRAFT_OPTIONS, Request, is_here, load, not_utf8, read_request
 from specdec.cli.show import Printer, show_stats
 from specdec.cli.terminal import OK, loading, say, stop_on_interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.bundled_models import locate
-from specdec.options.fields import DRAFT_WORDS
 from specdec.options.load import Loading
 
 if TYPE_CHECKING:
@@ -120,11 +118,10 @@ class Conversation:
 
     def _take(self, draft: str) -> None:
         """Loads the draft of the next answers; raises for one that cannot be used, which changes nothing."""
-        is_word = draft == "none" or draft.partition(":")[0] in DRAFT_WORDS
-        named = draft if is_word else locate(draft, "draft", "/draft")
+        named = locate(draft, "draft", "/draft")
         kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
         options = {**kept, "assistant_model": named}
-        with loading(f"loading {draft}", quiet=self._quiet, downloads=not (is_word or Path(named).exists())):
+        with loading(f"loading {draft}", quiet=self._quiet, downloads=not is_here(named)):
             self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
         self._options = options
 

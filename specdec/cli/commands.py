@@ -16,7 +16,7 @@ from typer import Argument, Option
 from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
-from specdec.cli.bench import bench, tune
+from specdec.cli.bench import bench
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
@@ -82,19 +82,13 @@ def run(arguments: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            message, code = _explain(error)
-            return code if beside and code == USAGE else fail(message, code)
-
-
-def _explain(error: Exception) -> tuple[str, int]:
-    message = getattr(error, "format_message", None)
-    if message is not None:  # an error of the parser
-        return f"error: {message()}", USAGE
-    if isinstance(error, OptionError):
-        return f"error: {error}", USAGE
-    if isinstance(error, SpecdecError):
-        return f"error: {error}", FAILED
-    return f"error: {type(error).__name__}: {error} (--debug shows where)", FAILED
+            by_parser = getattr(error, "format_message", None)
+            message = str(error) if by_parser is None else by_parser()
+            if by_parser is not None or isinstance(error, OptionError):
+                return USAGE if beside else fail(f"error: {message}", USAGE)
+            if not isinstance(error, SpecdecError):
+                message = f"{type(error).__name__}: {message} (--debug shows where)"
+            return fail(f"error: {message}", FAILED)
 
 
 def _show_warning(*, quiet: bool) -> Any:
@@ -205,31 +199,12 @@ def generate(
         show_stats(out.stats)
     if interrupt.asked:
         return INTERRUPTED
-    if not chat and not quiet:
-        hint_at_chat(generator.tokenizer, out.texts or [])
+    is_silent = not any(text.strip() for text in out.texts or [])  # many chat models are, without their template
+    if is_silent and not chat and not quiet and getattr(generator.tokenizer, "chat_template", None):
+        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
     return OK
 
 
-def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
-    if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
-        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
-
-
-for command in (
-    generate,
-    chat_.chat,
-    demo,
-    doctor,
-    bench,
-    tune,
-    serve,
-    batch,
-    summarize,
-    transcribe,
-    compile_,
-    distill,
-    zoo,
-):
+for command in (generate, chat_.chat, demo, doctor, bench, serve, batch, summarize, transcribe, compile_, distill, zoo):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

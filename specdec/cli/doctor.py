@@ -51,8 +51,8 @@ _SECONDS = 10.0
 _TOKENS = (8, 96)  # least and most new tokens of an estimate's texts
 _LEAST = 3  # prompts of an estimate
 _TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
-_FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
-_SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
+_FASTER = "specdec bench measures with intervals, and compares schedules: --schedule NAME, repeatable"
+_SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec bench compares drafts"
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -85,19 +85,14 @@ def machine() -> Iterator[Finding]:
     free = free_bytes(torch.device("cpu")) / 2**30
     speed = memory_bandwidth() / 1e9
     yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
-    yield _accelerator(found["accelerator"])
-
-
-def _accelerator(name: str | None) -> Finding:
-    import torch
-
-    if name is not None:
-        free, whole = torch.cuda.mem_get_info()
-        return Finding("machine", "accelerator", f"{name}: {whole / 2**30:.1f} GiB, {free / 2**30:.1f} free")
-    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
+    if (name := found["accelerator"]) is not None:
+        free, whole = (size / 2**30 for size in torch.cuda.mem_get_info())
+        yield Finding("machine", "accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
+    elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
         remedy = "pip install torch, without a CPU build's index or constraints"
-        return Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
-    return Finding("machine", "accelerator", "none: models run on the processor", "note")
+        yield Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
+    else:
+        yield Finding("machine", "accelerator", "none: models run on the processor", "note")
 
 
 def installation() -> Iterator[Finding]:

@@ -19,9 +19,9 @@ from specdec.options import bundled_models
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
     from specdec.bench.machine import Watch
-    from specdec.core.stats import Stats
 
 HEADING = Style(bold=True)
+PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
 LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
@@ -41,11 +41,13 @@ def demo(
     pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
-        from specdec.bench.duel import duel, load, prompt
+        from specdec.bench.duel import duel, prompt
         from specdec.bench.machine import Watch
+        from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
-        assisted, plain = load(pair)
+        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32")
+        plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
         text = prompt(seed)
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
@@ -90,22 +92,13 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
     yield [("where the time went\n", HEADING)]
     for name, stats in runs:
         line = [(f"  {name:<11}", TARGET)]
-        for _, mark, style, seconds in _phases(stats):
+        phases = (stats.verify_seconds, stats.draft_seconds, stats.select_seconds + stats.other_seconds)
+        for (mark, style), seconds in zip(PHASES.values(), phases, strict=True):
             line.append((mark * round(width * seconds / longest), style))
         figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
         yield [*line, (figures, TARGET)]
-    legend = [(f"{mark} {phase}  ", style) for phase, mark, style, _ in _phases(runs[-1][1])] if runs else []
+    legend = [(f"{mark} {phase}  ", style) for phase, (mark, style) in PHASES.items()]
     yield [("             ", TARGET), *legend, ("\n", TARGET)]
-
-
-def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
-    """The phases of a call: name, mark, style, seconds."""
-    rest = stats.select_seconds + stats.other_seconds
-    return [
-        ("target", "█", Style(color="blue"), stats.verify_seconds),
-        ("draft", "▒", ACCEPTED, stats.draft_seconds),
-        ("all else", "░", PROMPT, rest),
-    ]
 
 
 def verdict(duel: Duel) -> str:
@@ -147,8 +140,5 @@ def zoo() -> None:
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
             print(f"  {role:<24} {size / 1e6:.1f} MB  {folder}")
         for key, value in pair.card.items():
-            print(f"  {key.replace('_', ' '):<24} {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+            shown = f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+            print(f"  {key.replace('_', ' '):<24} {shown}")

@@ -31,25 +31,14 @@ WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, wor
 COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
 METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
 
-# Flag of `generate` -> option of the library.
-FLAGS = {
-    "num_draft_tokens": "num_assistant_tokens",
-    "num_draft_branches": "num_assistant_branches",
-    "schedule": "schedule",
-    "max_new_tokens": "max_new_tokens",
-    "sample": "do_sample",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "sampling": "sampling",
-    "seed": "seed",
-    "num_return_sequences": "num_return_sequences",
-    "stop": "stop_strings",
-    "response_format": "response_format",
-    "guided_regex": "guided_regex",
-    "guided_choice": "guided_choice",
-}
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
+_SAME = ("schedule", "max_new_tokens", *SAMPLING_FLAGS, "seed", "num_return_sequences")
+# Flag of `generate` -> option of the library; most have its name.
+FLAGS = {
+    **{"num_draft_tokens": "num_assistant_tokens", "num_draft_branches": "num_assistant_branches"},
+    **{"sample": "do_sample", "stop": "stop_strings"},
+    **{name: name for name in (*_SAME, "response_format", "guided_regex", "guided_choice")},
+}
 # Options that name a draft, and so replace --method.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
@@ -66,12 +55,6 @@ class Request:
     method: str
     options: dict[str, Any]
     loading: dict[str, Any]
-
-    @property
-    def draft_model(self) -> str | None:
-        if not _runs_model(self.method):
-            return None
-        return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
 
 
 def read_request(
@@ -100,7 +83,7 @@ def read_request(
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
     method, draft = choose_draft(params, file, target, options)
-    if "draft_options" in loading and not _runs_model(method):
+    if "draft_options" in loading and method != "draft" and copied_by(method) is None:
         raise OptionError(
             f"options of loading a draft were given, and method {method} uses no draft model: leave them out"
         )
@@ -129,7 +112,10 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
     own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
     given = passed(params)
     if "max_memory" in given:
-        given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
+        memory = [(text, *text.partition("=")) for text in given["max_memory"]]
+        if wrong := [text for text, *parts in memory if not all(parts)]:
+            raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", wrong[0])
+        given["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
     draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
     if draft:
@@ -151,27 +137,18 @@ def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> No
         raise OptionError(f"{_flag(idle[0])} {why}")
 
 
-def _device_and_size(text: str) -> tuple[str | int, str]:
-    device, equals, size = text.partition("=")
-    if not device or not equals or not size:
-        raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", text)
-    return int(device) if device.isdecimal() else device, size
-
-
 def read_options(
-    params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
+    params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None
 ) -> dict[str, Any]:
     """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
-    flags: dict[str, Any] = {
-        name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())
-    }
+    flags = {FLAGS[flag]: value for flag, value in passed(params, FLAGS).items()}
     if "response_format" in flags:
         flags["response_format"] = _response_format(flags["response_format"])
-    drawing = [*passed(params, SAMPLING_FLAGS)]
-    if drawing and params.get("sample") is False:
+    is_greedy, drawing = params.get("sample") is False, [*passed(params, SAMPLING_FLAGS)]
+    if drawing and is_greedy:
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
-    if drawing:
-        flags["do_sample"] = True
+    if drawing or is_greedy:
+        flags["do_sample"] = not is_greedy
     options = _over(file, {**flags, **read_settings(params.get("set_") or [], flags)})
     if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = new_tokens
@@ -179,8 +156,12 @@ def read_options(
         resolved = resolve({n: v for n, v in options.items() if n not in CALL_ONLY})
         if resolved.form is not None:
             resolved.form.check()
-    except OptionError as error:
-        raise _in_flags(error, flags) from None
+    except OptionError as error:  # in the flags' names
+        text = str(error).replace("`do_sample=True`", "--sample")
+        for flag, name in FLAGS.items():
+            if name in flags:
+                text = text.replace(f"`{name}`", _flag(flag))
+        raise type(error)(text) from None
     if resolved.samples:
         options.setdefault("seed", secrets.randbits(32) if seed is None else seed)
     return options
@@ -197,15 +178,6 @@ def _response_format(file: str) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("type") in ("text", "json_object", "json_schema"):
         return found  # the option's own check tells what is wrong
     return {"type": "json_schema", "json_schema": {"schema": found}}
-
-
-def _in_flags(error: OptionError, given: Mapping[str, Any]) -> OptionError:
-    """The error with the flags' names for the options that were `given` as flags."""
-    text = str(error).replace("`do_sample=True`", "--sample")
-    for flag, name in FLAGS.items():
-        if name in given:
-            text = text.replace(f"`{name}`", _flag(flag))
-    return type(error)(text)
 
 
 def _flag(parameter: str) -> str:
@@ -246,48 +218,32 @@ def choose_draft(
         if params.get("method") or params.get("draft_model"):
             raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
         return own[0], None
-    from_file = file.get("method", "auto")
-    if params.get("draft_model") and not _may_run_model(from_file):
-        from_file = "auto"
-    method: str = params.get("method") or from_file
-    model = params.get("draft_model") or file.get("draft")
-    if not _may_run_model(method):
-        if params.get("draft_model"):
+    model, method = params.get("draft_model"), params.get("method") or file.get("method", "auto")
+    copied = copied_by(method)
+    if copied is None and method not in ("auto", "draft"):  # no draft model
+        if model is None:
+            word, colon, argument = method.partition(":")
+            known = word in DRAFT_WORDS and DRAFT_WORDS[word].takes(argument if colon else None)
+            if method != "none" and not known:
+                raise OptionError.of("--method", METHODS, method)
+            return method, method if known else None
+        if params.get("method"):
             raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
-        return method, _draft_without_model(method)
-    if model is None and target.startswith("zoo:"):
-        model = target
+        method = "auto"
+    model = model or file.get("draft") or (target if target.startswith("zoo:") else None)
     if model is None and method == "auto":
         return COPYING[0], COPYING[0]
     if model is None:
         raise OptionError(f"--method {method} needs a draft model: pass --draft-model")
     model = locate(model, "draft", "--draft-model")
-    copied = _copied(method)
     return ("draft", model) if copied is None else (method, (copied, model))
 
 
-def _may_run_model(method: str) -> bool:
-    return method == "auto" or _runs_model(method)
-
-
-def _runs_model(method: str) -> bool:
-    return method == "draft" or _copied(method) is not None
-
-
-def _copied(method: str) -> str | None:
-    """WORD of `hybrid:WORD`, its default in `hybrid`; None for other methods."""
+def copied_by(method: str) -> str | None:
+    """The text draft of a hybrid: WORD of `hybrid:WORD`, the usual one of `hybrid`; None for other methods."""
     name, colon, word = method.partition(":")
     word = word if colon else COPYING[0]
     return word if name == "hybrid" and word in COPYING else None
-
-
-def _draft_without_model(method: str) -> str | None:
-    if method == "none":
-        return None
-    name, colon, argument = method.partition(":")
-    if name in DRAFT_WORDS and DRAFT_WORDS[name].takes(argument if colon else None):
-        return method
-    raise OptionError.of("--method", METHODS, method)
 
 
 def first_of_job(request: Request) -> None:
@@ -301,12 +257,16 @@ def first_of_job(request: Request) -> None:
 def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
     target = locate(request.target, "target", "TARGET")
-    models = [target, *([request.draft_model] if request.draft_model else [])]
-    downloads = not all(Path(model).exists() for model in models)
-    with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
+    names = [target, *(request.draft if isinstance(request.draft, tuple) else [request.draft])]
+    with loading(f"loading {request.target}", quiet=quiet, downloads=not all(map(is_here, names))):
         from specdec.generator.generator import SpecGenerator
 
         return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)
+
+
+def is_here(name: str | None) -> bool:
+    """Whether nothing is downloaded for a model or draft of this name: a path, or a word."""
+    return name in (None, "none") or name.partition(":")[0] in DRAFT_WORDS or Path(name).exists()
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -335,7 +295,7 @@ def read_prediction(file: str | None, method: str) -> str | None:
     """The text of the file of --prediction; raises OptionError where the method cannot use it."""
     if file is None:
         return None
-    if method not in COPYING and _copied(method) is None:
+    if method not in COPYING and copied_by(method) is None:
         raise OptionError(
             f"--prediction is for text drafts, and the method is {method}: pass --method hybrid or {COPYING[0]}"
         )

@@ -111,19 +111,13 @@ def serve(
             Keys(settings.api_key_file)
         check_address(settings)  # before anything is loaded
     start_log(settings.log)
-    if not quiet:
-        log_warnings()
+    if not quiet:  # Python's warnings become lines of the log
+        warnings.showwarning = lambda message, *_, **__: logging.getLogger("specdec.server").warning("%s", message)
     with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
     return OK
-
-
-def log_warnings() -> None:
-    """Python's warnings become lines of the log."""
-    log = logging.getLogger("specdec.server")
-    warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)
 
 
 def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:

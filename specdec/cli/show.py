@@ -128,16 +128,12 @@ def show_stats(stats: Stats) -> None:
     """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
-    Console(stderr=True).print(stats_table(stats))
-    if (waiting := waiting_threads()) is not None:
-        say(f"busy machine: {waiting}: {FEWER_THREADS}")
-
-
-def stats_table(stats: Stats) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_column(style="dim")
     for row in stats.table:
         table.add_row(*row)
-    return table
+    Console(stderr=True).print(table)
+    if (waiting := waiting_threads()) is not None:
+        say(f"busy machine: {waiting}: {FEWER_THREADS}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,31 +69,27 @@ def summarize(
 
         scorer()  # raises SpecdecError where its library is missing
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
-    options = {**request.options, "truncation": truncate}
+    options, code = {**request.options, "truncation": truncate}, OK
     found: list[Summaries] = []
-    shown = print_summaries if format == "text" else None
     try:
-        for made in summaries(summarizer, texts, batch_size, options, shown, quiet=quiet):
+        for names, made in summaries(summarizer, texts, batch_size, options, quiet=quiet):
             found.append(made)
+            for name, summary in zip(names, made.documents, strict=True):
+                for text in summary.texts if format == "text" else ():
+                    print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
         done = sum(len(made.documents) for made in found)
         say(f"interrupted: {done} of {len(texts)} are done, leave these files out to resume")
+        code = INTERRUPTED
+    if found:
         conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
-        return INTERRUPTED
-    conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
-    return OK
+    return code
 
 
 def summaries(
-    summarizer: Summarizer,
-    texts: Mapping[str, str],
-    size: int,
-    options: Mapping[str, Any],
-    show: Callable[..., None] | None,
-    *,
-    quiet: bool,
-) -> Iterator[Summaries]:
-    """Yields the summaries of `size` texts at a time, and shows each; a spinner estimates the time left."""
+    summarizer: Summarizer, texts: Mapping[str, str], size: int, options: Mapping[str, Any], *, quiet: bool
+) -> Iterator[tuple[list[str], Summaries]]:
+    """Yields the names and the summaries of `size` texts at a time; a spinner estimates the time left."""
     beat, names = Heartbeat(quiet=quiet), list(texts)
     for first in range(0, len(names), size):
         now = names[first : first + size]
@@ -102,9 +98,7 @@ def summaries(
         left = beat.left(first, len(names))
         with loading(f"{doing}{f', about {left} left' if left else ''}", quiet=quiet):
             made = summarizer.summarize([texts[name] for name in now], batch_size=size, **options)
-        if show is not None:
-            show(now, made, headings=len(texts) > 1)
-        yield made
+        yield now, made
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
@@ -130,12 +124,6 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
     return Summarizer(generator, **how)
 
 
-def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
-    for name, summary in zip(names, found.documents, strict=True):
-        for text in summary.texts:
-            print_text(text, name if headings else None)
-
-
 def conclude(
     request: Request,
     texts: dict[str, str],
@@ -145,8 +133,6 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    if not found:
-        return
     from specdec.pipelines import rouge
     from specdec.pipelines.batching import total
 

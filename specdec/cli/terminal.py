@@ -31,7 +31,6 @@ EXAMPLES = {
     "serve": "specdec serve --demo",
     "summarize": "specdec summarize --demo --stats",
     "transcribe": "specdec transcribe --demo --format srt --output-dir subtitles",
-    "tune": "specdec tune zoo:python-code zoo:python-code --count 2 --max-new-tokens 32",
     "zoo": "specdec zoo",
 }
 """An example for the help of each command; all but that of `chat` work offline."""

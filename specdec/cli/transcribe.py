@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +13,12 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, Request, passed, read_settings
+from specdec.cli.request import FLAGS, WORDS, Request, is_here, passed, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, counting, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
-from specdec.options.fields import DRAFT_WORDS
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 STDIN = "-"
 ZOO = "zoo:speech"
 Format = Literal["text", "json", "srt", "vtt"]
+SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
+Case = tuple[str, str | None]
+"""The name of a recording, and its reference if known."""
 
 
 @flags.takes("num_draft_tokens schedule dtype backend exactness device_map stats quiet")
@@ -69,78 +71,73 @@ def transcribe(
 
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
-    files, references = read_files(files or [], demo=demo, reference=reference)
-    ctx.params["model"] = read_model(model, demo=demo)
-    check_output(files, format, output_dir)
+    cases = read_cases(files or [], demo=demo, reference=reference)
+    name = ctx.params["model"] = read_model(model, demo=demo)
+    check_output([file for file, _ in cases], format, output_dir)
     request = read_speech(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     if resume:
-        files, references = unfinished(files, references, format, output_dir)
-        if not files:
+        cases = unfinished(cases, format, output_dir)
+        if not cases:
             return OK
-    transcriber = load(request, ctx.params["model"], quiet=quiet)
+    with loading(f"loading {name}", quiet=quiet, downloads=not all(map(is_here, (request.target, request.draft)))):
+        from specdec.pipelines import Transcriber
+
+        transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
+        transcriber.generator.compile()
     texts: list[str | None] = []
     try:
-        transcribe_all(transcriber, files, references, texts, request.options, ctx.params)
+        for text in transcribe_all(transcriber, cases, request.options, ctx.params):
+            texts.append(text)
     except KeyboardInterrupt:
-        say(f"{len(texts)} of {len(files)} recordings are done; {how_to_go_on(output_dir)}")
+        way = "leave these files out to resume (or pass --output-dir and --resume)"
+        if output_dir is not None:
+            way = "run the same command with --resume to resume"
+        say(f"{len(texts)} of {len(cases)} recordings are done; {way}")
         raise
-    if references is not None:
-        say(whole_error_rate(transcriber, texts, references, language))
+    if cases[0][1] is not None:
+        say(whole_error_rate(transcriber, texts, cases, language))
     return FAILED if None in texts else OK
 
 
 def transcribe_all(
-    transcriber: Transcriber,
-    files: Sequence[str],
-    references: Sequence[str] | None,
-    texts: list[str | None],
-    options: Mapping[str, Any],
-    params: Mapping[str, Any],
-) -> None:
-    """Transcribes and shows the files in batches, and adds to `texts`: None for what could not be read."""
-    batch_size, format, quiet = params["batch_size"], params["format"], params["quiet"]
-    for first in range(0, len(files), batch_size):
-        names = files[first : first + batch_size]
+    transcriber: Transcriber, cases: Sequence[Case], options: Mapping[str, Any], params: Mapping[str, Any]
+) -> Iterator[str | None]:
+    """Transcribes and shows the recordings in batches, and yields their texts: None for what could not be read."""
+    batch_size, quiet = params["batch_size"], params["quiet"]
+    for first in range(0, len(cases), batch_size):
+        batch = cases[first : first + batch_size]
         with counting(quiet=quiet, grows=True) as notify:
 
-            def progress(done: float, known: float, part: str = f"{first + len(names)}/{len(files)}") -> None:
+            def progress(done: float, known: float, part: str = f"{first + len(batch)}/{len(cases)}") -> None:
                 notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
 
-            inputs = [sys.stdin.buffer if name == STDIN else name for name in names]
+            inputs = [sys.stdin.buffer if name == STDIN else name for name, _ in batch]
             found = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
-        for i, (name, out) in enumerate(zip(names, found, strict=True), first):
-            texts.append(None if out is None else out["text"])
+        for (name, reference), out in zip(batch, found, strict=True):
             if out is not None:
                 wer = None
-                if references is not None:
-                    wer = transcriber.error_rate([out["text"]], [references[i]], language=out.language)
-                show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
-        heard = [out for out in found if out is not None]
-        if heard and len(files) > 1 and (params["stats"] or not quiet):
-            say(", ".join(name for name, out in zip(names, found, strict=True) if out is not None), "dim")
-        if params["stats"] and heard:
-            show_stats(heard[0].stats)
-        if not quiet and heard:
-            say(pace(heard))
+                if reference is not None:
+                    wer = transcriber.error_rate([out["text"]], [reference], language=out.language)
+                show(name, rendered(name, out, wer, params["format"]), params, headed=len(cases) > 1)
+            yield None if out is None else out["text"]
+        heard = [(name, out) for (name, _), out in zip(batch, found, strict=True) if out is not None]
+        if heard and len(cases) > 1 and (params["stats"] or not quiet):
+            say(", ".join(name for name, _ in heard), "dim")
+        if heard and params["stats"]:
+            show_stats(heard[0][1].stats)
+        if heard and not quiet:
+            say(pace([out for _, out in heard]))
 
 
-def how_to_go_on(folder: Path | None) -> str:
-    if folder is None:
-        return "leave these files out to resume (or pass --output-dir and --resume)"
-    return "run the same command with --resume to resume"
-
-
-def unfinished(
-    files: list[str], references: list[str] | None, format: Format, folder: Path | None
-) -> tuple[list[str], list[str] | None]:
-    """The recordings without a file in the folder, and their references."""
+def unfinished(cases: Sequence[Case], format: Format, folder: Path | None) -> list[Case]:
+    """The recordings without a file in the folder."""
     if folder is None:
         raise OptionError("--resume skips recordings with a file in --output-dir: pass --output-dir")
-    left = [i for i, name in enumerate(files) if not output_file(name, format, folder).exists()]
-    say(f"{len(files) - len(left)} of {len(files)} recordings are done already")
-    return [files[i] for i in left], None if references is None else [references[i] for i in left]
+    left = [case for case in cases if not output_file(case[0], format, folder).exists()]
+    say(f"{len(cases) - len(left)} of {len(cases)} recordings are done already")
+    return left
 
 
 def output_file(name: str, format: Format, folder: Path) -> Path:
@@ -153,35 +150,32 @@ def unreadable(source: Any, error: SpecdecError) -> None:
 
 
 def whole_error_rate(
-    transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
+    transcriber: Transcriber, texts: Sequence[str | None], cases: Sequence[Case], language: str | None
 ) -> str:
-    pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
+    pairs = [(text, reference) for text, (_, reference) in zip(texts, cases, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
     rate = transcriber.error_rate(*map(list, zip(*pairs, strict=True)), language=language)
     return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
 
 
-def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple[list[str], list[str] | None]:
-    """The recordings, and their references if known; raises OptionError where none is named."""
+def read_cases(files: list[str], *, demo: bool, reference: Path | None) -> list[Case]:
+    """The recordings, those in folders among them; raises OptionError where none is named."""
     if bool(files) == demo:
         raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
-    if not demo:
-        files = [file for name in files for file in sounds(name)]
-        return files, None if reference is None else read_references(reference, files)
-    own = [(str(path), text) for path, text in bundled_models.recordings()]
-    return [path for path, _ in own], [text for _, text in own]
+    if demo:
+        return [(str(path), text) for path, text in bundled_models.recordings()]
+    found: list[str] = []
+    for name in files:
+        if name == STDIN or not Path(name).is_dir():
+            found.append(name)
+            continue
+        from specdec.pipelines.speech.audio import sounds_in
 
-
-def sounds(name: str) -> list[str]:
-    """The recordings in a folder, or the name of a file; raises OptionError for a folder without any."""
-    if name == STDIN or not Path(name).is_dir():
-        return [name]
-    from specdec.pipelines.speech.audio import sounds_in
-
-    if not (found := sounds_in(Path(name))):
-        raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
-    return [str(path) for path in found]
+        if not (inside := sounds_in(Path(name))):
+            raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
+        found += map(str, inside)
+    return [*zip(found, [None] * len(found) if reference is None else read_references(reference, found), strict=True)]
 
 
 def read_model(model: str | None, *, demo: bool) -> str:
@@ -203,58 +197,41 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
         raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
 
 
-def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the call, from flags and --set."""
+def read_speech(params: Mapping[str, Any]) -> Request:
+    """The models and the options; a target of the package brings its draft, and is loaded in float32.
+
+    `params` may lack flags.
+    """
     from specdec.pipelines.speech.settings import FALLBACK
 
-    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
-    given = {FLAGS.get(name, name): value for name, value in passed(params, same).items()}
-    if "chunk_length" in given:
-        given["chunk_length_s"] = given.pop("chunk_length")
-    if params["words"]:
-        given["return_timestamps"] = "word"
-    elif params["format"] != "text":
-        given["return_timestamps"] = True
-    if params["context"]:
-        given["condition_on_prev_tokens"] = True
-    extra = read_settings(params["set_"] or [], given)
-    return {"seed": 0, **(FALLBACK if params["fallback"] else {}), **given, **extra}
-
-
-def read_speech(params: Mapping[str, Any]) -> Request:
-    """The models and the options; a target of the package brings its draft, and is loaded in float32."""
     model, draft, how = params["model"], params["draft_model"], passed(params)
     if model.startswith("zoo:"):
         draft, how = draft or model, {"dtype": "float32", **how}
     target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
-    return Request(target, draft, "auto", read_options(params), how)
+    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
+    given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
+    if params.get("words"):
+        given["return_timestamps"] = "word"
+    elif params.get("format", "text") != "text":
+        given["return_timestamps"] = True
+    if params.get("context"):
+        given["condition_on_prev_tokens"] = True
+    extra = read_settings(params["set_"] or [], given)
+    options = {"seed": 0, **(FALLBACK if params.get("fallback") else {}), **given, **extra}
+    return Request(target, draft, "auto", options, how)
 
 
-def load(request: Request, name: str, *, quiet: bool) -> Transcriber:
-    target, draft = request.target, request.draft
-    names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    with loading(f"loading {name}", quiet=quiet, downloads=not all(Path(one).exists() for one in names)):
-        from specdec.pipelines import Transcriber
-
-        transcriber = Transcriber.from_pretrained(target, draft, **request.loading)
-        transcriber.generator.compile()
-        return transcriber
-
-
-def show(
-    name: str, out: Transcription, wer: float | None, format: Format, folder: Path | None, *, headed: bool
-) -> None:
+def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) -> None:
     """Writes one recording's text to the folder, or prints it."""
-    content = rendered(name, out, wer, format)
-    if folder is not None:
-        path = output_file(name, format, folder)
+    if params["output_dir"] is not None:
+        path = output_file(name, params["format"], params["output_dir"])
         try:
             path.write_text(content, encoding="utf-8")
         except OSError as error:
             raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
         return
     console = Console()
-    if headed and format == "text":
+    if headed and params["format"] == "text":
         write(console, f"── {name} ──\n", PROMPT)
     write(console, content)
 

@@ -1,10 +1,13 @@
-"""Samples made by hand."""
+"""Samples, results and lies made by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from specdec import SpecGenerator
+from specdec.bench.figures import Speedup
 from specdec.bench.samples import Sample
+from specdec.bench.systems import measure
 
 
 def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any) -> Sample:
@@ -16,3 +19,16 @@ def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any
         **{"exactness": "exact", "backend": "packed", "draft_backend": None},
     }
     return Sample(system=system, batch=batch, repeat=repeat, **{**common, **values})
+
+
+def reported(found: Speedup) -> dict[str, Any]:
+    """A speedup as it stands in results."""
+    return {**found._asdict(), "state": found.state, "words": found.in_words()}
+
+
+def lie(generator: SpecGenerator, call: dict[str, Any]) -> Any:
+    """A measured call whose assisted text has a wrong third-to-last token."""
+    out, measured = measure(generator, call)
+    if generator.drafter is not None:
+        out.sequences[0, -3] += 1
+    return out, measured

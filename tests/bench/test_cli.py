@@ -1,8 +1,7 @@
-"""`specdec bench` and `specdec tune`: flags, files, exit codes, and where output goes."""
+"""`specdec bench`: flags, files, exit codes, and where output goes."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -10,42 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
 
 from specdec.bench import runner
-from specdec.bench.systems import measure
-from specdec.bench.tune import best, candidates, ranked, snippet
-from specdec.cli.bench import bench, suite_keys
-from specdec.cli.commands import run
+from specdec.cli.bench import suite_keys
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
 from specdec.proposers import DRAFTS
+from tests.bench.fakes import lie
 from tests.folders import saved_model
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target's folder."""
-    return saved_model(tmp_path_factory.mktemp("models") / "target")
-
-
 @pytest.fixture
-def arguments(target: str, tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     """A benchmark of a moment."""
+    target = saved_model(tmp_path / "target")
     (tmp_path / "p.txt").write_text("abab\n\nxyxy")
     shared = ["--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "5", "--repeats", "1", "--quiet"]
     return ["bench", target, "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
 
 
-@pytest.fixture
-def by_no_clock(arguments: list[str]) -> list[str]:
-    """The same with a schedule that drafts however slow the machine is."""
-    return [*arguments, "--schedule", "constant"]
-
-
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
-    return {**dict.fromkeys(inspect.signature(bench).parameters), **given}
+    return {**dict.fromkeys(("config", "schedule", "num_draft_tokens", "count")), **given}
 
 
 OWN = """
@@ -61,7 +46,7 @@ DRAFTS["echo"] = Echo
 
 
 def test_a_draft_of_ones_own(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, called: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module registers it before the suite is read; samples of other code are not continued."""
     monkeypatch.chdir(tmp_path)
@@ -69,32 +54,27 @@ def test_a_draft_of_ones_own(
     monkeypatch.setitem(DRAFTS, "echo", DRAFTS["suffix"])  # what the module sets is undone
     Path("own_echo.py").write_text(OWN)
     arguments += ["--draft", "echo", "--import", "own_echo"]
-    assert run(arguments) == 0
-    assert re.search(r"echo, auto +\d+\.\d\d ms per token", capsys.readouterr().out)
+    assert re.search(r"echo, auto +\d+\.\d\d ms per token", called(*arguments).out)
     assert DRAFTS["echo"].__module__ == "own_echo"
     Path("own_echo.py").write_text(f"{OWN}# better")
-    assert run(arguments) == 2
-    assert "another configuration" in capsys.readouterr().err
-    assert run([*arguments, "--import", "own_missing"]) == 2
-    assert "module 'own_missing' cannot be imported (ModuleNotFoundError" in capsys.readouterr().err
+    assert "another configuration" in called(*arguments, code=2).err
     del sys.modules["own_echo"]
 
 
-def test_bench(by_no_clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(arguments: list[str], tmp_path: Path, called: Any) -> None:
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
-    assert run(by_no_clock) == 0
-    out, err = capsys.readouterr()
+    arguments += ["--schedule", "constant"]  # which drafts however slow the machine is
+    out, err = called(*arguments)
     assert re.search(r"suffix, constant +\d+\.\d\d ms per token  eager.*  acceptance length \d\.\d\d\n", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
-    assert run(by_no_clock) == 0
-    assert capsys.readouterr().out == out
+    assert called(*arguments).out == out
 
 
 @pytest.mark.parametrize("extra", [[], ["--restart"]])
 def test_ctrl_c_tells_how_to_go_on(
-    extra: list[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    extra: list[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any
 ) -> None:
     """The same command resumes, which only the help said."""
 
@@ -102,8 +82,7 @@ def test_ctrl_c_tells_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specdec.bench.run", interrupted)
-    assert run([*arguments, *extra]) == 130
-    err = capsys.readouterr().err
+    err = called(*arguments, *extra, code=130).err
     without = " without --restart" if extra else ""
     assert f"run the same command{without} to resume" in err
     assert str(tmp_path / "out") in err
@@ -127,86 +106,75 @@ def test_the_bar_fits_80_columns() -> None:
     assert "left" not in captured.get()  # of no time
 
 
-def test_a_piped_run_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line now and then; what an earlier run had measured, or another part of this one, does not set the pace."""
-    clock = iter([0.0, 1.0, 31.0, 40.0, 61.0, 62.0, 82.0])
+PACES = [  # the times that a clock shows, what was done by then of how much; the lines
+    (
+        [0.0, 1.0, 31.0, 40.0, 61.0, 62.0, 82.0],
+        [(40, 100), (60, 100), (61, 100), (70, 100), (3, 9), (4, 9)],
+        ["60%, about 1:00 left: it", "70%, about 1:00 left: it", "44%, about 1:40 left: it"],
+    ),
+    (
+        [0.0, 1.0, 31.0, 61.0],
+        [(10, 30), (40, 70), (70, 90)],
+        ["57%, about 0:30 left: it", "78%, about 0:20 left: it"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("times", "steps", "lines"), PACES, ids=["parts", "one that grows"])
+def test_a_piped_run_gives_signs_of_life(
+    times: list[float], steps: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A line now and then; what an earlier run had measured, or another part of this one, does not set the pace.
+
+    As recordings are opened one after the other, what is known of the work grows with what is done.
+    """
+    clock = iter(times)
     monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
-    beat = Heartbeat(quiet=False)
-    for done in (40, 60, 61, 70):
-        beat(done, 100, "greedy")
-    for done in (3, 4):
-        beat(done, 9, "sampled")
-    assert capsys.readouterr().err.splitlines() == [
-        "60%, about 1:00 left: greedy",
-        "70%, about 1:00 left: greedy",
-        "44%, about 1:40 left: sampled",
-    ]
+    beat = Heartbeat(quiet=False, grows=len(steps) == 3)
+    for done, total in steps:
+        beat(done, total, "it")
+    assert capsys.readouterr().err.splitlines() == lines
     assert duration(3723) == "1:02:03"
 
 
-def test_the_pace_outlasts_a_total_that_grows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As recordings are opened one after the other, what is known of the work grows with what is done."""
-    clock = iter([0.0, 1.0, 31.0, 61.0])
-    monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
-    beat = Heartbeat(quiet=False, grows=True)
-    for done, known in ((10, 30), (40, 70), (70, 90)):
-        beat(done, known, "speech.wav")
-    assert capsys.readouterr().err.splitlines() == [
-        "57%, about 0:30 left: speech.wav",
-        "78%, about 0:20 left: speech.wav",
-    ]
-
-
-def test_a_mismatch_is_exit_code_3(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mismatch_is_exit_code_3(arguments: list[str], monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
     """The report is written all the same, and the error says where."""
 
-    def lie(generator: Any, call: Any) -> Any:
-        done = measure(generator, call)
-        if generator.drafter is not None:
-            done.out.sequences[0, -1] += 1
-        return done
-
     monkeypatch.setattr(runner, "measure", lie)
-    assert run(arguments) == 3
-    out, err = capsys.readouterr()
+    out, err = called(*arguments, code=3)
     assert "2 DIFFER" in out
     assert "error: mismatch in " in err
-    assert "new token 4 of request 0, row 0" in err
+    assert "new token 2 of request 0, row 0" in err
     assert "apart there (1 more)" in err
 
 
-def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_exit_code_1(arguments: list[str], called: Any) -> None:
     """What could be measured is shown."""
-    assert run([*arguments, "--draft", "early_exit:99"]) == 1
-    out, err = capsys.readouterr()
+    out, err = called(*arguments, "--draft", "early_exit:99", code=1)
     assert "suffix, auto" in out
     assert re.search(r"  early_exit:99, auto +not measured: OptionError: ", out)
     assert "early_exit:99, auto: OptionError: " in err
 
 
-def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Samples of other settings are only forgotten when told so."""
-    assert run(arguments) == 0
-    assert run([*arguments, "--seed", "5"]) == 2
-    assert "--restart" in capsys.readouterr().err
-    assert run([*arguments, "--seed", "5", "--restart"]) == 0
+def test_another_configuration_and_restart(arguments: list[str], tmp_path: Path, called: Any) -> None:
+    """Samples of other settings are only forgotten when told so. A file is no folder. (NotADirectoryError.)"""
+    (tmp_path / "out").write_text("mine")
+    assert "`out` must be a folder" in called(*arguments, "--restart", code=2).err
+    (tmp_path / "out").unlink()
+    called(*arguments)
+    assert "--restart" in called(*arguments, "--seed", "5", code=2).err
+    called(*arguments, "--seed", "5", "--restart")
 
 
 WRONG = [("--schedule", "fast", "`schedule`"), ("--repeats", "0", "--repeats")]
 WRONG += [("--prompts", "nowhere.txt", "nowhere.txt"), ("--config", "nowhere.yaml", "nowhere.yaml")]
 
 
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(arguments: list[str], called: Any) -> None:
     """Exit code 2 before anything is loaded, with the way out."""
     for *flag, words in WRONG:
-        assert run([*arguments, *flag]) == 2
-        assert words in capsys.readouterr().err
-    assert run(["bench"]) == 2
-    assert "pass TARGET" in capsys.readouterr().err
+        assert words in called(*arguments, *flag, code=2).err
+    assert "pass TARGET" in called("bench", code=2).err
 
 
 def test_flags_over_a_file(tmp_path: Path) -> None:
@@ -232,64 +200,10 @@ def test_a_count_of_one_set(sets: str, tmp_path: Path) -> None:
     assert suite_keys(params(config=tmp_path / "mine.yaml", count=3))["prompts"] == [{"source": "text", "count": 3}]
 
 
-def test_a_restart_in_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is no folder, also where samples are to be forgotten. (NotADirectoryError.)"""
-    (tmp_path / "out").write_text("mine")
-    assert run([*arguments, "--restart"]) == 2
-    assert "`out` must be a folder" in capsys.readouterr().err
-    assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_tune(target: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table on stderr has every schedule and "off"; stdout is a file that `generate --config` takes."""
-    shared = [argument for argument in arguments[4:-2] if argument != "--quiet"]
-    assert run(["tune", target, "suffix", "--num-draft-tokens", "1", "--num-draft-tokens", "3", *shared]) == 0
-    out, err = capsys.readouterr()
-    assert all(name in err for name in ("constant 1", "constant 3", "heuristic", "confidence", "cost", "off", "←"))
-    (tmp_path / "best.yaml").write_text(out)
-    assert yaml.safe_load(out)["target"] == target
-    assert run(["generate", "--config", str(tmp_path / "best.yaml"), "-p", "ab", "--max-new-tokens", "3"]) == 0
-
-
-def system(name: str, ms: float, state: str | None, draft: str | None = "d", **schedule: Any) -> dict[str, Any]:
-    speedup = None if state is None else {"state": state}
-    return {"name": name, "ms_per_token": ms, "speedup": speedup, "draft": draft, "schedule": schedule}
-
-
-def test_the_best_is_clearly_faster() -> None:
-    """Otherwise plain decoding is, even where another one happened to be quicker."""
-    plain, quick, sure = system("plain", 5.0, None, None), system("a", 1.0, "same"), system("b", 3.0, "faster")
-    assert best({"groups": [{"systems": [plain, quick, sure]}]}) is sure
-    assert best({"groups": [{"systems": [plain, quick]}]}) is plain
-    assert ranked({"groups": [{"systems": [plain, quick, sure]}]}) == [quick, sure, plain]
-
-
-@pytest.mark.parametrize(
-    ("draft", "keys"),
-    [
-        ("m", {"draft": "m", "method": "draft", "schedule": "cost"}),
-        ("suffix+m", {"draft": "m", "method": "hybrid", "schedule": "cost"}),
-        ("suffix", {"method": "suffix", "schedule": "cost"}),
-        ("early_exit:3", {"method": "early_exit:3", "schedule": "cost"}),
-        (None, {"method": "none"}),
-    ],
-)
-def test_snippets(draft: str | None, keys: dict[str, Any]) -> None:
-    """The words of `specdec generate --config`."""
-    assert snippet("t", system("x", 1.0, None, draft, schedule="cost")) == {"target": "t", **keys}
-
-
-def test_candidates() -> None:
-    """Every schedule there is, and several lengths."""
-    (group,) = candidates("t", "d", {"max_new_tokens": 7}, (2, 4)).groups()
-    names = [cell.drafting.label for cell in group.cells]
-    assert names == ["constant 2", "constant 4", "auto", "heuristic", "confidence", "cost"]
-
-
 @pytest.mark.slow
-def test_the_quick_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_suite(tmp_path: Path, called: Any) -> None:
     """The package's own pair, as the README runs it: all texts are the target's own."""
     config = Path(__file__).parents[2] / "configs" / "bench" / "quick.yaml"
-    assert run(["bench", "--config", str(config), "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    called("bench", "--config", config, "--out", tmp_path / "out", "--quiet")
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert all(s["identical"] == s["compared"] for group in found["groups"] for s in group["systems"])

@@ -75,21 +75,6 @@ def test_the_interval_covers() -> None:
     assert missed <= 20
 
 
-@pytest.mark.parametrize(
-    ("found", "state", "words"),
-    [
-        (Speedup(1.5, 1.2, 1.9), "faster", "1.50× faster than plain decoding (95% interval 1.20 to 1.90)"),
-        (Speedup(0.8, 0.7, 0.9), "slower", "assistance is SLOWER here: 0.80×"),
-        (Speedup(1.1, 0.9, 1.3), "same", "no clear difference"),
-        (Speedup(0.66), "unknown", "0.66× plain decoding's speed (one request, no interval)"),
-    ],
-)
-def test_in_words(found: Speedup, state: str, words: str) -> None:
-    """The interval decides, and a loss is called one."""
-    assert found.state == state
-    assert words in found.in_words()
-
-
 def test_percentiles() -> None:
     """Interpolated between neighbours."""
     assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from specdec.bench import exit_state, read_suite, results, run, runner
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import provenance
 from specdec.bench.results import as_csv, summary
-from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDraft
-from specdec.bench.systems import Measured, measure
+from specdec.bench.systems import measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import versions
+from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
 
 
@@ -40,6 +41,12 @@ def keys(models: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
     constant = {"schedule": "constant", "num_assistant_tokens": 2}
     shared = {"prompts": str(tmp_path / "p.txt"), "max_new_tokens": 6, "repeats": 2, "schedules": [constant]}
     return {"targets": models[0], "drafts": [models[1], "suffix"], "options": {"eos_token_id": []}, **shared}
+
+
+@pytest.fixture
+def measured(keys: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
+    """The results of that benchmark with other keys."""
+    return lambda **others: results(run(read_suite({**keys, **others}), tmp_path / "out"))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -71,7 +78,7 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
     """What was measured before the kill stays, what a kill cut in two is measured again, the rest is added."""
     calls = 0
 
-    def counting(*arguments: Any) -> Measured:
+    def counting(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 6:
@@ -93,17 +100,6 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
     assert len(results(outcome)["runs"]) == 2
 
 
-def test_a_finished_run_loads_nothing(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command again only reads."""
-    first = results(run(read_suite(keys), tmp_path / "out"))
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(SpecGenerator, "from_pretrained", refuse)
-    assert results(run(read_suite(keys), tmp_path / "out")) == first
-
-
 @pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"kind": "sample"}\n', '{"kind": \n'])
 def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """Samples of something else are not touched, and the error says what to do. (JSONDecodeError, AttributeError.)"""
@@ -111,6 +107,13 @@ def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Pa
     with pytest.raises(OptionError, match="--restart"):
         run(read_suite(keys), tmp_path)
     assert (tmp_path / "samples.jsonl").read_text() == text
+
+
+def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
+    """A kill within the first line leaves nothing to go on with."""
+    (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
+    Store(tmp_path, "mark")
+    assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
 
 
 def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -121,30 +124,25 @@ def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
             run(read_suite(keys), folder)
 
 
-def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], measured: Any) -> None:
     """Samples of other settings, prompts or weights are never mixed in."""
-    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    measured(drafts="suffix")
     with pytest.raises(OptionError, match="another configuration"):
-        run(read_suite(keys), tmp_path / "out")
+        measured()
     Path(keys["prompts"]).write_text("other")
     with pytest.raises(OptionError, match="--restart"):
-        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+        measured(drafts="suffix")
     Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
-    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    measured(drafts="suffix")
     (Path(models[0]) / "config.json").touch()
     with pytest.raises(OptionError, match="other models"):
-        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+        measured(drafts="suffix")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine", {"synthetic": 0.5}])
 def test_a_pair_that_was_trained_again(
-    role: str,
-    drafts: Any,
-    keys: dict[str, Any],
-    models: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    role: str, drafts: Any, models: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights under an old name are noticed. (Only folders were looked at, and `zoo:` names were taken for ids.)"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -152,32 +150,23 @@ def test_a_pair_that_was_trained_again(
     for name, model in zip(("target", "draft"), models, strict=True):
         shutil.copytree(model, folder / name)
     (folder / "card.json").write_text("{}")
-    suite = read_suite({**keys, "targets": "zoo:mine", "drafts": drafts, "repeats": 1})
-    assert exit_state(results(run(suite, tmp_path / "out"))) == "ok"
-    run(suite, tmp_path / "out")
+    suite = {"targets": "zoo:mine", "drafts": drafts, "repeats": 1}
+    assert exit_state(measured(**suite)) == "ok"
+    measured(**suite)
     (folder / role / "model.safetensors").touch()
     with pytest.raises(OptionError, match="other models"):
-        run(suite, tmp_path / "out")
+        measured(**suite)
 
 
-def lie(generator: SpecGenerator, call: dict[str, Any]) -> Measured:
-    """A measured call whose assisted text has a wrong fourth token."""
-    done = measure(generator, call)
-    if generator.drafter is not None:
-        done.out.sequences[0, -3] += 1
-    return done
-
-
-def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_liar_is_found(models: tuple[str, str], measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The position, both tokens, and how far the target's two best logits are apart there."""
     monkeypatch.setattr(runner, "measure", lie)
-    keys = {**keys, "drafts": "suffix"}
-    found = results(run(read_suite(keys), tmp_path / "out"))
+    found = measured(drafts="suffix")
     assert exit_state(found) == "mismatch"
     assert len(found["mismatches"]) == 4
     assert found["groups"][0]["systems"][1]["identical"] == 0
     assert "4 DIFFER" in " ".join(found["summary"])
-    plain = SpecGenerator.from_pretrained(keys["targets"])
+    plain = SpecGenerator.from_pretrained(models[0])
     out = plain.generate("abab", max_new_tokens=6, eos_token_id=[], output_logits=True)
     best, second = out.logits[3][0].topk(2).values.tolist()
     mismatch = found["mismatches"][0]
@@ -190,13 +179,11 @@ def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     ("exactness", "told"),
     [("exact", "near-ties"), ("row-dependent", "4 part where the target is row-dependent")],
 )
-def test_what_may_differ(
-    exactness: str, told: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_differ(exactness: str, told: str, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""
     monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: exactness)
     monkeypatch.setattr(runner, "measure", lie)
-    found = results(run(read_suite({**keys, "near_tie": 1e6, "drafts": "suffix"}), tmp_path / "out"))
+    found = measured(near_tie=1e6, drafts="suffix")
     assert exit_state(found) == "ok"
     assert {m["excuse"] for m in found["mismatches"]} == {"near-tie" if exactness == "exact" else exactness}
     assert [s["exactness"] for s in found["groups"][0]["systems"]] == [exactness] * 2
@@ -204,31 +191,30 @@ def test_what_may_differ(
     assert told in " ".join(found["summary"])
 
 
-def test_rejection_is_not_compared(keys: dict[str, Any], tmp_path: Path) -> None:
-    """It follows the target's law, and says so."""
+def test_beams_trees_batches_and_rejection(keys: dict[str, Any], measured: Any) -> None:
+    """A search is compared too; its tokens come at the end. Only chains have positions. Rejection follows the target's
+    law alone, and says so.
+    """
     law = {"name": "law", "do_sample": True, "sampling": "rejection"}
-    found = results(run(read_suite({**keys, "strategies": [law]}), tmp_path / "out"))
+    tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
+    both = {"drafts": keys["drafts"][:1], "schedules": [*keys["schedules"], tree]}
+    found = measured(**both, strategies=["greedy", {"num_beams": 2}, law], batches=[2])
     assert exit_state(found) == "ok"
-    assert [s["compared"] for s in found["groups"][0]["systems"]] == [0, 0, 0]
+    greedy, beams, drawn = (group["systems"] for group in found["groups"])
+    assert [s["name"].endswith("constant 3 branches 2") for s in greedy] == [False, False, True]
+    assert [s["identical"] for s in greedy] == [s["identical"] for s in beams] == [0, 4, 4]
+    assert [bool(s["acceptance_by_position"]) for s in (*greedy, *beams)] == [False, True, *[False] * 4]
+    assert [s["requests"] for s in beams] == [1, 1, 1]
+    assert beams[1]["speedup"]["low"] is None
+    assert [s["compared"] for s in drawn] == [0, 0, 0]
     assert "they are not compared" in " ".join(found["summary"])
 
 
-def test_beams_and_batches(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A search is compared too; its tokens come at the end, and its drafts are no chains."""
-    found = results(run(read_suite({**keys, "strategies": {"num_beams": 2}, "batches": [2]}), tmp_path / "out"))
-    (group,) = found["groups"]
-    assert [s["identical"] for s in group["systems"]] == [0, 4, 4]
-    assert [s["requests"] for s in group["systems"]] == [1, 1, 1]
-    assert group["systems"][1]["speedup"]["low"] is None
-    assert group["systems"][1]["acceptance_by_position"] == []
-
-
-def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_failures_are_listed(measured: Any, tmp_path: Path) -> None:
     """A draft and a mode that do not load leave the others alone, and are tried again."""
     modes = [{"name": "good"}, {"name": "bad", "dtype": "float3"}]
-    suite = read_suite({**keys, "drafts": ["suffix", str(tmp_path / "nowhere")], "modes": modes})
     for _ in range(2):
-        found = results(run(suite, tmp_path / "out"))
+        found = measured(drafts=["suffix", str(tmp_path / "nowhere")], modes=modes)
         assert exit_state(found) == "failed"
         systems = [[s["name"] for s in group["systems"]] for group in found["groups"]]
         assert systems == [["plain", "suffix, constant 2"], []]
@@ -236,19 +222,17 @@ def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
         assert "float3" in found["failures"][1]["error"]
 
 
-def test_a_draft_with_another_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer(measured: Any, tmp_path: Path) -> None:
     """It goes over the text bridge, as in the library."""
-    other = saved_model(tmp_path / "other", backwards=True)
-    found = results(run(read_suite({**keys, "drafts": other}), tmp_path / "out"))
+    found = measured(drafts=saved_model(tmp_path / "other", backwards=True))
     assert exit_state(found) == "ok"
     assert found["groups"][0]["systems"][1]["identical"] == 4
 
 
-def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+def test_synthetic_drafts(models: tuple[str, str], measured: Any) -> None:
     """One that is always right needs the fewest passes, one that never is brings nothing; both are marked."""
     drafts = [{"synthetic": rate, "like": models[1]} for rate in (1, 0)]
-    suite = read_suite({**keys, "drafts": drafts, "temperatures": [0, 0.9], "batches": [2], "repeats": 1})
-    found = results(run(suite, tmp_path / "out"))
+    found = measured(drafts=drafts, temperatures=[0, 0.9], batches=[2], repeats=1)
     assert exit_state(found) == "ok"
     for group in found["groups"]:
         plain, right, wrong = group["systems"]
@@ -265,17 +249,9 @@ def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_pat
 def settings(*speedups: Speedup, synthetic: int = 0) -> dict[str, Any]:
     """Results of one group with these speedups; the last `synthetic` of them are of synthetic drafts."""
     marks = [i >= len(speedups) - synthetic for i in range(len(speedups))]
+    common = {"compared": 1, "identical": 1, "acceptance_length_by_repeat": [2]}
     systems = [
-        {
-            **{
-                "name": f"draft {i}",
-                "synthetic": mark,
-                "compared": 1,
-                "identical": 1,
-                "acceptance_length_by_repeat": [2],
-            },
-            "speedup": {**found._asdict(), "state": found.state, "words": found.in_words()},
-        }
+        {**common, "name": f"draft {i}", "synthetic": mark, "speedup": reported(found)}
         for i, (found, mark) in enumerate(zip(speedups, marks, strict=True))
     ]
     group = {"label": "g", "comparable": True, "systems": systems}
@@ -304,6 +280,8 @@ def test_the_summary() -> None:
         "draft 0 (g), 3.00× plain decoding's speed (one request, no interval).",
         "1 of 1 assisted text is identical to plain decoding's.",
     ]
+    words = "no clear difference from plain decoding: 2.29× (95% interval 0.59 to 3.14)"
+    assert summary(settings(UNSURE))[0] == f"draft 0 (g), {words}."
 
 
 def test_a_synthetic_draft_is_never_called_the_best() -> None:
@@ -364,27 +342,9 @@ def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert versions.commit() == f"{found}-dirty"
 
 
-def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Any) -> None:
     """Nothing is measured, and the message names the extra."""
-    check_extras()
     monkeypatch.setattr("specdec.bench.runner.find_spec", lambda name: None if name == "scipy" else object())
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
-        run(read_suite(keys), tmp_path / "out")
+        measured()
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
-    """A kill within the first line leaves nothing to go on with."""
-    (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
-    Store(tmp_path, "mark")
-    assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
-
-
-def test_drafts_that_branch(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A tree's nodes have no positions of a chain; its text is compared all the same."""
-    tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
-    found = results(run(read_suite({**keys, "drafts": keys["drafts"][:1], "schedules": tree}), tmp_path / "out"))
-    (group,) = found["groups"]
-    system = group["systems"][1]
-    assert system["name"].endswith("constant 3 branches 2")
-    assert (system["identical"], system["acceptance_by_position"]) == (4, [])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from specdec.cli.commands import run
 
@@ -18,6 +19,11 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^>]+?) -->\n+)?(?P<indent> *)```(?P<info>.+)\n(?P<code>(?:.*\n)*?)(?P=indent)```\n"
 )
+
+
+def read(path: str) -> str:
+    """A text file of the repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 class Block(NamedTuple):
@@ -56,14 +62,12 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> str:
 
 def run_shell(block: Block) -> str:
     """Runs a block of commands, one a line, and returns what they print; other programs than specdec are not run."""
-    return "".join(run_line(line) for line in _lines(block.code))
-
-
-def _lines(code: str) -> Iterator[str]:
-    for line in code.replace("\\\n", " ").splitlines():
-        line = re.sub(r"\$\(cat (\S+)\)", lambda match: Path(match[1]).read_text(encoding="utf-8"), line)
+    printed = ""
+    for line in block.code.replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
-            yield line
+            text = re.sub(r"\$\(cat (\S+)\)", lambda match: Path(match[1]).read_text(encoding="utf-8"), line)
+            printed += run_line(text)
+    return printed
 
 
 def run_line(line: str) -> str:
@@ -96,14 +100,6 @@ def commands(block: Block) -> Iterator[list[str]]:
 MOST = {"--count": 2, "--max-new-tokens": 16, "--repeats": 1}  # of a measurement in a test
 
 
-def shrunk(words: list[str]) -> list[str]:
-    """A measurement with smaller numbers than a reader should take."""
-    if words[1] not in ("bench", "tune"):
-        return words
-    pairs = zip(["", *words], words, strict=False)
-    return [str(min(int(word), MOST[before])) if before in MOST else word for before, word in pairs]
-
-
 def run_words(words: list[str], given: str) -> str:
     """What one command prints; a command that fails fails the test."""
     if words[0] == "cat":
@@ -112,8 +108,11 @@ def run_words(words: list[str], given: str) -> str:
         return "".join(f"{word}\n" for word in words[2:])
     if words[0] != "specdec" or words[1:] == ["--install-completion"]:  # it asks which shell its parent is
         return ""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, _stdin(given):
-        code = run(shrunk(words)[1:])
+    if words[1] == "bench":  # with smaller numbers than a reader should take
+        pairs = zip(["", *words], words, strict=False)
+        words = [str(min(int(word), MOST[before])) if before in MOST else word for before, word in pairs]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "stdin", io.StringIO(given)):
+        code = run(words[1:])
     assert code == 0, f"exit code {code}: {shlex.join(words)}"
     return printed.getvalue()
 
@@ -126,15 +125,6 @@ def _split(words: list[str], mark: str) -> list[list[str]]:
         else:
             parts[-1].append(word)
     return parts
-
-
-@contextlib.contextmanager
-def _stdin(text: str) -> Iterator[None]:
-    before, sys.stdin = sys.stdin, io.StringIO(text)
-    try:
-        yield
-    finally:
-        sys.stdin = before
 
 
 def same(printed: str, shown: str) -> bool:

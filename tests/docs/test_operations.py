@@ -16,10 +16,9 @@ from docs.make import compatibility
 from specdec.bench.results import as_csv
 from specdec.server.metrics import Load, Metrics
 from specdec.server.settings import Limits, read_settings
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, read
 
-DEPLOY = ROOT / "configs" / "deploy"
-PAGE = (ROOT / "docs" / "guides" / "deploying.md").read_text(encoding="utf-8")
+PAGE = read("docs/guides/deploying.md")
 
 
 def rows(section: str, page: str = PAGE) -> list[list[str]]:
@@ -54,17 +53,17 @@ def test_every_limit_has_its_default() -> None:
 
 def test_the_files_agree_with_the_server() -> None:
     """Settings that it takes, times that cover its drain, sizes that cover its limits."""
-    settings = read_settings(yaml.safe_load((DEPLOY / "serve.yaml").read_text(encoding="utf-8")))
+    settings = read_settings(yaml.safe_load(read("configs/deploy/serve.yaml")))
     limits = Limits()
-    nginx = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    nginx = read("configs/deploy/nginx.conf")
     assert f"proxy_pass http://{settings.host}:{settings.port};" in nginx
     assert f"server_name {settings.hosts[0]};" in nginx
     assert int(re.search(r"proxy_read_timeout (\d+)s", nginx)[1]) > limits.request_seconds  # type: ignore[index]
     assert int(re.search(r"body_size (\d+)m", nginx)[1]) * 2**20 > limits.audio_bytes  # type: ignore[index]
-    unit = (DEPLOY / "specdec.service").read_text(encoding="utf-8")
+    unit = read("configs/deploy/specdec.service")
     stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
     files = int(re.search(r"LimitNOFILE=(\d+)", unit)[1])  # type: ignore[index]
-    *_, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    *_, deployment, service = yaml.safe_load_all(read("configs/deploy/kubernetes.yaml"))
     pod = deployment["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert min(stop, pod["terminationGracePeriodSeconds"]) > limits.drain_seconds + 4
@@ -72,7 +71,7 @@ def test_the_files_agree_with_the_server() -> None:
     assert container["readinessProbe"]["timeoutSeconds"] > 20
     assert container["resources"]["limits"]["cpu"] == container["env"][0]["value"]
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    [job] = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    [job] = yaml.safe_load(read("configs/deploy/prometheus.yaml"))["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
 
 
@@ -89,7 +88,7 @@ def test_the_image_is_built() -> None:
 
 def test_every_variable_is_explained() -> None:
     """That the source reads, by its name or through a constant."""
-    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    page = read("docs/reference/environment.md")
     found = set()
     for path in (ROOT / "specdec").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -104,7 +103,7 @@ def test_every_variable_is_explained() -> None:
 
 def test_every_column_is_explained() -> None:
     """Of the table that `specdec bench` writes."""
-    page = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
+    page = read("docs/guides/comparing.md")
     times = dict.fromkeys(("p50", "p90", "p99"))
     parts: dict[str, Any] = {"split_ms_per_token": dict.fromkeys(("draft", "verify", "select", "overhead"))}
     parts |= dict.fromkeys(("token_ms", "request_ms", "first_token_ms"), times)
@@ -123,9 +122,8 @@ NO_FIGURES = {
 @pytest.mark.parametrize("name", NO_FIGURES)
 def test_a_page_invents_no_figures(name: str) -> None:
     """Its numbers stand in the benchmarks."""
-    page = (ROOT / name).read_text(encoding="utf-8")
-    sources = [ROOT / "docs" / "figures.md", ROOT / "docs" / "zoo.md", ROOT / "benchmarks" / "peers" / "README.md"]
-    known = " ".join(path.read_text(encoding="utf-8") for path in sources)
+    page = read(name)
+    known = " ".join(map(read, ("docs/figures.md", "docs/zoo.md", "benchmarks/peers/README.md")))
     prose = re.sub(r"```.*?```|`[^`]*`|HuggingFaceTB\S*|https?\S*|SmolLM2-\S*", "", page, flags=re.S)
     named = {*re.findall(r"\d+\.\d+", prose)} - NO_FIGURES[name]
     assert len(named) > 15

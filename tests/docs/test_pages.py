@@ -91,8 +91,6 @@ def test_every_command_exists(page: Path) -> None:
     for block in blocks(page):
         for words in commands(block) if block.language == "bash" else ():
             group = get_command(app)
-            if words[:1] == ["zoo"]:
-                group, words = group.commands["zoo"], words[1:]
             if not words or words[0].startswith("-") or words == ["…"]:
                 continue
             with group.commands[words[0]].make_context(words[0], words[1:]) as context:
