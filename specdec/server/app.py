@@ -14,13 +14,13 @@ from specdec import __version__
 from specdec.server.errors import invalid, reported
 from specdec.server.guards import Entrance, GuardedRoute
 from specdec.server.models import Hosts
-from specdec.server.routes import audio, page, status, text
+from specdec.server.routes import audio, status, text
 from specdec.server.settings import ServeSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.state import ERROR, State
 from specdec.server.text import TextModel
 
-ROUTERS = (text.router, audio.router, status.router, page.router)
+ROUTERS = (text.router, audio.router, status.router, status.public)
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:

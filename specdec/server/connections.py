@@ -230,9 +230,9 @@ class HttpProtocol(H11Protocol):
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             if noted:
+                facts = {"request_id": own, "method": "unknown", "path": "unknown", "status": error.status_code}
                 client = origin_of((self.client or ("",))[0])
-                status, code = error.status_code, error.code
-                self._state.note(own, "unknown", "unknown", status, 0.0, len(body), client=client, error=code)
+                self._state.note(**facts, seconds=0.0, bytes=len(body), client=client, key=None, error=error.code)
             else:
                 self._state.metrics.requests.labels("unknown", str(error.status_code)).inc()
         if self.cycle is not None:

@@ -121,6 +121,11 @@ class Message(Sent):
         return _joined(self.content or "")
 
     @property
+    def characters(self) -> int:
+        """The length of its text and of the arguments of its calls."""
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+
+    @property
     def pictures(self) -> list[str]:
         """The data URLs of its pictures."""
         return [part.image_url.url for part in self._parts if part.image_url is not None]
@@ -406,6 +411,17 @@ class ChatRequest(ToolUse, Generate):
         if self.offered and self.forms:
             raise FieldError(f"`{self.forms[0][0]}` sets the form of the answer, and `tools` too: pass one of them")
         return self
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        goes_on = self.continue_final_message
+        how = {
+            "continue_final_message": goes_on,
+            "add_generation_prompt": self.add_generation_prompt is not False and not goes_on,
+            **(self.chat_template_kwargs or {}),
+        }
+        return how | ({"tools": [tool.plain for tool in self.offered]} if self.offered else {})
 
     @property
     def top(self) -> int | None:

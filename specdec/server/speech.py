@@ -34,7 +34,6 @@ class SpeechModel:
 
     def __init__(self, name: str, transcriber: Transcriber, seconds: float) -> None:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator
-        self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
     def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Generator[str | Transcription]:

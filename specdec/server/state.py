@@ -63,35 +63,14 @@ class State:
         for host in self.hosts.all.values():
             host.close()
 
-    def note(
-        self,
-        own: str,
-        method: str,
-        path: str,
-        status: int,
-        seconds: float,
-        sent: int,
-        *,
-        client: str,
-        key: str | None = None,
-        error: str | None = None,
-    ) -> None:
-        """Logs one line about a request of the address `client`: never its content, and no path but a route's.
+    def note(self, **facts: Any) -> None:
+        """Logs one line about a request: never its content, and no path but a route's.
 
-        `error`: the code of its error; that of a stream comes after the status.
+        `facts`: request_id, method, path, status, seconds, bytes, client (its address), key, and error, a code; that
+        of a stream comes after the status.
         """
-        self.metrics.requests.labels(path, str(status)).inc()
-        facts = {
-            "request_id": own,
-            "method": method,
-            "path": path,
-            "status": status,
-            "seconds": round(seconds, 4),
-            "bytes": sent,
-            "client": client,
-            "key": key,
-            "error": error,
-        }
+        self.metrics.requests.labels(facts["path"], str(facts["status"])).inc()
+        facts["seconds"] = round(facts["seconds"], 4)
         LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def admit(self) -> None:

@@ -1,10 +1,11 @@
-"""Health, metrics and models of a server, and its tokenizers."""
+"""Health, metrics and models of a server, its tokenizers, and its web page."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,28 +16,40 @@ from specdec import __version__
 from specdec.core.drafts import Draft
 from specdec.proposers import HybridDraft
 from specdec.server.errors import ApiError
-from specdec.server.guards import GuardedRoute, public
+from specdec.server.guards import GuardedRoute, PublicRoute
 from specdec.server.models import Host
-from specdec.server.options import check_length, check_pictures
+from specdec.server.options import check_length, check_messages
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
 from specdec.server.state import client_of, state_of
-from specdec.server.text import TextModel
+from specdec.server.text import TextModel, ids_in
 
 router = APIRouter(route_class=GuardedRoute, tags=["server"])
+public = APIRouter(route_class=PublicRoute, tags=["server"])
 
 T = TypeVar("T")
+_FOLDER = Path(__file__).parents[1] / "page"
+_PAGE = {  # three files of the package, which load nothing from other hosts
+    path: ((_FOLDER / name).read_bytes(), f"text/{kind}; charset=utf-8")
+    for path, name, kind in (
+        ("/", "index.html", "html"),
+        ("/page/app.js", "app.js", "javascript"),
+        ("/page/style.css", "style.css", "css"),
+    )
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "media-src 'self' blob:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
 
 
-@router.get("/health")
-@public
+@public.get("/health")
 async def health() -> dict[str, str]:
     """200 while the process lives; `/ready` tests the models."""
     return {"status": "ok"}
 
 
-@router.get("/ready")
-@public
+@public.get("/ready")
 async def ready(request: Request) -> Response:
     """200 where every model has decoded within half a minute or does so now, else 503."""
     state = state_of(request)
@@ -83,19 +96,14 @@ async def load(request: Request) -> dict[str, Any]:
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
-    messages, limits = [message.plain for message in asked.messages or ()], state_of(request).settings.limits
-    pictures = [url for message in asked.messages or () for url in message.pictures]
-    check_pictures(pictures, limits)
-    characters = len(asked.prompt or "") + sum(len(message.text) for message in asked.messages or ())
-    check_length(characters, "messages" if asked.prompt is None else "prompt", limits)
+    limits = state_of(request).settings.limits
+    check_messages(asked.messages or (), limits)
+    check_length(len(asked.prompt or ""), "prompt", limits)
     host, text = _text_host(request, asked.model)
 
     def ids() -> list[int]:
-        if pictures:
-            seen = text.seen(messages, add_generation_prompt=asked.add_generation_prompt)
-            return list(seen["input_ids"][0].tolist())
-        if asked.prompt is None:
-            return text.template(messages, add_generation_prompt=asked.add_generation_prompt)
+        if asked.messages is not None:
+            return ids_in(text.read(asked.messages, add_generation_prompt=asked.add_generation_prompt))
         how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         return list(text.tokenizer(asked.prompt, **how)["input_ids"])
 
@@ -118,6 +126,16 @@ async def openapi(request: Request) -> dict[str, Any]:
     """The OpenAPI schema."""
     schema: dict[str, Any] = request.app.openapi()
     return schema
+
+
+@public.get("/", include_in_schema=False)
+@public.get("/page/app.js", include_in_schema=False)
+@public.get("/page/style.css", include_in_schema=False)
+async def page(request: Request) -> Response:
+    """A file of the web page."""
+    content, kind = _PAGE[request.scope["route"].path]
+    headers = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return Response(content, media_type=kind, headers=headers)
 
 
 def _text_host(request: Request, name: str | None) -> tuple[Host, TextModel]:
@@ -145,19 +163,17 @@ def _word(draft: Draft) -> str:
 
 
 def _card(host: Host) -> dict[str, Any]:
-    model = host.model
-    context = model.context if isinstance(model, TextModel) else None
-    generator = model.generator
+    model, generator = host.model, host.model.generator
     return {
         "id": model.name,
         "object": "model",
         "created": host.created,
         "owned_by": "specdec",
-        "max_model_len": context,
+        "max_model_len": model.context if isinstance(model, TextModel) else None,
         "specdec": {
             "task": model.task,
             "chat": model.chats,
-            "drafts": model.drafts,
+            "drafts": generator.drafter is not None,
             "predicts": model.predicts,
             "draft": None if generator.drafter is None else _word(generator.drafter),
             "exactness": generator.target.exactness,

@@ -19,7 +19,7 @@ from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
-from specdec.server.options import check, check_length, check_pictures
+from specdec.server.options import check, check_length, check_messages
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
@@ -35,27 +35,22 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     if len(asked.prompts) > limits.prompts:
         message = f"`prompt` may be {limits.prompts} texts at most on this server"
         raise ApiError(400, message, param="prompt", code="above_limit")
-    return await _answer(request, asked, asked.prompts, max(map(len, asked.prompts)), "prompt")
+    check_length(max(map(len, asked.prompts)), "prompt", limits)
+    return await _answer(request, asked, asked.prompts)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     """Answers a conversation."""
-    characters = sum(len(message.text) for message in asked.messages)
-    characters += sum(len(call.function.arguments) for message in asked.messages for call in message.tool_calls or ())
-    pictures = [url for message in asked.messages for url in message.pictures]
-    check_pictures(pictures, state_of(request).settings.limits)
-    tools = len(json.dumps([tool.plain for tool in asked.offered]))
-    check_length(tools, "tools", state_of(request).settings.limits)
-    return await _answer(request, asked, [None], characters, "messages")
+    limits = state_of(request).settings.limits
+    check_messages(asked.messages, limits)
+    check_length(len(json.dumps([tool.plain for tool in asked.offered])), "tools", limits)
+    return await _answer(request, asked, [None])
 
 
-async def _answer(
-    request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], characters: int, param: str
-) -> Response:
+async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
     state = state_of(request)
     check(asked, state.settings.limits)
-    check_length(characters, param, state.settings.limits)
     if not state.settings.details and (asked.return_metrics or asked.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
