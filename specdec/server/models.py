@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,23 @@ from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
 from specdec.server.admission import Admission
 from specdec.server.errors import ApiError
-from specdec.server.metrics import Load
 from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
-FRESH = 30.0
-"""Seconds after a decoded token in which a model counts as ready."""
+_FRESH = 30.0  # seconds after a decoded token in which a model counts as ready
 _PATIENCE = 20.0  # seconds to wait for a token
 _HELPERS = 2  # threads that tokenize
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full a model is: requests that run and wait, tokens that are held, and that still fit (None: no limit)."""
+
+    running: int
+    waiting: int
+    kv_tokens_held: int
+    kv_tokens_free: int | None
 
 
 class Host:
@@ -60,7 +69,7 @@ class Host:
 
     async def is_ready(self) -> bool:
         """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
-        if time.monotonic() - self._alive < FRESH:
+        if time.monotonic() - self._alive < _FRESH:
             return True
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.warm_up())
@@ -109,9 +118,6 @@ class Hosts:
             raise ApiError(400, message, param="model", code="wrong_model")
         return found
 
-    def loads(self) -> list[tuple[str, Load]]:
-        return [(name, host.load) for name, host in self.all.items()]
-
 
 def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
     """Loads a model; `share` of free memory is its default `kv_budget`.
@@ -119,32 +125,25 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
     Frees the calling thread's OpenMP workers, which would slow down decoding threads. Raises OptionError and LoadError
     as `from_pretrained` does, and SpecdecError where audio files cannot be read.
     """
-    try:
-        return _load(settings, limits, share)
-    finally:
-        release_helpers()
-
-
-def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | SpeechModel:
-    how = _how(settings)
-    target, draft = bundled_models.locate(settings.target, "target"), _draft(settings.draft)
-    common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
-    if _task(settings, target, how) == "speech":
-        check_readers()
-        transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
-        transcriber.generator.compile()
-        return SpeechModel(settings.name, transcriber, limits.audio_seconds)
-    generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
-    generator.compile()
-    how = {"context": settings.context, "options": settings.options, "pixels": limits.picture_pixels}
-    return TextModel(settings.name, generator, **how)
-
-
-def _how(settings: ModelSettings) -> dict[str, Any]:
     unknown = [name for name in settings.loading if name not in (*LOADING, "draft_options")]
     if unknown:
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
-    return {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
+    how = {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
+    target = bundled_models.locate(settings.target, "target")
+    is_speech = _is_speech(settings, target, how)
+    if is_speech:
+        check_readers()
+    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
+    kind = Transcriber if is_speech else SpecGenerator
+    try:
+        made: Any = kind.from_pretrained(target, _draft(settings.draft), **memory, **how, **settings.options)
+        (made.generator if is_speech else made).compile()
+    finally:
+        release_helpers()
+    if is_speech:
+        return SpeechModel(settings.name, made, limits.audio_seconds)
+    own = {"context": settings.context, "options": settings.options, "pixels": limits.picture_pixels}
+    return TextModel(settings.name, made, **own)
 
 
 def _draft(draft: Draft) -> Any:
@@ -153,24 +152,17 @@ def _draft(draft: Draft) -> Any:
     return draft and bundled_models.locate(draft, "draft")
 
 
-def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
-    """The task of the settings, or of the checkpoint's config."""
-    if settings.task != "auto":
-        return settings.task
-    if how.get("gguf_file") or is_gguf(Path(target)):
-        return "text"
-    return "speech" if _kind(target, how) == "whisper" else "text"
-
-
-def _kind(target: str, how: Mapping[str, Any]) -> str | None:
-    """The checkpoint's `model_type`; None for an unreadable config, whose error loading will raise.
-
-    Raises LoadError where the hub cannot be reached.
+def _is_speech(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> bool:
+    """What the settings say, or the checkpoint's config; not of one that cannot be read, whose error loading will
+    raise. Raises LoadError where the hub cannot be reached.
     """
+    if settings.task != "auto":
+        return settings.task == "speech"
+    if how.get("gguf_file") or is_gguf(Path(target)):
+        return False
     hub = {"revision": how.get("revision"), "trust_remote_code": bool(how.get("trust_remote_code"))}
     try:
-        kind: str = AutoConfig.from_pretrained(target, **hub).model_type
+        return bool(AutoConfig.from_pretrained(target, **hub).model_type == "whisper")
     except (OSError, ValueError) as error:
         check_reached(error, target, "target")
-        return None
-    return kind
+        return False

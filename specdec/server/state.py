@@ -37,7 +37,7 @@ class State:
         self.cut = 0  # requests that the server gave up when it stopped
         self._tasks: set[asyncio.Task[Any]] = set()
         self._last: list[Callable[[], None]] = []
-        self.metrics.watch(hosts.loads, self.uploads)
+        self.metrics.watch(hosts.all, self.uploads)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Cancels the task when the server stops, at once if it already has."""

@@ -90,7 +90,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/v1/load")
 async def load(request: Request) -> dict[str, Any]:
     """How full the models are, for the page's plots."""
-    return {name: asdict(one) for name, one in state_of(request).hosts.loads()}
+    return {name: asdict(host.load) for name, host in state_of(request).hosts.all.items()}
 
 
 @router.post("/tokenize")
