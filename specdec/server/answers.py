@@ -14,7 +14,7 @@ from specdec.core.stats import Stats
 from specdec.pipelines.batching import total
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Finished, Started, TextDelta, TokenScore
-from specdec.server.tools import CallFormat, reader_of, whole_calls
+from specdec.server.tools import CallFormat, CallReader, whole_calls
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 _FIGURES = (
@@ -43,7 +43,11 @@ class Answer:
         self._counts = [Counter[str]() for _ in range(prompts)]  # one for each thread that decodes
         self._stats: list[Stats] = []
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
-        self._readers = [] if calls is None else [reader_of(calls, request) for _ in self._deltas]
+        self._readers: list[CallReader] = []
+        if calls is not None:
+            assert isinstance(request, ChatRequest)
+            names, held = {tool.function.name for tool in request.callable}, request.must_call or bool(calls.opening)
+            self._readers = [CallReader(calls, names, held=held) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
 
     @property

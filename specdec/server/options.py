@@ -15,7 +15,8 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import decode
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-from specdec.server.protocol import Generate, Message
+from specdec.server.messages import Message
+from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
 
 # Fields that are options of the same name; their defaults have no effect.

@@ -24,8 +24,9 @@ from specdec.options.generate import listed
 from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
+from specdec.server.messages import Message
 from specdec.server.options import StopTexts, call_options, scored
-from specdec.server.protocol import ChatRequest, Generate, Message
+from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 LOG = logging.getLogger("specdec.server")
@@ -212,8 +213,7 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
-        if (form := form or self._form_of_calls(request)) is not None:
+        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [self._grammar(form).copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:

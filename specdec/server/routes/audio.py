@@ -19,9 +19,9 @@ from specdec.server.answers import event
 from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
+from specdec.server.messages import Text
 from specdec.server.models import Host
 from specdec.server.responses import EventStream, watched
-from specdec.server.sent import Text
 from specdec.server.speech import Listen, SpeechModel
 from specdec.server.state import client_of, state_of
 
