@@ -29,8 +29,8 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        state.close()
+        with state.ends:
+            yield
 
     app = FastAPI(
         title="specdec", version=__version__, lifespan=lifespan, redirect_slashes=False,

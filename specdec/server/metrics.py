@@ -1,16 +1,22 @@
-"""Metrics for Prometheus."""
+"""Metrics for Prometheus, and spans of requests for OpenTelemetry by its own instrumentation of FastAPI."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specdec.core.stats import Stats
+from specdec.errors import SpecdecError
 
+COLLECTOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Environment variables, either of which names the collector."""
+_SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _POSITIONS = 16  # in a draft, counted separately
 _LOADS = {  # attributes of a host
@@ -76,3 +82,28 @@ class Metrics:
 
     def _metric(self, kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
         return kind(f"specdec_{name}", help, labels, registry=self.registry, **more)
+
+
+def trace(app: FastAPI) -> None:
+    """Sends one span per request, without its text, to the collector that the environment names, if it does.
+
+    OpenTelemetry reads its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError without its
+    packages.
+    """
+    if not any(os.environ.get(name) for name in COLLECTOR):
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise SpecdecError(f"{COLLECTOR[0]} is set: pip install -e '.[tracing]', or unset it") from None
+    named = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=Resource.create().merge(named))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    app.state.server.ends.callback(provider.shutdown)
+    FastAPIInstrumentor.instrument_app(
+        app, tracer_provider=provider, excluded_urls=_SILENT, exclude_spans=["receive", "send"]
+    )

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
-from specdec.server.direct_socket import Wire, until_lost
+from specdec.server.direct_socket import LOST, Wire
 from specdec.server.errors import ApiError, reported, too_late
 from specdec.server.state import ERROR, state_of
 
@@ -38,7 +38,8 @@ async def watched(
     """
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
-    gone = asyncio.ensure_future(until_lost(request.scope) if unread else _left(request.receive))
+    lost = request.scope.get(LOST, asyncio.Event())  # no other server tells
+    gone = asyncio.ensure_future(lost.wait() if unread else _left(request.receive))
     patience = state.settings.limits.request_seconds
     end = time.monotonic() + patience
     try:

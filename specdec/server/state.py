@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from contextlib import ExitStack
 from ipaddress import IPv6Address
 from typing import Any
 
@@ -35,9 +35,11 @@ class State:
         self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
         self.draining = self.stopping = False
         self.cut = 0  # requests that the server gave up when it stopped
+        self.ends = ExitStack()  # closed after the last request: a signal leaves the process no time after that
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._last: list[Callable[[], None]] = []
         self.metrics.watch(hosts.all, self.uploads)
+        for host in hosts.all.values():
+            self.ends.callback(host.close)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Cancels the task when the server stops, at once if it already has."""
@@ -51,17 +53,6 @@ class State:
         self.stopping, self.cut = True, len(self._tasks)
         for task in self._tasks:
             task.cancel()
-
-    def at_close(self, do: Callable[[], None]) -> None:
-        """Calls `do` after the last request; a signal leaves the process no time after that."""
-        self._last.append(do)
-
-    def close(self) -> None:
-        """Makes the calls of `at_close` and shuts the models' threads down."""
-        for do in self._last:
-            do()
-        for host in self.hosts.all.values():
-            host.close()
 
     def note(self, **facts: Any) -> None:
         """Logs one line about a request: never its content, and no path but a route's.
