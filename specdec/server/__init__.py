@@ -13,8 +13,8 @@
 | `direct_socket.py` | events written to the socket by the decoding thread |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
 | `tools.py` | calls of tools in answers: their grammar and their reading |
-| `metrics.py`, `state.py` | metrics for Prometheus; state shared by requests |
-| `http.py` | the process, its log, its shutdown, and spans for OpenTelemetry |
+| `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
+| `state.py`, `http.py` | state shared by requests; the process and its shutdown |
 
 Needs the extra `serve`.
 """

@@ -194,7 +194,7 @@ class _Server(uvicorn.Server):
 
     async def _warm_up(self) -> bool:
         """Decodes a token with every model; False if a signal ended the wait."""
-        work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.all.values()), return_exceptions=True)
+        work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.values()), return_exceptions=True)
         while not (work.done() or self.should_exit):
             await asyncio.wait({work}, timeout=0.1)
         if not work.done():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
 from specdec.server.admission import Admission
-from specdec.server.errors import ApiError
 from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
@@ -80,43 +79,14 @@ class Host:
         return True
 
     async def warm_up(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.pool, self._decode)
+        """Decodes a token."""
+        await asyncio.get_running_loop().run_in_executor(self.pool, self.model.warm_up)
         self.beat()
-
-    def _decode(self) -> None:
-        generator = self.model.generator
-        if isinstance(self.model, SpeechModel):
-            generator.generate(**self.model.silence(), max_new_tokens=1)
-        else:
-            generator.generate([[0]], max_new_tokens=1, do_sample=False)
 
     def close(self) -> None:
         """Takes no more requests; running ones go on."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.helpers.shutdown(wait=False, cancel_futures=True)
-
-
-class Hosts:
-    """The models of a server, by name."""
-
-    def __init__(self, models: Sequence[TextModel | SpeechModel], limits: Limits) -> None:
-        self.all = {model.name: Host(model, limits) for model in models}
-
-    def named(self, name: str | None, task: str) -> Host:
-        """The model of this name (None: the first of the task); raises a 404, or a 400 for a model of another task."""
-        fitting = [host for host in self.all.values() if host.model.task == task]
-        if name is None and fitting:
-            return fitting[0]
-        found = self.all.get(name or "")
-        if found is None:
-            names = ", ".join(repr(host.model.name) for host in fitting)
-            known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
-            message = known if name is None else f"there is no model {name!r} here; {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        if found.model.task != task:
-            message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"
-            raise ApiError(400, message, param="model", code="wrong_model")
-        return found
 
 
 def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:

@@ -43,7 +43,10 @@ class SpeechModel:
         if asked.stamps is not None:
             options["return_timestamps"] = "word" if asked.stamps == "word" else True
         if asked.prompt:
-            options["prompt_ids"] = self._prompt(asked.prompt)
+            try:
+                options["prompt_ids"] = [int(token) for token in self.generator.tokenizer.get_prompt_ids(asked.prompt)]
+            except ValueError as error:  # special tokens
+                raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
         if asked.temperature:
             options["temperature"] = asked.temperature
 
@@ -59,18 +62,11 @@ class SpeechModel:
         )
         yield found
 
-    def silence(self) -> dict[str, Any]:
-        """Inputs to test that the model decodes."""
+    def warm_up(self) -> None:
+        """Decodes a token of silence."""
         config = self.generator.target.config
-        return {"input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
-
-    def _prompt(self, text: str) -> list[int]:
-        """The ids of a prompt, as Whisper takes them; raises a 400 for special tokens."""
-        tokenizer = self.generator.tokenizer
-        try:
-            return [int(token) for token in tokenizer.get_prompt_ids(text)]
-        except ValueError as error:
-            raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
+        silence = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        self.generator.generate(input_features=silence, max_new_tokens=1)
 
     def _check_length(self, content: bytes) -> None:
         """Raises a 400 from the file's header, before anything is decoded."""

@@ -128,6 +128,10 @@ class TextModel:
         self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
 
+    def warm_up(self) -> None:
+        """Decodes a token."""
+        self.generator.generate([[0]], max_new_tokens=1, do_sample=False)
+
     def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
         request = prompt.request

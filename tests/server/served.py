@@ -85,7 +85,7 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
-    application.state.server.close()
+    application.state.server.ends.close()
 
 
 def state_of(server: uvicorn.Server) -> Any:

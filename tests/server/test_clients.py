@@ -38,7 +38,7 @@ async def beside(application: FastAPI, *asked: tuple[dict[str, Any], dict[str, s
     gone = asyncio.Event()
     first = asgi(application, "POST", PATH, body={**LONG, "stream": True}, leave=gone, **asked[0][1])
     work = asyncio.ensure_future(first)
-    await until(lambda: application.state.server.hosts.all["text"].turns.running)
+    await until(lambda: application.state.server.hosts["text"].turns.running)
     found = [(await asgi(application, "POST", PATH, body=body, **headers)).status for body, headers in asked]
     gone.set()
     await work

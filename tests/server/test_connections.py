@@ -230,7 +230,7 @@ async def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCapt
         async with listening(model, limits={"connections": 3, "connections_per_client": 3}) as (server, client):
             go_on.clear()
             held = [await opened(client, body_of({"prompt": "abc"})) for _ in range(3)]
-            turns = state_of(server).hosts.all["text"].turns
+            turns = state_of(server).hosts["text"].turns
             await until(lambda: turns.running == 3)
             caplog.clear()
             for _ in range(9):
@@ -373,7 +373,7 @@ async def decoded(**limits: int) -> AsyncGenerator[tuple[httpx.AsyncClient, sock
     """A stream whose turn has ended, and of which nothing was read yet; and a client for others."""
     async with listening(limits=limits) as (server, client):
         small_buffers(server)
-        turns = state_of(server).hosts.all["text"].turns
+        turns = state_of(server).hosts["text"].turns
         async with unread(client, body_of({**LONG, "stream": True})) as one:
             await until(lambda: turns.running)
             await until(lambda: not turns.running)
@@ -483,7 +483,7 @@ async def test_who_pipelines_leaves_too() -> None:
     model = text_model(draft="none")
     model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     async with listening(model) as (server, client):
-        turns = state_of(server).hosts.all["text"].turns
+        turns = state_of(server).hosts["text"].turns
         _, writer = await opened(client, body_of({"prompt": "abc", "max_tokens": 450, "ignore_eos": True}))
         await until(lambda: turns.running)
         writer.write(PAGES)

@@ -130,7 +130,7 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
             asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": stream}))
             for stream in (True, False)
         ]
-        turns = state_of(server).hosts.all["text"].turns
+        turns = state_of(server).hosts["text"].turns
         await until(lambda: turns.running >= 2)
         began = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
@@ -152,7 +152,7 @@ async def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
     limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
     async with listening(speech_model(), limits=limits) as (server, client):
         state = state_of(server)
-        turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
+        turns, files = state.hosts["speech"].turns, {"file": ("a.wav", b"no sound")}
         async with turns.turn("somebody"):
             asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
             await until(lambda: turns.waiting >= 7 and state.uploads.waiting >= 3)
@@ -179,5 +179,5 @@ async def test_work_that_comes_after_the_drain_is_given_up() -> None:
     task = asyncio.ensure_future(work())
     state.track(task)
     await asyncio.wait({task}, timeout=5)
-    state.close()
+    state.ends.close()
     assert [*told, "given up" if task.cancelled() else "runs"] == ["closed", "given up"]

@@ -332,7 +332,7 @@ async def test_recordings_wait_on_disk_or_unread() -> None:
     """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
     body, size = form(b"no sound" * 2**19), 2**22
     application = app(hearing(), limits={"recordings": 1, "per_key": 20})
-    turns = application.state.server.hosts.all["speech"].turns
+    turns = application.state.server.hosts["speech"].turns
     asked = [Answered() for _ in range(20)]
     tracemalloc.start()
     async with turns.turn("somebody"):
@@ -393,5 +393,5 @@ async def test_a_recording_nobody_waits_for() -> None:
     gone.set()
     await work
     await idle(hearing())
-    assert application.state.server.hosts.all["speech"].load.running == 0
-    application.state.server.close()
+    assert application.state.server.hosts["speech"].load.running == 0
+    application.state.server.ends.close()

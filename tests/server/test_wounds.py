@@ -267,7 +267,7 @@ async def test_clients_that_leave(stream: bool) -> None:
         gone.set()
         await asked
         await idle(model)
-        assert state.hosts.all["text"].load.running == 0
+        assert state.hosts["text"].load.running == 0
         assert reached < 450
     async with client(application) as c:
         assert (await c.post("/v1/completions", json=BODY)).status_code == 200
@@ -280,7 +280,7 @@ async def test_leaving_while_waiting() -> None:
     application = app(limits={"running": 1, "waiting": 2})
     long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
     first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
-    turns = application.state.server.hosts.all["text"].turns
+    turns = application.state.server.hosts["text"].turns
     await until(lambda: turns.running)
     gone = asyncio.Event()
     second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
@@ -292,7 +292,7 @@ async def test_leaving_while_waiting() -> None:
     await second
     assert turns.waiting <= 1
     found = [(await one).status for one in (first, third)]
-    application.state.server.close()
+    application.state.server.ends.close()
     assert [*found, refused.status, turns.running, turns.waiting] == [200, 200, 429, 0, 0]
 
 

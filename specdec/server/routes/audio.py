@@ -61,7 +61,7 @@ async def transcriptions(
     words = "word" in timestamp_granularities
     stamps = None if response_format in ("json", "text") else "word" if words else "segment"
     asked = Listen("transcribe", language, prompt, temperature, stamps, seed)
-    host = state_of(request).hosts.named(model, "speech")
+    host = state_of(request).host(model, "speech")
     if stream:
         return EventStream(await watched(request, primed(_events(_heard(request, host, asked, file)))))
     segments = not words or "segment" in timestamp_granularities
@@ -82,7 +82,7 @@ async def translations(
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
     stamps = None if response_format in ("json", "text") else "segment"
     asked = Listen("translate", None, prompt, temperature, stamps, seed)
-    host = state_of(request).hosts.named(model, "speech")
+    host = state_of(request).host(model, "speech")
     return await _answer(request, host, asked, file, response_format, segments=True)
 
 

@@ -55,7 +55,7 @@ async def ready(request: Request) -> Response:
     state = state_of(request)
     if state.draining:
         return JSONResponse({"status": "shutting down"}, 503)
-    states = {name: await host.is_ready() for name, host in state.hosts.all.items()}
+    states = {name: await host.is_ready() for name, host in state.hosts.items()}
     sound = all(states.values())
     return JSONResponse({"status": "ok" if sound else "stuck", "models": states}, 200 if sound else 503)
 
@@ -75,13 +75,13 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """All models."""
-    return {"object": "list", "data": [_card(host) for host in state_of(request).hosts.all.values()]}
+    return {"object": "list", "data": [_card(host) for host in state_of(request).hosts.values()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model."""
-    found = state_of(request).hosts.all.get(name)
+    found = state_of(request).hosts.get(name)
     if found is None:
         raise ApiError(404, f"there is no model {name[:128]!r} here", param="model", code="model_not_found")
     return _card(found)
@@ -90,7 +90,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/v1/load")
 async def load(request: Request) -> dict[str, Any]:
     """How full the models are, for the page's plots."""
-    return {name: asdict(host.load) for name, host in state_of(request).hosts.all.items()}
+    return {name: asdict(host.load) for name, host in state_of(request).hosts.items()}
 
 
 @router.post("/tokenize")
@@ -139,7 +139,7 @@ async def page(request: Request) -> Response:
 
 
 def _text_host(request: Request, name: str | None) -> tuple[Host, TextModel]:
-    host = state_of(request).hosts.named(name, "text")
+    host = state_of(request).host(name, "text")
     assert isinstance(host.model, TextModel)
     return host, host.model
 

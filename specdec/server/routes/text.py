@@ -68,7 +68,7 @@ class TextRequest:
 
     def __init__(self, request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> None:
         state, client = state_of(request), client_of(request)
-        self._host = state.hosts.named(asked.model, "text")
+        self._host = state.host(asked.model, "text")
         self._model, self._asked, self._limits = self._host.model, asked, state.settings.limits
         assert isinstance(self._model, TextModel)
         self._metrics, self._began = state.metrics, time.monotonic()
