@@ -14,20 +14,18 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from specdec.server import protocol
+from specdec.server import messages, protocol
 from specdec.server.errors import ApiError, invalid
+from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
 from specdec.server.protocol import (
     HINTS,
     REFUSED,
-    REFUSED_OF_MESSAGES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 from specdec.server.routes import audio as audio_routes
-from specdec.server.sent import Sent
-from specdec.server.tool_fields import ToolUse
 from tests.server.served import app, asking, client, events, model_of, speech_model
 
 soundfile = pytest.importorskip("soundfile")
@@ -90,11 +88,8 @@ def body_with(path: Path, models: list[type[BaseModel]], value: Any) -> dict[str
 
 def fields(*models: type[BaseModel]) -> set[str]:
     """All names that a client may write."""
-    return {str(part) for model in models for path, _ in paths(model) for part in path} | {
-        *REFUSED,
-        *REFUSED_OF_MESSAGES,
-        *HINTS,
-    }
+    named = {str(part) for model in models for path, _ in paths(model) for part in path}
+    return named | {*REFUSED, *REFUSED_OF_MESSAGES, *HINTS}
 
 
 def check(error: ApiError, body: Any, known: set[str]) -> None:
@@ -127,37 +122,25 @@ def test_every_validator_speaks_to_clients() -> None:
                     check(invalid([dict(fault) for fault in wrong.errors()], body), body, known)
                     refused += 1
     assert refused > 2000
-    models_of_clients = {one for one in vars(protocol).values() if isinstance(one, type) and issubclass(one, BaseModel)}
+    names = {**vars(messages), **vars(protocol)}.values()
+    models_of_clients = {one for one in names if isinstance(one, type) and issubclass(one, Sent)}
     walked = {model for base in BASES for _, models in paths(base) for model in models}
-    assert models_of_clients - walked == {Sent, ToolUse, protocol.Generate}
+    assert models_of_clients - walked == {Sent, protocol.Generate}
 
 
 SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a"] * 5}, "stop", "`stop` may have 4 entries at most"),
-    ({"stop": ""}, "stop", "`stop` must not be empty"),
     ({"stop": 5}, "stop", "`stop` must be text or a list, got 5"),
     ({"stop": ["a", 5]}, "stop.1", "`stop.1` must be text, got 5"),
-    ({"prompt": ["a", 5]}, "prompt.1", "`prompt.1` must be text or a list, got 5"),
-    ({"prompt": []}, "prompt", "`prompt` must not be empty"),
     ({"prompt": [-1]}, "prompt.0", "`prompt.0` must be at least 0, got -1"),
     ({"prompt": None}, "prompt", "`prompt` is needed: pass it"),
     ({"temperature": "0.5"}, "temperature", '`temperature` must be a number, got "0.5"'),
-    ({"stream": "yes"}, "stream", '`stream` must be true or false, got "yes"'),
-    ({"max_tokens": "5"}, "max_tokens", '`max_tokens` must be a whole number, got "5"'),
     ({"early_stopping": "x"}, "early_stopping", "true or false or 'never' or 'exhaustive'"),
-    ({"constraints": [["a"], 5]}, "constraints.1", "`constraints.1` must be text or a list, got 5"),
-    ({"typical_p": 0}, "typical_p", "`typical_p` must be above 0, got 0"),
     ({"stop_token_ids": [1, 999]}, "stop_token_ids", "`stop_token_ids` must be below 259"),
-    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "`stop_token_ids` may have 64 entries at most"),
-    ({"top_k": 2**21}, "top_k", "`top_k` must be at most 1,048,576, got 2097152"),
     ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
-    ({"no_such": 1}, "no_such", "`no_such` is not known here: leave it out"),
     ({"n": 2, "temperature": 0}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias", "`logit_bias` must be ids from 0 to 258"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
     ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
-    ({"constraints": ["a"], "temperature": 1.0}, "constraints", "or set `temperature` to 0"),
-    ({"guided_grammar": "nonsense"}, "guided_grammar", "`guided_grammar`: "),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
     ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
     ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 0}, None, "no token is left to choose"),

@@ -62,7 +62,7 @@ async def test_every_route_is_closed(key_file: Path) -> None:
     open_paths = {route.path for route in routes if isinstance(route, PublicRoute)}
     assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
     async with client(application) as c:
-        for route, method in ((route, method) for route in routes for method in route.methods):
+        for method, route in ((method, one) for one in routes for method in one.methods):
             path = route.path.replace("{name:path}", "text")
             found = await c.request(method, path, json=BODY if method == "POST" else None)
             assert found.status_code == (200 if path in open_paths else 401), path
