@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specdec.core.stats import Stats
 from specdec.errors import SpecdecError
@@ -75,10 +75,6 @@ class Metrics:
         for position in range(min(max(stats.per_step_accepted, default=0), _POSITIONS)):
             reached = sum(accepted > position for accepted in stats.per_step_accepted)
             self.per_position.labels(model, str(position)).inc(reached)
-
-    @property
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
     def _metric(self, kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
         return kind(f"specdec_{name}", help, labels, registry=self.registry, **more)

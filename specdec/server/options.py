@@ -65,8 +65,7 @@ def check_messages(messages: Sequence[Message], limits: Limits) -> None:
 
 def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
-    given = asked.model_dump(include={*_SAME}, exclude_defaults=True)
-    options: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    options = asked.model_dump(include={*_SAME}, exclude_defaults=True)
     searches = asked.num_beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
         options |= {"do_sample": True, **EVERYTHING, **checkpoint}

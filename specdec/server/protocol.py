@@ -23,7 +23,7 @@ _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _ENTRIES = 1024  # of an object with any names
 _MOST_CALLS = 16  # of one answer
-_LONGEST_STOP, _LONGEST_GRAMMAR = 256, 65_536
+_LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
 
 
 def _few(data: Any) -> Any:
@@ -40,9 +40,8 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_PHRASE)]
 Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
-Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 Json = dict[str, Any] | Grammar
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
 Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
@@ -130,7 +129,7 @@ class Generate(Sent):
     max_tokens: Count | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Phrase | Annotated[list[Phrase], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

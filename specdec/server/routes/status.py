@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
@@ -69,7 +69,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Counts and times for Prometheus."""
-    return Response(state_of(request).metrics.text, media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(state_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
