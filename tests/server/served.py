@@ -197,18 +197,15 @@ async def asgi(
 
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "method": method,
         "path": path,
-        "raw_path": path.encode(),
         "root_path": root_path,
         "scheme": "http",
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in head.items()],
         "client": ("127.0.0.1", 5000),
         "server": ("127.0.0.1", 8000),
-        "state": {},
     }
     with suppress(Exception):  # a server logs it, after the answer
         await application(scope, receive, send)
