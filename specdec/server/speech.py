@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +11,6 @@ import torch
 from specdec.pipelines import Transcriber, Transcription
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Options of a transcription; `stamps`: timestamps by "segment", by "word", or None."""
-
-    task: str
-    language: str | None = None
-    prompt: str | None = None
-    temperature: float = 0.0
-    stamps: str | None = None
-    seed: int = 0
 
 
 class SpeechModel:
@@ -36,19 +23,20 @@ class SpeechModel:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator
         self._seconds = seconds
 
-    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Generator[str | Transcription]:
-        """The text window by window, then the `Transcription`; raises a 400 for an unreadable or long recording."""
+    def hear(
+        self, content: bytes, prompt: str | None, options: dict[str, Any], cancel: Cancel
+    ) -> Generator[str | Transcription]:
+        """The text window by window, then the `Transcription`; `options` are the transcriber's.
+
+        Raises a 400 for an unreadable or long recording, and for special tokens in the prompt.
+        """
         self._check_length(content)
-        options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}
-        if asked.stamps is not None:
-            options["return_timestamps"] = "word" if asked.stamps == "word" else True
-        if asked.prompt:
+        if prompt:
             try:
-                options["prompt_ids"] = [int(token) for token in self.generator.tokenizer.get_prompt_ids(asked.prompt)]
-            except ValueError as error:  # special tokens
+                ids = [int(token) for token in self.generator.tokenizer.get_prompt_ids(prompt)]
+            except ValueError as error:
                 raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
-        if asked.temperature:
-            options["temperature"] = asked.temperature
+            options = {**options, "prompt_ids": ids}
 
         def cancelled(ids: Any, scores: Any, **_: Any) -> bool:
             cancel.check()

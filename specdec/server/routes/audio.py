@@ -22,7 +22,7 @@ from specdec.server.guards import RecordingRoute
 from specdec.server.messages import Text
 from specdec.server.models import Host
 from specdec.server.responses import EventStream, watched
-from specdec.server.speech import Listen, SpeechModel
+from specdec.server.speech import SpeechModel
 from specdec.server.state import client_of, state_of
 
 router = APIRouter(route_class=RecordingRoute, tags=["audio"])
@@ -59,13 +59,15 @@ async def transcriptions(
     if timestamp_granularities and response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
-    stamps = None if response_format in ("json", "text") else "word" if words else "segment"
-    asked = Listen("transcribe", language, prompt, temperature, stamps, seed)
+    stamps = None if response_format in ("json", "text") else "word" if words else True
+    options = {"task": "transcribe", "language": language, "return_timestamps": stamps, "seed": seed}
+    options["temperature"] = temperature or None
     host = state_of(request).host(model, "speech")
+    heard = _heard(request, host, file, prompt, options)
     if stream:
-        return EventStream(await watched(request, primed(_events(_heard(request, host, asked, file)))))
+        return EventStream(await watched(request, primed(_events(heard))))
     segments = not words or "segment" in timestamp_granularities
-    return await _answer(request, host, asked, file, response_format, segments=segments)
+    return _answer(host, await watched(request, _whole(heard)), options, response_format, segments=segments)
 
 
 @router.post("/v1/audio/translations")
@@ -80,10 +82,11 @@ async def translations(
 ) -> Response:
     """Translates a recording into English."""
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
-    stamps = None if response_format in ("json", "text") else "segment"
-    asked = Listen("translate", None, prompt, temperature, stamps, seed)
+    stamps = None if response_format in ("json", "text") else True
+    options = {"task": "translate", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
     host = state_of(request).host(model, "speech")
-    return await _answer(request, host, asked, file, response_format, segments=True)
+    found = await watched(request, _whole(_heard(request, host, file, prompt, options)))
+    return _answer(host, found, options, response_format, segments=True)
 
 
 async def _check_fields(request: Request, known: set[str]) -> None:
@@ -91,7 +94,9 @@ async def _check_fields(request: Request, known: set[str]) -> None:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
 
 
-def _heard(request: Request, host: Host, asked: Listen, file: UploadFile) -> AsyncGenerator[str | Transcription, None]:
+def _heard(
+    request: Request, host: Host, file: UploadFile, prompt: str | None, options: dict[str, Any]
+) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
     state, model, began = state_of(request), host.model, time.monotonic()
     metrics = state.metrics
@@ -101,7 +106,7 @@ def _heard(request: Request, host: Host, asked: Listen, file: UploadFile) -> Asy
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
         with file.file:
             content = file.file.read()
-        with closing(model.hear(content, asked, cancel)) as items:
+        with closing(model.hear(content, prompt, options, cancel)) as items:
             for item in items:
                 host.beat()
                 if isinstance(item, Transcription):
@@ -147,10 +152,7 @@ def _usage(found: Transcription) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(found.duration)}
 
 
-async def _answer(
-    request: Request, host: Host, asked: Listen, file: UploadFile, form: Format, *, segments: bool
-) -> Response:
-    found = await watched(request, _whole(_heard(request, host, asked, file)))
+def _answer(host: Host, found: Transcription, options: dict[str, Any], form: Format, *, segments: bool) -> Response:
     text = found["text"].strip()
     if form == "json":
         return JSONResponse({"text": text, "usage": _usage(found)})
@@ -159,13 +161,13 @@ async def _answer(
     if form in ("srt", "vtt"):
         return PlainTextResponse((srt if form == "srt" else vtt)(found["chunks"]))
     body: dict[str, Any] = {
-        "task": asked.task,
+        "task": options["task"],
         "language": found.language,
         "duration": round(found.duration, 3),
         "text": text,
         "usage": _usage(found),
     }
-    if asked.stamps == "word":
+    if options["return_timestamps"] == "word":
         spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in found["chunks"]]
         body["words"] = [
             {"word": word, "start": start or 0.0, "end": (start or 0.0) if end is None else end}
