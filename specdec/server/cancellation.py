@@ -54,19 +54,20 @@ async def in_threads(
             async with turn():
                 done = loop.run_in_executor(pool, _run, job, cancel, partial(loop.call_soon_threadsafe, put, cancel))
                 try:
-                    await asyncio.shield(done)
+                    await asyncio.wait({done})
                 finally:
                     cancel.cancel()
                     await asyncio.wait({done})
-            queue.put_nowait(_END)
-        except Exception as error:
-            queue.put_nowait(error)
+                    error = done.exception()
+            queue.put_nowait(_END if error is None else error)
+        except Exception as refused:  # of the turn
+            queue.put_nowait(refused)
 
     tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
         for _ in tasks:
             while (item := await queue.get()) is not _END:
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 waiting -= size(item)
                 yield item

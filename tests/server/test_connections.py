@@ -310,7 +310,7 @@ async def test_what_is_no_http(name: str, caplog: pytest.LogCaptureFixture) -> N
     assert status == expected
     assert json.loads(body)["error"]["message"]
     assert headers["connection"] == "close"
-    [line, _] = facts_of(caplog)
+    line = facts_of(caplog)[0]
     assert (line["request_id"], line["status"]) == (headers["x-request-id"], expected)
     assert not [one for one in caplog.records if one.exc_info or "Invalid HTTP" in one.getMessage()]
 
