@@ -38,6 +38,7 @@ async def in_threads(
     after the items that wait. The first error, or closing this, cancels all jobs and waits for their threads.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    soon: Any = loop.call_soon_threadsafe
     waiting = 0
 
     def put(cancel: Cancel, item: T) -> None:
@@ -52,7 +53,7 @@ async def in_threads(
         cancel = Cancel()
         try:
             async with turn():
-                done = loop.run_in_executor(pool, _run, job, cancel, partial(loop.call_soon_threadsafe, put, cancel))
+                done = loop.run_in_executor(pool, _run, job, cancel, partial(soon, put, cancel))
                 try:
                     await asyncio.wait({done})
                 finally:

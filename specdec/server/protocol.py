@@ -308,13 +308,12 @@ class ChatRequest(Generate):
     @property
     def template_options(self) -> dict[str, Any]:
         """The arguments of the chat template."""
-        goes_on = self.continue_final_message
-        how = {
-            "continue_final_message": goes_on,
-            "add_generation_prompt": self.add_generation_prompt is not False and not goes_on,
-            **(self.chat_template_kwargs or {}),
-        }
-        return how | ({"tools": [tool.plain for tool in self.offered]} if self.offered else {})
+        how: dict[str, Any] = {str(name): value for name, value in (self.chat_template_kwargs or {}).items()}
+        how["continue_final_message"] = self.continue_final_message
+        how["add_generation_prompt"] = self.add_generation_prompt is not False and not self.continue_final_message
+        if self.offered:
+            how["tools"] = [tool.plain for tool in self.offered]
+        return how
 
     @property
     def top(self) -> int | None:

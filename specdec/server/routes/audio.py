@@ -60,8 +60,8 @@ async def transcriptions(
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
     stamps = None if response_format in ("json", "text") else "word" if words else True
-    options = {"task": "transcribe", "language": language, "return_timestamps": stamps, "seed": seed}
-    options["temperature"] = temperature or None
+    options = {"task": "transcribe", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
+    options["language"] = language
     host = state_of(request).host(model, "speech")
     heard = _heard(request, host, file, prompt, options)
     if stream:

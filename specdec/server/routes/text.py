@@ -69,8 +69,9 @@ class TextRequest:
     def __init__(self, request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> None:
         state, client = state_of(request), client_of(request)
         self._host = state.host(asked.model, "text")
-        self._model, self._asked, self._limits = self._host.model, asked, state.settings.limits
-        assert isinstance(self._model, TextModel)
+        model, self._asked, self._limits = self._host.model, asked, state.settings.limits
+        assert isinstance(model, TextModel)
+        self._model = model
         self._metrics, self._began = state.metrics, time.monotonic()
         self.wire = wire_of(request.scope) if asked.stream else None
         self._turn = partial(self._host.turns.turn, client)
