@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,26 +100,29 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     limits = state_of(request).settings.limits
     check_messages(asked.messages or (), limits)
     check_length(len(asked.prompt or ""), "prompt", limits)
-    host, text = _text_host(request, asked.model)
 
-    def ids() -> list[int]:
+    def ids(model: TextModel) -> dict[str, Any]:
         if asked.messages is not None:
-            return ids_in(text.read(asked.messages, add_generation_prompt=asked.add_generation_prompt))
-        how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
-        return list(text.tokenizer(asked.prompt, **how)["input_ids"])
+            found = ids_in(model.read(asked.messages, add_generation_prompt=asked.add_generation_prompt))
+        else:
+            how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
+            found = list(model.tokenizer(asked.prompt, **how)["input_ids"])
+        return {"tokens": found, "count": len(found), "max_model_len": model.context}
 
-    found = await _lightly(request, host, ids)
-    return {"tokens": found, "count": len(found), "max_model_len": text.context}
+    return await _lightly(request, asked.model, ids)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, str]:
     """The text of token ids."""
-    host, text = _text_host(request, asked.model)
-    width = max(len(text.tokenizer), text.generator.target.vocab_size)
-    if any(token >= width for token in asked.tokens):
-        raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
-    return {"prompt": await _lightly(request, host, lambda: str(text.tokenizer.decode(asked.tokens)))}
+
+    def text(model: TextModel) -> dict[str, str]:
+        width = max(len(model.tokenizer), model.generator.target.vocab_size)
+        if any(token >= width for token in asked.tokens):
+            raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
+        return {"prompt": str(model.tokenizer.decode(asked.tokens))}
+
+    return await _lightly(request, asked.model, text)
 
 
 @router.get("/openapi.json", include_in_schema=False)
@@ -138,18 +142,15 @@ async def page(request: Request) -> Response:
     return Response(content, media_type=kind, headers=headers)
 
 
-def _text_host(request: Request, name: str | None) -> tuple[Host, TextModel]:
+async def _lightly(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
+    """Runs a short function of a model in a helper thread, a few at a time."""
     host = state_of(request).host(name, "text")
     assert isinstance(host.model, TextModel)
-    return host, host.model
-
-
-async def _lightly(request: Request, host: Host, function: Callable[[], T]) -> T:
-    """Runs a short function in a helper thread, a few at a time."""
+    short = partial(function, host.model)
 
     async def turned() -> T:
         async with host.light.turn(client_of(request)):
-            return await asyncio.get_running_loop().run_in_executor(host.helpers, function)
+            return await asyncio.get_running_loop().run_in_executor(host.helpers, short)
 
     return await watched(request, turned())
 
