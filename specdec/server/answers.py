@@ -13,7 +13,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.pipelines.batching import total
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
-from specdec.server.text import Finished, Started, TextDelta, TokenScore
+from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
 from specdec.server.tools import CallFormat, CallReader, whole_calls
 
 _UNIT = 128  # bytes: padded events have a multiple of them
@@ -59,15 +59,15 @@ class Answer:
         """The sums over the prompts that are done."""
         return total(self._stats)
 
-    def count(self, prompt: int, update: Started | TextDelta | Finished) -> None:
+    def count(self, prompt: int, update: Started | TextDelta | Stats) -> None:
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts["prompt"] = update.prompt_tokens
         elif isinstance(update, TextDelta):
             counts["new"] += update.tokens
         else:
-            counts["cached"] = update.cached_tokens
-            self._stats.append(update.stats)
+            counts["cached"] = cached_tokens(update)
+            self._stats.append(update)
 
     def add(self, prompt: int, delta: TextDelta) -> None:
         self._deltas[prompt * self.request.n + delta.row].append(delta)

@@ -69,18 +69,6 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The prompt is done."""
-
-    stats: Stats
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that no choice read again: choices read the prompt together."""
-        return min((row.cached_prompt_tokens for row in self.stats.per_row), default=0)
-
-
-@dataclass(frozen=True)
 class PromptRequest:
     """One prompt of a request: text, token ids, or None for the messages of a chat.
 
@@ -132,8 +120,8 @@ class TextModel:
         """Decodes a token."""
         self.generator.generate([[0]], max_new_tokens=1, do_sample=False)
 
-    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
-        """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
+    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Stats]:
+        """Decodes a prompt, at last into its statistics; raises OptionError and ApiError for an invalid request."""
         request = prompt.request
         inputs = self._inputs(prompt)
         ids = ids_in(inputs)
@@ -155,7 +143,7 @@ class TextModel:
         if not any(row.streamed for row in rows):
             for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
                 yield row.whole(tokens, reason)
-        yield Finished(out.stats)
+        yield out.stats
 
     def _inputs(self, prompt: PromptRequest) -> dict[str, Any]:
         """The model's inputs: an empty text becomes a token."""
@@ -338,6 +326,11 @@ def _openai(finish: str) -> str:
 def _finite(value: float | None) -> float:
     """A log-probability within [-9999, 0]: JSON has no infinities."""
     return max(-9999.0, min(value if value is not None else 0.0, 0.0))
+
+
+def cached_tokens(stats: Stats) -> int:
+    """Tokens of a prompt that no choice read again: choices read the prompt together."""
+    return min((row.cached_prompt_tokens for row in stats.per_row), default=0)
 
 
 def ids_in(inputs: Mapping[str, Any]) -> list[int]:

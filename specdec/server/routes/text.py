@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.direct_socket import wire_of
@@ -23,7 +24,7 @@ from specdec.server.options import check, check_length, check_messages
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
-from specdec.server.text import Finished, PromptRequest, Started, TextDelta, TextModel
+from specdec.server.text import PromptRequest, Started, TextDelta, TextModel, cached_tokens
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
 
@@ -134,13 +135,13 @@ class _Observed:
         self._last: float | None = None
         metrics.queued.labels(self._model).observe(time.monotonic() - began)
 
-    def update(self, update: Started | TextDelta | Finished) -> None:
+    def update(self, update: Started | TextDelta | Stats) -> None:
         now = time.monotonic()
         if isinstance(update, Started):
             self._metrics.prompt_tokens.labels(self._model).inc(update.prompt_tokens)
-        elif isinstance(update, Finished):
-            self._metrics.count(self._model, update.stats)
-            self._metrics.cached_tokens.labels(self._model).inc(update.cached_tokens)
+        elif isinstance(update, Stats):
+            self._metrics.count(self._model, update)
+            self._metrics.cached_tokens.labels(self._model).inc(cached_tokens(update))
             self._metrics.whole.labels(self._model).observe(now - self._began)
         else:
             self._host.beat()
