@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 
 import pytest
 
 from specdec.server.direct_socket import WIRE, Wire, wire_of
-from tests.server.served import events, facts_of, listening
+from tests.server.served import events, facts_of, listening, text_model
 
 EVENTS = [b"data: %d %b\n\n" % (i, b"x" * (i * 37 % 900)) for i in range(3000)]
 
@@ -133,3 +134,15 @@ async def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
                 assert texts == [choice["text"] for choice in whole]
                 assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
         assert facts_of(caplog)[-1]["bytes"] == len(found.content)
+
+
+async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comments between its events, which are whole."""
+    monkeypatch.setattr("specdec.server.responses.PING", 0.1)
+    model = text_model(draft="none")
+    body = {"prompt": "ab", "max_tokens": 4, "stream": True, "ignore_eos": True, "logprobs": 0}
+    async with listening(model) as (_, client):
+        model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+        found = (await client.post("/v1/completions", json=body)).text
+    assert "\n\n: alive\n\n" in found
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(found)[:-1]] == [1] * 4
