@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from specdec.batch.answer import BatchSpec, Fields, Task, explained
 from specdec.batch.tasks import load_generator
 from specdec.core.stats import Stats
-from specdec.pipelines.batching import total
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error, invalid
@@ -47,7 +46,7 @@ class OpenAI(Task):
                     answer.add(at, update)
         body = answer.whole()
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
-        return self._line(fields, seed, 200, body), total(answer.stats)
+        return self._line(fields, seed, 200, body), answer.stats
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The line of a refused or failed request; without fields, of the error alone."""

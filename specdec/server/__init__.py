@@ -3,7 +3,7 @@
 | file | contents |
 | --- | --- |
 | `settings.py` | settings of a server, from flags and YAML |
-| `protocol.py`, `sent.py`, `answers.py`, `errors.py` | requests, responses, error messages |
+| `protocol.py`, `messages.py`, `answers.py`, `errors.py` | requests, conversations, responses, error messages |
 | `app.py`, `routes/`, `page/` | endpoints, web page |
 | `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
 | `responses.py` | responses that stop when their client disconnects |
@@ -11,10 +11,9 @@
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |
 | `direct_socket.py` | events written to the socket by the decoding thread |
-| `options.py` | from request fields to options: stop texts |
-| `tool_fields.py`, `tools.py` | tools in requests; calls in answers: their grammar and their reading |
-| `scoring.py` | log-probabilities of a prompt's tokens |
-| `metrics.py`, `tracing.py` | metrics for Prometheus, spans for OpenTelemetry |
+| `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
+| `tools.py` | calls of tools in answers: their grammar and their reading |
+| `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
 | `state.py`, `http.py` | state shared by requests; the process and its shutdown |
 
 Needs the extra `serve`.

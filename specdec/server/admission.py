@@ -18,39 +18,41 @@ class Admission:
     """
 
     def __init__(self, running: int, waiting: int) -> None:
-        self.free, self._most_waiting = running, waiting
-        self._running, self.waiting = running, 0
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self.free, self._running, self._most_waiting = running, running, waiting
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # none of them is empty
 
     @property
     def running(self) -> int:
         return self._running - self.free
 
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """Waits for a turn and holds it; raises a 429 when the queue is full."""
-        await self._take(client)
+        if self.free and not self._queues:
+            self.free -= 1
+        else:
+            await self._wait(client)
         try:
             yield
         finally:
             self._give_back()
 
-    async def _take(self, client: str) -> None:
-        if self.free and not self.waiting:
-            self.free -= 1
-            return
+    async def _wait(self, client: str) -> None:
         if self.waiting >= self._most_waiting:
             self._displace(client)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(client, deque()).append(turn)
-        self.waiting += 1
         try:
             await turn
         except BaseException:
-            if turn in self._queues.get(client, ()):
-                self._queues[client].remove(turn)
-                self._drop_empty(client)
-                self.waiting -= 1
+            if turn in (queue := self._queues.get(client, deque())):
+                queue.remove(turn)
+                if not queue:
+                    del self._queues[client]
             elif not turn.cancelled() and turn.exception() is None:
                 self._give_back()  # the turn had just been granted
             raise
@@ -58,30 +60,23 @@ class Admission:
     def _displace(self, client: str) -> None:
         """Makes room for a client; raises a 429 unless another has more requests waiting than it would have."""
         full = busy(f"{self.waiting} requests wait already: try again later", 1 + self.waiting // 8)
-        most = max(self._queues, key=lambda other: len(self._queues[other]), default=client)
-        if len(self._queues.get(most, ())) <= len(self._queues.get(client, ())) + 1:
+        most = max(self._queues.values(), key=len, default=deque())
+        if len(most) <= len(self._queues.get(client, ())) + 1:
             raise full
-        last = self._queues[most].pop()
-        self.waiting -= 1
-        if not last.done():
+        if not (last := most.pop()).done():
             last.set_exception(full)
 
     def _give_back(self) -> None:
         """Grants the turn to the client served least recently."""
         while self._queues:
-            client, queue = next(iter(self._queues.items()))
+            client, queue = self._queues.popitem(last=False)
             turn = queue.popleft()
-            self._queues.move_to_end(client)
-            self._drop_empty(client)
-            self.waiting -= 1
+            if queue:
+                self._queues[client] = queue
             if not turn.done():
                 turn.set_result(None)
                 return
         self.free += 1
-
-    def _drop_empty(self, client: str) -> None:
-        if client in self._queues and not self._queues[client]:
-            del self._queues[client]
 
 
 class Clients:

@@ -7,26 +7,20 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from specdec.core.stats import Stats
+from specdec.pipelines.batching import total
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
-from specdec.server.text import Finished, Started, TextDelta, TokenScore
-from specdec.server.tools import CallFormat, reader_of, whole_calls
+from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
+from specdec.server.tools import CallFormat, CallReader, whole_calls
 
 _UNIT = 128  # bytes: padded events have a multiple of them
-
-
-@dataclass
-class Counts:
-    """Tokens and statistics of one prompt."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    stats: Stats | None = None
+_FIGURES = (
+    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_draft_tokens"),
+    *("num_accepted_draft_tokens", "num_target_passes", "seconds", "draft_seconds", "verify_seconds"),
+)
 
 
 class Answer:
@@ -46,9 +40,14 @@ class Answer:
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
-        self._counts = [Counts() for _ in range(prompts)]
+        self._counts = [Counter[str]() for _ in range(prompts)]  # one for each thread that decodes
+        self._stats: list[Stats] = []
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
-        self._readers = [] if calls is None else [reader_of(calls, request) for _ in self._deltas]
+        self._readers: list[CallReader] = []
+        if calls is not None:
+            assert isinstance(request, ChatRequest)
+            names, held = {tool.function.name for tool in request.callable}, request.must_call or bool(calls.opening)
+            self._readers = [CallReader(calls, names, held=held) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
 
     @property
@@ -56,17 +55,19 @@ class Answer:
         return isinstance(self.request, ChatRequest)
 
     @property
-    def stats(self) -> list[Stats]:
-        return [counts.stats for counts in self._counts if counts.stats is not None]
+    def stats(self) -> Stats:
+        """The sums over the prompts that are done."""
+        return total(self._stats)
 
-    def count(self, prompt: int, update: Started | TextDelta | Finished) -> None:
+    def count(self, prompt: int, update: Started | TextDelta | Stats) -> None:
         counts = self._counts[prompt]
         if isinstance(update, Started):
-            counts.prompt_tokens = update.prompt_tokens
+            counts["prompt"] = update.prompt_tokens
         elif isinstance(update, TextDelta):
-            counts.new_tokens += update.tokens
+            counts["new"] += update.tokens
         else:
-            counts.stats, counts.cached_tokens = update.stats, update.cached_tokens
+            counts["cached"] = cached_tokens(update)
+            self._stats.append(update)
 
     def add(self, prompt: int, delta: TextDelta) -> None:
         self._deltas[prompt * self.request.n + delta.row].append(delta)
@@ -74,7 +75,7 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         said = {"role": "assistant", "refusal": None}
         choices = [self._choice(index, deltas, "message", said) for index, deltas in enumerate(self._deltas)]
-        body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": choices}
+        body = {**self._head(whole=True), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
 
     def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any]:
@@ -84,13 +85,13 @@ class Answer:
         self._sent.add(index)
         options = self._stream_options
         usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
-        return {**self._head(self._chunks), "choices": [choice], **usage}
+        return {**self._head(), "choices": [choice], **usage}
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk of usage and metrics after all choices; None where the request wants neither."""
         usage = {"usage": self.usage()} if self._stream_options.include_usage else {}
         found = {**usage, **self._metrics()}
-        return {**self._head(self._chunks), "choices": [], **found} if found else None
+        return {**self._head(), "choices": [], **found} if found else None
 
     def event(self, content: dict[str, Any]) -> bytes:
         """A chunk as an event; with `include_obfuscation`, padded to a multiple of 128 bytes."""
@@ -100,27 +101,23 @@ class Answer:
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        prompt, new = (sum(getattr(one, name) for one in self._counts) for name in ("prompt_tokens", "new_tokens"))
-        stats, predicted = self.stats, self.request.prediction is not None
-        accepted = sum(s.num_accepted_draft_tokens for s in stats) if predicted else 0
-        drafted = sum(s.num_draft_tokens for s in stats) if predicted else 0
+        counts = sum(self._counts, Counter[str]())
+        stats = self.stats if self.request.prediction is not None else Stats()
+        accepted = stats.num_accepted_draft_tokens
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._counts)},
+            "prompt_tokens": counts["prompt"],
+            "completion_tokens": counts["new"],
+            "total_tokens": counts["prompt"] + counts["new"],
+            "prompt_tokens_details": {"cached_tokens": counts["cached"]},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "rejected_prediction_tokens": stats.num_draft_tokens - accepted,
             },
         }
 
-    @property
-    def _chunks(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
+    def _head(self, *, whole: bool = False) -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
+        kind += ".chunk" if self.is_chat and not whole else ""
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self._model}
 
     def _choice(self, index: int, deltas: Sequence[TextDelta], chat: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +152,11 @@ class Answer:
         }
 
     def _metrics(self) -> dict[str, Any]:
+        """Figures about drafts, named as in vLLM, and seconds."""
         if not self.request.return_metrics:
             return {}
-        return {"metrics": {"speculative_decoding": speculation(self.stats)}}
+        stats = self.stats
+        return {"metrics": {"speculative_decoding": {name: getattr(stats, name) for name in _FIGURES}}}
 
 
 def _chat_score(score: TokenScore) -> dict[str, Any]:
@@ -169,23 +168,6 @@ def _chat_score(score: TokenScore) -> dict[str, Any]:
 def _bytes(text: str) -> list[int] | None:
     """The bytes of a token; None for a part of a character, which its text does not show."""
     return None if "\ufffd" in text else list(text.encode())
-
-
-def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
-    """Figures about drafts, named as in vLLM, and seconds."""
-    accepted = [n for one in stats for n in one.per_step_accepted]
-    drafted = sum(one.num_draft_tokens for one in stats)
-    counts = Counter(accepted)
-    return {
-        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else 1.0,
-        "draft_acceptance_rate": sum(accepted) / drafted if drafted else 0.0,
-        "acceptance_histogram": [counts[n] for n in range(max(accepted, default=-1) + 1)],
-        "num_spec_steps": len(accepted),
-        "num_draft_tokens": drafted,
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_target_passes": sum(one.num_target_passes for one in stats),
-        **{name: sum(getattr(one, name) for one in stats) for name in ("seconds", "draft_seconds", "verify_seconds")},
-    }
 
 
 def encoded(content: Any) -> bytes:

@@ -13,24 +13,23 @@ from starlette.responses import JSONResponse, Response
 from specdec import __version__
 from specdec.server.errors import invalid, reported
 from specdec.server.guards import Entrance, GuardedRoute
-from specdec.server.models import Hosts
-from specdec.server.routes import audio, page, status, text
+from specdec.server.routes import audio, status, text
 from specdec.server.settings import ServeSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.state import ERROR, State
 from specdec.server.text import TextModel
 
-ROUTERS = (text.router, audio.router, status.router, page.router)
+ROUTERS = (text.router, audio.router, status.router, status.public)
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:
     """The application that serves `models`; `app.state.server` is its `State`."""
-    state = State(settings, Hosts(models, settings.limits))
+    state = State(settings, models)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        state.close()
+        with state.ends:
+            yield
 
     app = FastAPI(
         title="specdec", version=__version__, lifespan=lifespan, redirect_slashes=False,
@@ -40,20 +39,16 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
     app.state.server = state
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(Exception, _answer)
+    for kind in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
     app.add_middleware(Entrance, state=state)
     return app
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
-    return await _answer(request, invalid(faults, error.body))
-
-
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
+        error = invalid(faults, error.body)
     known = reported(error)
     request.scope[ERROR] = known.code
     return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))

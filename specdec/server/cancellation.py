@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, closing
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractAsyncContextManager, aclosing, closing
+from functools import partial
+from typing import Any, TypeVar
 
 from specdec.errors import CancelledError
 from specdec.server.errors import ApiError
@@ -24,74 +25,50 @@ class Cancel(Future[None]):
             raise CancelledError("the request was cancelled")
 
 
-class ThreadStream(Generic[T]):
-    """A generator that runs in a thread of `pool`, as an async iterator.
-
-    Its items are never lost, and its error is raised after them.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, make: Callable[[Cancel], Generator[T]]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[T | BaseException] = asyncio.Queue()
-        self._cancel = Cancel()
-        self._done = self._loop.run_in_executor(pool, self._run, make)
-
-    async def __aiter__(self) -> AsyncIterator[T]:
-        while (item := await self._queue.get()) is not _END:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    async def close(self) -> None:
-        """Cancels the generator and waits until its thread is free."""
-        self._cancel.cancel()
-        await asyncio.shield(self._done)
-
-    def _run(self, make: Callable[[Cancel], Generator[T]]) -> None:
-        try:
-            self._cancel.check()
-            with closing(make(self._cancel)) as items:
-                for item in items:
-                    self._put(item)
-                    self._cancel.check()
-            self._put(_END)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed
-            self._cancel.cancel()
-
-
-async def ahead(
-    sources: Sequence[AsyncGenerator[T, None]], room: int, size: Callable[[T], int]
+async def in_threads(
+    pool: ThreadPoolExecutor,
+    turn: Callable[[], AbstractAsyncContextManager[None]],
+    jobs: Sequence[Callable[[Cancel], Generator[T]]],
+    room: int,
+    size: Callable[[T], int],
 ) -> AsyncGenerator[T, None]:
-    """The items of all sources as they come; a slow reader delays no source and holds no turn.
+    """The items of all jobs as they come; each runs in a thread of `pool` and holds a turn until it ends.
 
-    Once more than `room` bytes wait, by their `size`, a source ends, and raises a 408 after the items that wait.
+    A slow reader delays no job. Once more than `room` bytes wait, by their `size`, a job ends, and a 408 is raised
+    after the items that wait. The first error, or closing this, cancels all jobs and waits for their threads.
     """
-    queue: asyncio.Queue[T | Exception] = asyncio.Queue()
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    soon: Any = loop.call_soon_threadsafe
     waiting = 0
 
-    async def forward(source: AsyncGenerator[T, None]) -> None:
+    def put(cancel: Cancel, item: T) -> None:
         nonlocal waiting
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    if (waiting := waiting + size(item)) > room:
-                        raise ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="timeout")
-                    queue.put_nowait(item)
-            queue.put_nowait(_END)
-        except Exception as error:
-            queue.put_nowait(error)
+        if (waiting := waiting + size(item)) <= room:
+            queue.put_nowait(item)
+        elif not cancel.cancelled():
+            cancel.cancel()
+            queue.put_nowait(ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="timeout"))
 
-    tasks = [asyncio.ensure_future(forward(source)) for source in sources]
+    async def run(job: Callable[[Cancel], Generator[T]]) -> None:
+        cancel = Cancel()
+        try:
+            async with turn():
+                done = loop.run_in_executor(pool, _run, job, cancel, partial(soon, put, cancel))
+                try:
+                    await asyncio.wait({done})
+                finally:
+                    cancel.cancel()
+                    await asyncio.wait({done})
+                    error = done.exception()
+            queue.put_nowait(_END if error is None else error)
+        except Exception as refused:  # of the turn
+            queue.put_nowait(refused)
+
+    tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
         for _ in tasks:
             while (item := await queue.get()) is not _END:
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 waiting -= size(item)
                 yield item
@@ -99,6 +76,14 @@ async def ahead(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run(job: Callable[[Cancel], Generator[T]], cancel: Cancel, put: Callable[[T], object]) -> None:
+    cancel.check()
+    with closing(job(cancel)) as items:
+        for item in items:
+            put(item)
+            cancel.check()
 
 
 async def primed(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.server.answers import encoded
-from specdec.server.direct_socket import lay
+from specdec.server.direct_socket import LOST, WIRE, Wire
 from specdec.server.errors import ApiError, unavailable
 from specdec.server.settings import address_of
 from specdec.server.state import LOG, State, is_trusted, origin_of
@@ -70,7 +69,9 @@ class Connections:
         if crowded or len(self) >= self.most:
             self._full()
             largest = sorted(self._by_client.values(), key=len, reverse=True)
-            quiet = next(filter(None, map(_quiet, [self._by_client[client]] if crowded else largest)), None)
+            claims = (Claim.IDLE, Claim.STALL)
+            open_ = [self._by_client[client]] if crowded else largest
+            quiet = next((one for peers in open_ for claim in claims for one in peers if one.claim == claim), None)
             if quiet is None:
                 return False
             self.remove(quiet)
@@ -92,11 +93,6 @@ class Connections:
             del self._by_client[client][one]
             if not self._by_client[client]:
                 del self._by_client[client]
-
-
-def _quiet(peers: Iterable[HttpProtocol]) -> HttpProtocol | None:
-    """The connection of one client to close; None where all are at work."""
-    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in peers if one.claim == claim), None)
 
 
 class HttpProtocol(H11Protocol):
@@ -133,7 +129,7 @@ class HttpProtocol(H11Protocol):
         app: Any = self.app
 
         async def wired(scope: Scope, receive: Receive, send: Send) -> None:
-            lay(scope, transport, self._lost)
+            scope[WIRE], scope[LOST] = Wire(transport), self._lost
             await app(scope, receive, send)
 
         self.app: Any = wired
@@ -230,9 +226,9 @@ class HttpProtocol(H11Protocol):
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             if noted:
+                facts = {"request_id": own, "method": "unknown", "path": "unknown", "status": error.status_code}
                 client = origin_of((self.client or ("",))[0])
-                status, code = error.status_code, error.code
-                self._state.note(own, "unknown", "unknown", status, 0.0, len(body), client=client, error=code)
+                self._state.note(**facts, seconds=0.0, bytes=len(body), client=client, key=None, error=error.code)
             else:
                 self._state.metrics.requests.labels("unknown", str(error.status_code)).inc()
         if self.cycle is not None:

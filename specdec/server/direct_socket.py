@@ -10,7 +10,8 @@ from contextlib import suppress
 
 from starlette.types import Scope
 
-_KEY, _LOST = "specdec.wire", "specdec.lost"
+WIRE, LOST = "specdec.wire", "specdec.lost"
+"""In the scope of a request: its `Wire`, and the event that its connection is lost."""
 
 
 class Wire:
@@ -78,15 +79,4 @@ class Wire:
 
 def wire_of(scope: Scope) -> Wire | None:
     """The wire of a request; None under another server or without chunked bodies."""
-    return scope.get(_KEY) if scope.get("http_version") == "1.1" else None
-
-
-def lay(scope: Scope, transport: asyncio.Transport, lost: asyncio.Event) -> None:
-    """Gives a request its wire, and the event that its connection is lost."""
-    if scope["type"] == "http":
-        scope[_KEY], scope[_LOST] = Wire(transport), lost
-
-
-async def until_lost(scope: Scope) -> None:
-    """Returns when the connection of a request is lost; never, under another server."""
-    await scope.get(_LOST, asyncio.Event()).wait()
+    return scope.get(WIRE) if scope.get("http_version") == "1.1" else None

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from specdec.errors import CancelledError, OptionError
 
 LOG = logging.getLogger(__name__)
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MESSAGES = {
     404: "this path does not exist: /openapi.json lists all paths",
     405: "this path does not take this method: /openapi.json lists those it takes",
@@ -38,13 +39,9 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        facts = {"type": _kind(self.status_code), "param": self.param, "code": self.code}
-        return {"error": {"message": self.message, **facts}}
-
-
-def _kind(status: int) -> str:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        """The error as OpenAI writes it."""
+        kind = _KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def busy(message: str, seconds: int) -> ApiError:
@@ -52,9 +49,9 @@ def busy(message: str, seconds: int) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
 
 
-def unavailable(message: str, seconds: int = 5) -> ApiError:
-    """A 503: try again after `seconds`."""
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": str(seconds)})
+def unavailable(message: str) -> ApiError:
+    """A 503: try again soon."""
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
 
 
 def too_late(seconds: float) -> ApiError:
@@ -79,14 +76,7 @@ _CLIENTS = {
 }
 
 
-def refused(message: str) -> ApiError:
-    """The library's message about an option as a 400, with the names of requests."""
-    for ours, theirs in _CLIENTS.items():
-        message = message.replace(ours, theirs)
-    return ApiError(400, message, param=first_named(message), code="invalid_value")
-
-
-def first_named(message: str) -> str | None:
+def _first_named(message: str) -> str | None:
     """The first name in back-ticks; None without one."""
     found = re.search(r"`(\w+)", message)
     return found[1] if found else None
@@ -110,7 +100,10 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, CancelledError):
         return ApiError(499, "the request was cancelled", code="cancelled")
     if isinstance(error, OptionError):
-        return refused(str(error))
+        message = str(error)
+        for ours, theirs in _CLIENTS.items():
+            message = message.replace(ours, theirs)
+        return ApiError(400, message, param=_first_named(message), code="invalid_value")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return unavailable("out of memory for this request: ask for less, or try again later")
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
@@ -124,7 +117,7 @@ class FieldError(ValueError):
 
 
 # pydantic's type errors -> the expected type.
-_KINDS = {
+_TYPES = {
     "string_type": "text",
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
@@ -165,7 +158,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     times = Counter(places)
 
     def weight(at: int) -> tuple[int, bool, int]:
-        return len(places[at]), faults[at]["type"] not in _KINDS, times[places[at]]
+        return len(places[at]), faults[at]["type"] not in _TYPES, times[places[at]]
 
     best = max(range(len(faults)), key=weight)
     path = ".".join(map(str, places[best]))[:_LONGEST]
@@ -179,8 +172,8 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str | None:
     """What is wrong with a value, of whose faults, `same`, this is one; None for an unknown kind of fault."""
-    if fault["type"] in _KINDS:
-        expected = [_KINDS[one["type"]].format_map(_facts(one)) for one in same if one["type"] in _KINDS]
+    if fault["type"] in _TYPES:
+        expected = [_TYPES[one["type"]].format_map(_facts(one)) for one in same if one["type"] in _TYPES]
         return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
     known = _FAULTS.get(fault["type"])
     return known and known.format_map(_facts(fault))
@@ -188,7 +181,7 @@ def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> st
 
 def _own(message: str, path: str, value: Any) -> ApiError:
     """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
-    named = first_named(message)
+    named = _first_named(message)
     if path and named and isinstance(value, Mapping) and named in value:
         message, named = message.replace(f"`{named}`", f"`{path}.{named}`", 1), f"{path}.{named}"
     elif path:

@@ -1,6 +1,6 @@
 """Checks of every request: API key, host, origin, sizes; and its line in the log.
 
-The route itself checks the key, before it reads the body: a route that is not marked `public` is closed.
+The route itself checks the key, before it reads the body: a route that is no `PublicRoute` is closed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
 
 import anyio
 from fastapi.exceptions import RequestValidationError
@@ -36,34 +36,21 @@ _WAYS = {
     "application/json": "send JSON in UTF-8 and the header `Content-Type: application/json`",
     "multipart/form-data": "send a form with the recording as `file`, as `curl -F file=@talk.wav` does",
 }
-_PUBLIC = "_specdec_public"
 _ENDS = "specdec.ends"  # in the scope: an ExitStack that closes when the request ends
-
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-
-
-def public(endpoint: Endpoint) -> Endpoint:
-    """Marks an endpoint that needs no key."""
-    setattr(endpoint, _PUBLIC, True)
-    return endpoint
 
 
 class GuardedRoute(APIRoute):
     """A route with a JSON body, which checks the key and bounds the body first."""
 
     media = "application/json"
-
-    @asynccontextmanager
-    async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
-        """The limit of the body in bytes, for as long as the request may run."""
-        yield state.settings.limits.body_bytes
+    is_public = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler, is_public = super().get_route_handler(), hasattr(self.endpoint, _PUBLIC)
+        handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             state = state_of(request)
-            if not is_public:
+            if not self.is_public:
                 authorise(request, state)
             try:
                 if self.body_field is None:
@@ -71,7 +58,8 @@ class GuardedRoute(APIRoute):
                 state.admit()
                 request.scope[_ENDS].enter_context(state.clients.request(client_of(request)))
                 _check_media(request, self.media)
-                async with self.arrival(request, state) as most:
+                async with AsyncExitStack() as stack:
+                    most = await self._arrival(request, state, stack)
                     return await handler(Request(request.scope, _bounded(request, state, most)))
             except (ApiError, RequestValidationError):
                 raise
@@ -85,20 +73,27 @@ class GuardedRoute(APIRoute):
 
         return guarded
 
+    async def _arrival(self, request: Request, state: State, stack: AsyncExitStack) -> int:
+        """The limit of the body in bytes."""
+        return state.settings.limits.body_bytes
+
+
+class PublicRoute(GuardedRoute):
+    """A route that needs no key."""
+
+    is_public = True
+
 
 class RecordingRoute(GuardedRoute):
-    """The same for a form with a recording; few are uploaded at a time, the others wait unread."""
+    """A route for a form with a recording; few are uploaded at a time, the others wait unread."""
 
     media = "multipart/form-data"
 
-    @asynccontextmanager
-    async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
-        """Waits for a turn to upload."""
-        async with AsyncExitStack() as stack:
-            turn = state.uploads.turn(client_of(request))
-            await watched(request, stack.enter_async_context(turn), unread=True)
-            state.admit()  # the drain may have begun during the wait
-            yield state.settings.limits.audio_bytes + _FORM_BYTES
+    async def _arrival(self, request: Request, state: State, stack: AsyncExitStack) -> int:
+        turn = state.uploads.turn(client_of(request))
+        await watched(request, stack.enter_async_context(turn), unread=True)
+        state.admit()  # the drain may have begun during the wait
+        return state.settings.limits.audio_bytes + _FORM_BYTES
 
 
 def authorise(request: Request, state: State) -> None:
@@ -208,10 +203,9 @@ class Entrance:
                 inner[ERROR] = "cancelled"
             if inner.get(ERROR) == "cancelled":
                 self._state.metrics.aborted.labels(path).inc()
-            client = sender_of(HTTPConnection(scope), self._state.settings)
-            key = inner.get("specdec.key")
-            code = inner.get(ERROR)
-            self._state.note(own, scope["method"], path, status, seconds, sent, client=client, key=key, error=code)
+            client, key = sender_of(HTTPConnection(scope), self._state.settings), inner.get("specdec.key")
+            facts = {"request_id": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
+            self._state.note(**facts, bytes=sent, client=client, key=key, error=inner.get(ERROR))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:

@@ -24,9 +24,9 @@ from fastapi import FastAPI
 
 from specdec.errors import SpecdecError
 from specdec.server.connections import Connections, HttpProtocol, Repeated
+from specdec.server.metrics import trace
 from specdec.server.settings import Limits, ServeSettings
 from specdec.server.state import LOG, State
-from specdec.server.tracing import trace
 
 _MERCY = 3.0  # seconds after the drain for cancelled requests to send their errors
 _ACCEPTED = 25  # connections accepted per iteration of the loop
@@ -54,25 +54,20 @@ def check_address(settings: ServeSettings) -> None:
         raise SpecdecError(
             f"host {host!r} cannot be found ({error.strerror}): pass an address of this machine"
         ) from None
-    failures = [refusal for place in places if (refusal := _refusal(place)) is not None]
+    failures: list[OSError] = []
+    for family, kind, protocol, _, address in places:
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+        except OSError as error:
+            failures.append(error)
     taken = [one for one in failures if one.errno in (errno.EADDRINUSE, errno.EACCES)]
     if taken or len(failures) == len(places):  # a name may have addresses of a family that this machine lacks
         raise SpecdecError(
             f"port {port} of {host} cannot be had ({(taken or failures)[0].strerror}): end what listens there, or pass "
             "another --port (0 takes a free one) or --host"
         )
-
-
-def _refusal(place: tuple[Any, ...]) -> OSError | None:
-    """The error of binding to an address; None where it works."""
-    family, kind, protocol, _, address = place
-    try:
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-    except OSError as error:
-        return error
-    return None
 
 
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
@@ -199,7 +194,7 @@ class _Server(uvicorn.Server):
 
     async def _warm_up(self) -> bool:
         """Decodes a token with every model; False if a signal ended the wait."""
-        work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.all.values()), return_exceptions=True)
+        work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.values()), return_exceptions=True)
         while not (work.done() or self.should_exit):
             await asyncio.wait({work}, timeout=0.1)
         if not work.done():

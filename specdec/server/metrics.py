@@ -1,30 +1,34 @@
-"""Metrics for Prometheus."""
+"""Metrics for Prometheus, and spans of requests for OpenTelemetry by its own instrumentation of FastAPI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specdec.core.stats import Stats
-from specdec.server.admission import Admission
+from specdec.errors import SpecdecError
 
+COLLECTOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Environment variables, either of which names the collector."""
+_SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _POSITIONS = 16  # in a draft, counted separately
-
-
-@dataclass(frozen=True)
-class Load:
-    """How full a model is: requests that run and wait, tokens that are held, and that still fit (None: no limit)."""
-
-    running: int
-    waiting: int
-    kv_tokens_held: int
-    kv_tokens_free: int | None
+_LOADS = {  # attributes of a host
+    "load.running": ("num_requests_running", "Requests that run."),
+    "load.waiting": ("num_requests_waiting", "Requests that wait for their turn."),
+    "load.kv_tokens_held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
+    "load.kv_tokens_free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
+}
+_UPLOADS = {
+    "running": ("num_uploads_running", "Recordings that arrive or are heard."),
+    "waiting": ("num_uploads_waiting", "Recordings that wait unread."),
+}
 
 
 class Metrics:
@@ -32,41 +36,36 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
-        self.aborted = self._counter(
-            "requests_aborted", "Requests whose client left, or whose connection the server closed.", "endpoint"
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Tokens of prompts that the prefix cache had.", "model"
-        )
-        self.new_tokens = self._counter("generation_tokens", "New tokens.", "model")
-        self.drafts = self._counter("spec_decode_num_drafts", "Passes that verified drafted tokens.", "model")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", "model")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "model")
-        self.per_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by position in the draft.",
-            "model",
-            "position",
-        )
-        self.audio_seconds = self._counter("audio_seconds", "Seconds of sound that were transcribed.", "model")
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first text."
-        )
-        self.between = self._histogram(
-            "inter_token_latency_seconds", "Seconds between tokens; those of a pass share its time."
-        )
-        self.whole = self._histogram(
-            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last text."
-        )
-        self.queued = self._histogram("request_queue_time_seconds", "Seconds from a request's arrival to its turn.")
+        counter, timer = partial(self._metric, Counter), partial(self._metric, Histogram, buckets=_SECONDS)
+        self.requests = counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
+        left = "Requests whose client left, or whose connection the server closed."
+        self.aborted = counter("requests_aborted", left, "endpoint")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "model")
+        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that the prefix cache had.", "model")
+        self.new_tokens = counter("generation_tokens", "New tokens.", "model")
+        self.drafts = counter("spec_decode_num_drafts", "Passes that verified drafted tokens.", "model")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.", "model")
+        accepted = "Drafted tokens that were accepted"
+        self.accepted = counter("spec_decode_num_accepted_tokens", f"{accepted}.", "model")
+        by_position = f"{accepted}, by position in the draft."
+        self.per_position = counter("spec_decode_num_accepted_tokens_per_pos", by_position, "model", "position")
+        self.audio_seconds = counter("audio_seconds", "Seconds of sound that were transcribed.", "model")
+        since = "Seconds from a request's arrival to its"
+        self.first_token = timer("time_to_first_token_seconds", f"{since} first text.", "model")
+        between = "Seconds between tokens; those of a pass share its time."
+        self.between = timer("inter_token_latency_seconds", between, "model")
+        self.whole = timer("e2e_request_latency_seconds", f"{since} last text.", "model")
+        self.queued = timer("request_queue_time_seconds", f"{since} turn.", "model")
 
-    def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]], uploads: Admission) -> None:
+    def watch(self, hosts: Mapping[str, Any], uploads: Any) -> None:
         """Adds gauges of the models' loads and of uploads, which are read at every scrape."""
-        self.registry.register(_Loads(loads))
-        self._gauge("num_uploads_running", "Recordings that arrive or are heard.", lambda: uploads.running)
-        self._gauge("num_uploads_waiting", "Recordings that wait unread.", lambda: uploads.waiting)
+        for field, named in _LOADS.items():
+            gauge, read = self._metric(Gauge, *named, "model"), attrgetter(field)
+            for name, host in hosts.items():
+                if read(host) is not None:
+                    gauge.labels(name).set_function(partial(read, host))
+        for field, named in _UPLOADS.items():
+            self._metric(Gauge, *named).set_function(partial(attrgetter(field), uploads))
 
     def count(self, model: str, stats: Stats) -> None:
         """Counts a finished prompt or recording."""
@@ -77,37 +76,30 @@ class Metrics:
             reached = sum(accepted > position for accepted in stats.per_step_accepted)
             self.per_position.labels(model, str(position)).inc(reached)
 
-    @property
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
-
-    def _counter(self, name: str, help: str, *labels: str) -> Any:
-        return Counter(f"specdec_{name}", help, labels, registry=self.registry)
-
-    def _gauge(self, name: str, help: str, value: Callable[[], int]) -> None:
-        Gauge(f"specdec_{name}", help, registry=self.registry).set_function(value)
-
-    def _histogram(self, name: str, help: str) -> Any:
-        return Histogram(f"specdec_{name}", help, ("model",), registry=self.registry, buckets=_SECONDS)
+    def _metric(self, kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
+        return kind(f"specdec_{name}", help, labels, registry=self.registry, **more)
 
 
-class _Loads(Collector):
-    """Gauges of the models' loads."""
+def trace(app: FastAPI) -> None:
+    """Sends one span per request, without its text, to the collector that the environment names, if it does.
 
-    def __init__(self, loads: Callable[[], Sequence[tuple[str, Load]]]) -> None:
-        self._loads = loads
-
-    def collect(self) -> Iterator[Metric]:
-        gauges = {
-            "running": ("num_requests_running", "Requests that run."),
-            "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
-            "kv_tokens_held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
-            "kv_tokens_free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
-        }
-        loads = self._loads()
-        for field, (name, help) in gauges.items():
-            gauge = GaugeMetricFamily(f"specdec_{name}", help, labels=["model"])
-            for model, load in loads:
-                if (value := getattr(load, field)) is not None:
-                    gauge.add_metric([model], value)
-            yield gauge
+    OpenTelemetry reads its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError without its
+    packages.
+    """
+    if not any(os.environ.get(name) for name in COLLECTOR):
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise SpecdecError(f"{COLLECTOR[0]} is set: pip install -e '.[tracing]', or unset it") from None
+    named = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=Resource.create().merge(named))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    app.state.server.ends.callback(provider.shutdown)
+    FastAPIInstrumentor.instrument_app(
+        app, tracer_provider=provider, excluded_urls=_SILENT, exclude_spans=["receive", "send"]
+    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,23 @@ from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
 from specdec.server.admission import Admission
-from specdec.server.errors import ApiError
-from specdec.server.metrics import Load
 from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
-FRESH = 30.0
-"""Seconds after a decoded token in which a model counts as ready."""
+_FRESH = 30.0  # seconds after a decoded token in which a model counts as ready
 _PATIENCE = 20.0  # seconds to wait for a token
 _HELPERS = 2  # threads that tokenize
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full a model is: requests that run and wait, tokens that are held, and that still fit (None: no limit)."""
+
+    running: int
+    waiting: int
+    kv_tokens_held: int
+    kv_tokens_free: int | None
 
 
 class Host:
@@ -60,7 +68,7 @@ class Host:
 
     async def is_ready(self) -> bool:
         """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
-        if time.monotonic() - self._alive < FRESH:
+        if time.monotonic() - self._alive < _FRESH:
             return True
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.warm_up())
@@ -71,46 +79,14 @@ class Host:
         return True
 
     async def warm_up(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.pool, self._decode)
+        """Decodes a token."""
+        await asyncio.get_running_loop().run_in_executor(self.pool, self.model.warm_up)
         self.beat()
-
-    def _decode(self) -> None:
-        generator = self.model.generator
-        if isinstance(self.model, SpeechModel):
-            generator.generate(**self.model.silence(), max_new_tokens=1)
-        else:
-            generator.generate([[0]], max_new_tokens=1, do_sample=False)
 
     def close(self) -> None:
         """Takes no more requests; running ones go on."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.helpers.shutdown(wait=False, cancel_futures=True)
-
-
-class Hosts:
-    """The models of a server, by name."""
-
-    def __init__(self, models: Sequence[TextModel | SpeechModel], limits: Limits) -> None:
-        self.all = {model.name: Host(model, limits) for model in models}
-
-    def named(self, name: str | None, task: str) -> Host:
-        """The model of this name (None: the first of the task); raises a 404, or a 400 for a model of another task."""
-        fitting = [host for host in self.all.values() if host.model.task == task]
-        if name is None and fitting:
-            return fitting[0]
-        found = self.all.get(name or "")
-        if found is None:
-            names = ", ".join(repr(host.model.name) for host in fitting)
-            known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
-            message = known if name is None else f"there is no model {name!r} here; {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        if found.model.task != task:
-            message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"
-            raise ApiError(400, message, param="model", code="wrong_model")
-        return found
-
-    def loads(self) -> list[tuple[str, Load]]:
-        return [(name, host.load) for name, host in self.all.items()]
 
 
 def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
@@ -119,32 +95,25 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
     Frees the calling thread's OpenMP workers, which would slow down decoding threads. Raises OptionError and LoadError
     as `from_pretrained` does, and SpecdecError where audio files cannot be read.
     """
-    try:
-        return _load(settings, limits, share)
-    finally:
-        release_helpers()
-
-
-def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | SpeechModel:
-    how = _how(settings)
-    target, draft = bundled_models.locate(settings.target, "target"), _draft(settings.draft)
-    common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
-    if _task(settings, target, how) == "speech":
-        check_readers()
-        transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
-        transcriber.generator.compile()
-        return SpeechModel(settings.name, transcriber, limits.audio_seconds)
-    generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
-    generator.compile()
-    how = {"context": settings.context, "options": settings.options, "pixels": limits.picture_pixels}
-    return TextModel(settings.name, generator, **how)
-
-
-def _how(settings: ModelSettings) -> dict[str, Any]:
     unknown = [name for name in settings.loading if name not in (*LOADING, "draft_options")]
     if unknown:
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
-    return {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
+    how = {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
+    target = bundled_models.locate(settings.target, "target")
+    is_speech = _is_speech(settings, target, how)
+    if is_speech:
+        check_readers()
+    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
+    kind = Transcriber if is_speech else SpecGenerator
+    try:
+        made: Any = kind.from_pretrained(target, _draft(settings.draft), **memory, **how, **settings.options)
+        (made.generator if is_speech else made).compile()
+    finally:
+        release_helpers()
+    if is_speech:
+        return SpeechModel(settings.name, made, limits.audio_seconds)
+    context, pixels = settings.context, limits.picture_pixels
+    return TextModel(settings.name, made, context=context, options=settings.options, pixels=pixels)
 
 
 def _draft(draft: Draft) -> Any:
@@ -153,24 +122,17 @@ def _draft(draft: Draft) -> Any:
     return draft and bundled_models.locate(draft, "draft")
 
 
-def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
-    """The task of the settings, or of the checkpoint's config."""
-    if settings.task != "auto":
-        return settings.task
-    if how.get("gguf_file") or is_gguf(Path(target)):
-        return "text"
-    return "speech" if _kind(target, how) == "whisper" else "text"
-
-
-def _kind(target: str, how: Mapping[str, Any]) -> str | None:
-    """The checkpoint's `model_type`; None for an unreadable config, whose error loading will raise.
-
-    Raises LoadError where the hub cannot be reached.
+def _is_speech(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> bool:
+    """What the settings say, or the checkpoint's config; not of one that cannot be read, whose error loading will
+    raise. Raises LoadError where the hub cannot be reached.
     """
+    if settings.task != "auto":
+        return settings.task == "speech"
+    if how.get("gguf_file") or is_gguf(Path(target)):
+        return False
     hub = {"revision": how.get("revision"), "trust_remote_code": bool(how.get("trust_remote_code"))}
     try:
-        kind: str = AutoConfig.from_pretrained(target, **hub).model_type
+        return bool(AutoConfig.from_pretrained(target, **hub).model_type == "whisper")
     except (OSError, ValueError) as error:
         check_reached(error, target, "target")
-        return None
-    return kind
+        return False

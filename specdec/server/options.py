@@ -1,4 +1,4 @@
-"""From a request's fields to the options of a call; stop texts as a criterion."""
+"""From a request's fields to the options of a call; stop texts as a criterion; log-probabilities of a prompt."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Draft
+from specdec.core.tree import Step, common_length
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import decode
+from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
+from specdec.server.messages import Message
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
 
@@ -27,6 +31,7 @@ EVERYTHING = {"temperature": 1.0, "top_k": 0}
 """Sampling where neither the request nor the checkpoint sets more: from the whole distribution."""
 _MOST_BYTES = 4  # of a character, each of which may be a token
 _SILENT = 8  # tokens without text that may stand between
+_CHUNK = 64  # the most tokens of a prompt that one pass scores
 
 
 def check(asked: Generate, limits: Limits) -> None:
@@ -45,21 +50,22 @@ def check_length(characters: int, param: str, limits: Limits) -> None:
         raise ApiError(400, message, param=param, code="above_limit")
 
 
-def check_pictures(pictures: Sequence[str], limits: Limits) -> None:
-    """Raises a 400 for more pictures, or larger data URLs, than the server allows."""
-    message = None
+def check_messages(messages: Sequence[Message], limits: Limits) -> None:
+    """Raises a 400 for more text or pictures, or larger data URLs, than the server allows."""
+    pictures, most = [url for message in messages for url in message.pictures], limits.picture_bytes
+    text = None
     if len(pictures) > limits.pictures:
-        message = f"`messages` may hold {limits.pictures} pictures at most on this server"
-    elif any(3 * len(url) > 4 * limits.picture_bytes + 192 for url in pictures):  # a byte in base64 is 4/3
-        message = f"a picture may have {limits.picture_bytes:,} bytes at most on this server: make it smaller"
-    if message is not None:
-        raise ApiError(400, message, param="messages", code="above_limit")
+        text = f"`messages` may hold {limits.pictures} pictures at most on this server"
+    elif any(3 * len(url) > 4 * most + 192 for url in pictures):  # a byte in base64 is 4/3
+        text = f"a picture may have {most:,} bytes at most on this server: make it smaller"
+    if text is not None:
+        raise ApiError(400, text, param="messages", code="above_limit")
+    check_length(sum(message.characters for message in messages), "messages", limits)
 
 
 def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
-    given = asked.model_dump(include={*_SAME}, exclude_defaults=True)
-    options: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    options = asked.model_dump(include={*_SAME}, exclude_defaults=True)
     searches = asked.num_beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
         options |= {"do_sample": True, **EVERYTHING, **checkpoint}
@@ -131,3 +137,48 @@ class StopTexts:
     def _ends(self, text: Tensor) -> bool:
         tail = decode(self._tokenizer, text[max(len(text) - self._tail, self._begin) :].tolist())
         return any(stop in tail for stop in self._stops)
+
+
+def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None, cancel: Cancel) -> list[Step]:
+    """The steps from the first of `ids` to the last, each with the target's `top` most likely tokens.
+
+    The prompt is decoded again, with all other tokens masked out; it is its own draft, so a pass scores many tokens.
+    Raises CancelledError.
+    """
+    if len(ids) < 2:
+        return []
+    job = generator.submit(
+        [[ids[0]]],
+        max_new_tokens=len(ids) - 1,
+        do_sample=False,
+        eos_token_id=[],
+        logits_processor=[Only(ids)],
+        assistant_model="ngram",
+        prediction=list(ids),
+        schedule="constant",
+        num_assistant_tokens=_CHUNK,
+        top_logprobs=top,
+        cache_salt=salt,
+    )
+    cancel.add_done_callback(lambda _: job.cancel())
+    return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]
+
+
+class Only:
+    """A logits processor that allows only the text `ids`."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = list(ids)
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` `[rows, vocab]` after `ids` `[rows, length]`: -inf but for the text's next token."""
+        masked = torch.full_like(logits, -torch.inf)
+        masked[:, self._ids[ids.shape[1]]] = 0.0
+        return masked
+
+    def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens` continue the text."""
+        return common_length(self._ids[len(text) :], tokens)
+
+    def __repr__(self) -> str:
+        return f"Only({len(self._ids)} tokens)"

@@ -6,25 +6,24 @@ no text, are dropped, and named once in the log.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
+from specdec.options.forms import Form
 from specdec.server.errors import FieldError
-from specdec.server.sent import Name, Sent, Text, without_nulls
-from specdec.server.tool_fields import ToolCalls, ToolUse
+from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, Tools, joined, without_nulls
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _ENTRIES = 1024  # of an object with any names
-_LONGEST_STOP, _LONGEST_GRAMMAR = 256, 65_536
+_MOST_CALLS = 16  # of one answer
+_LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
 
 
 def _few(data: Any) -> Any:
@@ -41,9 +40,8 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_PHRASE)]
 Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
-Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 Json = dict[str, Any] | Grammar
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
 Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
@@ -72,122 +70,6 @@ HINTS = (
     *("reasoning_effort", "verbosity"),
 )
 _NAMED = set[str]()  # hints that the log has named
-# Fields of messages: clients send answers back, with all fields that a message can have.
-REFUSED_OF_MESSAGES = {
-    "function_call": "pass `tool_calls`",
-    "audio": "only text is read: leave it out",
-    "refusal": "pass its text as `content`",
-}
-
-
-class Message(Sent):
-    """A message of a conversation: text, and pictures for models that see."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Parts | None = None
-    name: Name | None = None
-    tool_calls: ToolCalls | None = None
-    tool_call_id: Name | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("role") == "function":
-            raise FieldError("`role` 'function' is not supported: pass the role 'tool'")
-        for name, why in REFUSED_OF_MESSAGES.items():
-            if data.get(name):
-                raise FieldError(f"`{name}` is not supported: {why}")
-        parts = data.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "image_url"):
-                why = "only text and pictures (image_url) are read"
-                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
-
-    @model_validator(mode="after")
-    def _of_its_role(self) -> Message:
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise FieldError("`tool_call_id` and the role 'tool' go together: pass both")
-        if self.tool_calls and self.role != "assistant":
-            raise FieldError("`tool_calls` are the assistant's: leave them out of messages of other roles")
-        return self
-
-    @property
-    def text(self) -> str:
-        """Its text alone."""
-        return _joined(self.content or "")
-
-    @property
-    def pictures(self) -> list[str]:
-        """The data URLs of its pictures."""
-        return [part.image_url.url for part in self._parts if part.image_url is not None]
-
-    @property
-    def _parts(self) -> list[Part]:
-        return self.content if isinstance(self.content, list) else []
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
-        content = [part.plain for part in self._parts] if self.pictures else self.text
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        calls = [call.plain for call in self.tool_calls or ()] or None
-        plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
-        return plain if self.name is None else {**plain, "name": self.name}
-
-
-class TextPart(Sent):
-    """A part of a text."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class PictureUrl(Sent):
-    """A picture in a data URL; `detail` is a hint."""
-
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None
-
-    @field_validator("url")
-    @classmethod
-    def _is_data(cls, url: str) -> str:
-        if not url.startswith("data:image/"):
-            raise FieldError("only data URLs are read (data:image/png;base64,…), and nothing is fetched")
-        return url
-
-
-class Part(Sent):
-    """A part of a message: a text, or a picture."""
-
-    type: Literal["text", "image_url"]
-    text: Text | None = None
-    image_url: PictureUrl | None = None
-
-    @model_validator(mode="after")
-    def _has_its_own(self) -> Part:
-        if getattr(self, self.type) is None or None not in (self.text, self.image_url):
-            raise FieldError(f"a part of type '{self.type}' has a field `{self.type}`, and no other")
-        return self
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The part as chat templates take it."""
-        if self.image_url is None:
-            return {"type": "text", "text": self.text}
-        return {"type": "image", "image": self.image_url.url}
-
-
-TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
-Parts = Annotated[list[Part], Field(fail_fast=True)]
-Message.model_rebuild()
-
-
-def _joined(content: str | Sequence[TextPart | Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class StreamOptions(Sent):
@@ -206,7 +88,7 @@ class Prediction(Sent):
 
     @property
     def text(self) -> str:
-        return _joined(self.content)
+        return joined(self.content)
 
 
 class JsonSchema(Sent):
@@ -239,10 +121,6 @@ class StructuredOutputs(Sent):
     grammar: Grammar | None = Field(default=None, description="A grammar of the answer, in Lark's notation.")
     choice: Choices | None = Field(default=None, description="Texts, one of which is the answer.")
 
-    @property
-    def forms(self) -> dict[str, Any]:
-        return {"json": self.json_, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
-
 
 class Generate(Sent):
     """Fields of all requests for text."""
@@ -251,7 +129,7 @@ class Generate(Sent):
     max_tokens: Count | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Phrase | Annotated[list[Phrase], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -302,18 +180,20 @@ class Generate(Sent):
         if not isinstance(data, dict):
             return data
         for name, (neutral, why) in REFUSED.items():
-            if name in cls.model_fields:
-                continue
-            if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
+            value = None if name in cls.model_fields else data.get(name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
-        _name_hints({name for name in HINTS if data.get(name) is not None})
+        for name in HINTS:
+            if data.get(name) is not None and name not in _NAMED:
+                _NAMED.add(name)
+                LOG.info("requests have `%s`, which changes no text: it is ignored", name)
         return {name: data[name] for name in data if name not in {*REFUSED, *HINTS} - {*cls.model_fields}}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise FieldError("`stream_options` need `stream`: set it, or leave them out")
-        named = [field for field, _, _ in self.forms]
+        named = [form.field for form in self.forms]
         if len(named) > 1:
             raise FieldError(f"`{named[0]}` and `{named[1]}` each set the form of the answer: pass one of them")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
@@ -323,16 +203,16 @@ class Generate(Sent):
         return self
 
     @property
-    def forms(self) -> list[tuple[str, str, Any]]:
-        """The forms that the request sets: the field, the kind (json, regex, …), and the source."""
-        found = [(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in _FORMS]
-        nested = self.structured_outputs.forms if self.structured_outputs is not None else {}
-        found += [(f"structured_outputs.{kind}", kind, value) for kind, value in nested.items()]
+    def forms(self) -> list[Form]:
+        """The forms that the request sets."""
+        found = [Form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}") for kind in _FORMS]
+        nested = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        found += [Form(kind, nested.get(kind), f"structured_outputs.{kind}") for kind in _FORMS]
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             own = schema.schema_ if schema is not None else None
-            found.append(("response_format", "json", {"type": "object"} if own is None else own))
-        return [form for form in found if form[2] is not None]
+            found.append(Form("json", {"type": "object"} if own is None else own, "response_format"))
+        return [form for form in found if form.source is not None]
 
     @property
     def top(self) -> int | None:
@@ -347,17 +227,6 @@ class Generate(Sent):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-
-def _name_hints(names: set[str]) -> None:
-    """Logs the names that the log has not named yet."""
-    for name in sorted(names - _NAMED):
-        _NAMED.add(name)
-        LOG.info("requests have `%s`, which changes no text: it is ignored", name)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return type(value) is type(neutral) and bool(value == neutral)
 
 
 class CompletionRequest(Generate):
@@ -384,7 +253,7 @@ class CompletionRequest(Generate):
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
 
-class ChatRequest(ToolUse, Generate):
+class ChatRequest(Generate):
     """Answers a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -394,18 +263,57 @@ class ChatRequest(ToolUse, Generate):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
+        names, choice = [tool.function.name for tool in self.tools or ()], self.tool_choice
+        if len({*names}) < len(names):
+            raise FieldError("`tools` have two functions of one name: give each its own")
+        if not names and choice not in (None, "none", "auto"):
+            raise FieldError("`tool_choice` needs `tools`: pass them, or leave it out")
+        if isinstance(choice, Tool) and choice.function.name not in names:
+            raise FieldError("`tool_choice` names none of the functions in `tools`: pass it there, too")
+        if self.offered and self.forms:
+            raise FieldError(f"`{self.forms[0].field}` sets the form of the answer, and `tools` too: pass one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("`top_logprobs` needs `logprobs`: set it to true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise FieldError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
-        if self.offered and self.forms:
-            raise FieldError(f"`{self.forms[0][0]}` sets the form of the answer, and `tools` too: pass one of them")
         return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model reads of: none where `tool_choice` is 'none'."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        return [tool for tool in self.offered if named in (None, tool.function.name)]
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
+
+    @property
+    def most_calls(self) -> int:
+        return _MOST_CALLS if self.parallel_tool_calls and not isinstance(self.tool_choice, Tool) else 1
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        how: dict[str, Any] = {str(name): value for name, value in (self.chat_template_kwargs or {}).items()}
+        how["continue_final_message"] = self.continue_final_message
+        how["add_generation_prompt"] = self.add_generation_prompt is not False and not self.continue_final_message
+        if self.offered:
+            how["tools"] = [tool.plain for tool in self.offered]
+        return how
 
     @property
     def top(self) -> int | None:

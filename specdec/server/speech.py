@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +11,6 @@ import torch
 from specdec.pipelines import Transcriber, Transcription
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Options of a transcription; `stamps`: timestamps by "segment", by "word", or None."""
-
-    task: str
-    language: str | None = None
-    prompt: str | None = None
-    temperature: float = 0.0
-    stamps: str | None = None
-    seed: int = 0
 
 
 class SpeechModel:
@@ -34,19 +21,22 @@ class SpeechModel:
 
     def __init__(self, name: str, transcriber: Transcriber, seconds: float) -> None:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator
-        self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
-    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Generator[str | Transcription]:
-        """The text window by window, then the `Transcription`; raises a 400 for an unreadable or long recording."""
+    def hear(
+        self, content: bytes, prompt: str | None, options: dict[str, Any], cancel: Cancel
+    ) -> Generator[str | Transcription]:
+        """The text window by window, then the `Transcription`; `options` are the transcriber's.
+
+        Raises a 400 for an unreadable or long recording, and for special tokens in the prompt.
+        """
         self._check_length(content)
-        options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}
-        if asked.stamps is not None:
-            options["return_timestamps"] = "word" if asked.stamps == "word" else True
-        if asked.prompt:
-            options["prompt_ids"] = self._prompt(asked.prompt)
-        if asked.temperature:
-            options["temperature"] = asked.temperature
+        if prompt:
+            try:
+                ids = [int(token) for token in self.generator.tokenizer.get_prompt_ids(prompt)]
+            except ValueError as error:
+                raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
+            options = {**options, "prompt_ids": ids}
 
         def cancelled(ids: Any, scores: Any, **_: Any) -> bool:
             cancel.check()
@@ -60,18 +50,11 @@ class SpeechModel:
         )
         yield found
 
-    def silence(self) -> dict[str, Any]:
-        """Inputs to test that the model decodes."""
+    def warm_up(self) -> None:
+        """Decodes a token of silence."""
         config = self.generator.target.config
-        return {"input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
-
-    def _prompt(self, text: str) -> list[int]:
-        """The ids of a prompt, as Whisper takes them; raises a 400 for special tokens."""
-        tokenizer = self.generator.tokenizer
-        try:
-            return [int(token) for token in tokenizer.get_prompt_ids(text)]
-        except ValueError as error:
-            raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
+        silence = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        self.generator.generate(input_features=silence, max_new_tokens=1)
 
     def _check_length(self, content: bytes) -> None:
         """Raises a 400 from the file's header, before anything is decoded."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from ipaddress import IPv6Address
 from typing import Any
 
@@ -15,8 +16,10 @@ from specdec.server.admission import Admission, Clients
 from specdec.server.errors import ApiError, unavailable
 from specdec.server.keys import Keys
 from specdec.server.metrics import Metrics
-from specdec.server.models import Hosts
+from specdec.server.models import Host
 from specdec.server.settings import ServeSettings, address_of
+from specdec.server.speech import SpeechModel
+from specdec.server.text import TextModel
 
 LOG = logging.getLogger("specdec.server")
 ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
@@ -25,19 +28,38 @@ _LONGEST = 64  # characters of a client's address
 
 
 class State:
-    """Settings, models, keys and metrics; `draining`: no new requests; `stopping`: the time to drain is up."""
+    """Settings, models by name, keys and metrics; `draining`: no new requests; `stopping`: the time to drain is up."""
 
-    def __init__(self, settings: ServeSettings, hosts: Hosts) -> None:
-        self.settings, self.hosts, self.metrics = settings, hosts, Metrics()
+    def __init__(self, settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        self.hosts = {model.name: Host(model, settings.limits) for model in models}
         self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
         self.clients = Clients(settings.limits.per_key)
-        heard = sum(host.turns.free for host in hosts.all.values() if host.model.task == "speech")
+        heard = sum(host.turns.free for host in self.hosts.values() if host.model.task == "speech")
         self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
         self.draining = self.stopping = False
         self.cut = 0  # requests that the server gave up when it stopped
+        self.ends = ExitStack()  # closed after the last request: a signal leaves the process no time after that
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._last: list[Callable[[], None]] = []
-        self.metrics.watch(hosts.loads, self.uploads)
+        self.metrics.watch(self.hosts, self.uploads)
+        for host in self.hosts.values():
+            self.ends.callback(host.close)
+
+    def host(self, name: str | None, task: str) -> Host:
+        """The model of this name (None: the first of the task); raises a 404, or a 400 for a model of another task."""
+        fitting = [host for host in self.hosts.values() if host.model.task == task]
+        if name is None and fitting:
+            return fitting[0]
+        found = self.hosts.get(name or "")
+        if found is None:
+            names = ", ".join(repr(host.model.name) for host in fitting)
+            known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
+            message = known if name is None else f"there is no model {name!r} here; {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if found.model.task != task:
+            message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"
+            raise ApiError(400, message, param="model", code="wrong_model")
+        return found
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Cancels the task when the server stops, at once if it already has."""
@@ -52,46 +74,14 @@ class State:
         for task in self._tasks:
             task.cancel()
 
-    def at_close(self, do: Callable[[], None]) -> None:
-        """Calls `do` after the last request; a signal leaves the process no time after that."""
-        self._last.append(do)
+    def note(self, **facts: Any) -> None:
+        """Logs one line about a request: never its content, and no path but a route's.
 
-    def close(self) -> None:
-        """Makes the calls of `at_close` and shuts the models' threads down."""
-        for do in self._last:
-            do()
-        for host in self.hosts.all.values():
-            host.close()
-
-    def note(
-        self,
-        own: str,
-        method: str,
-        path: str,
-        status: int,
-        seconds: float,
-        sent: int,
-        *,
-        client: str,
-        key: str | None = None,
-        error: str | None = None,
-    ) -> None:
-        """Logs one line about a request of the address `client`: never its content, and no path but a route's.
-
-        `error`: the code of its error; that of a stream comes after the status.
+        `facts`: request_id, method, path, status, seconds, bytes, client (its address), key, and error, a code; that
+        of a stream comes after the status.
         """
-        self.metrics.requests.labels(path, str(status)).inc()
-        facts = {
-            "request_id": own,
-            "method": method,
-            "path": path,
-            "status": status,
-            "seconds": round(seconds, 4),
-            "bytes": sent,
-            "client": client,
-            "key": key,
-            "error": error,
-        }
+        self.metrics.requests.labels(facts["path"], str(facts["status"])).inc()
+        facts["seconds"] = round(facts["seconds"], 4)
         LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def admit(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -18,15 +18,15 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
-from specdec.generator.tokenizers import Detokenizer, before_stop, decode
+from specdec.generator.tokenizers import Detokenizer, decode
 from specdec.options.forms import Form
 from specdec.options.generate import listed
 from specdec.options.refusals import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
-from specdec.server.options import StopTexts, call_options
+from specdec.server.messages import Message
+from specdec.server.options import StopTexts, call_options, scored
 from specdec.server.protocol import ChatRequest, Generate
-from specdec.server.scoring import scored
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 LOG = logging.getLogger("specdec.server")
@@ -69,18 +69,6 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The prompt is done."""
-
-    stats: Stats
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that no choice read again: choices read the prompt together."""
-        return min((row.cached_prompt_tokens for row in self.stats.per_row), default=0)
-
-
-@dataclass(frozen=True)
 class PromptRequest:
     """One prompt of a request: text, token ids, or None for the messages of a chat.
 
@@ -117,28 +105,33 @@ class TextModel:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
         self.name, self.generator, self.tokenizer, self._pixels = name, generator, generator.tokenizer, pixels
-        self.context, self.is_encoder_decoder = _context(generator, context), generator.target.is_encoder_decoder
+        self.is_encoder_decoder, config = generator.target.is_encoder_decoder, generator.target.config
+        known = (generator.target.max_positions, getattr(config, "max_position_embeddings", None), context)
+        self.context = min((number for number in known if number), default=4096)
         if context is not None and context > self.context:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
-        self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._ends = listed(own.get("eos_token_id"))
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
 
-    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
-        """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
+    def warm_up(self) -> None:
+        """Decodes a token."""
+        self.generator.generate([[0]], max_new_tokens=1, do_sample=False)
+
+    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Stats]:
+        """Decodes a prompt, at last into its statistics; raises OptionError and ApiError for an invalid request."""
         request = prompt.request
-        inputs = self._inputs(prompt.content, request if isinstance(request, ChatRequest) else None)
-        ids = inputs["input_ids"][0] if isinstance(inputs["input_ids"], list) else inputs["input_ids"][0].tolist()
+        inputs = self._inputs(prompt)
+        ids = ids_in(inputs)
         with refusing():
             job = self.generator.submit(inputs, **self._options(prompt, ids))
         cancel.add_done_callback(lambda _: job.cancel())
         echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
-        stops = [] if request.include_stop_str_in_output else request.stops
-        rows = [_Row(self, prompt, row, stops, echo) for row in range(request.n)]
+        tokenizer = self._marking(self.calls(request))
+        rows = [_Row(tokenizer, prompt, row, echo) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
         with closing(job.follow(stream=stream)) as rounds:
             for deltas in rounds:
@@ -150,31 +143,43 @@ class TextModel:
         if not any(row.streamed for row in rows):
             for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
                 yield row.whole(tokens, reason)
-        yield Finished(out.stats)
+        yield out.stats
 
-    def _inputs(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> dict[str, Any]:
-        """The model's inputs for a prompt or a conversation; raises a 400 for pictures that cannot be read."""
-        if chat is None or not any(message.pictures for message in chat.messages):
-            return {"input_ids": [self.encode(prompt, chat)]}
-        return self.seen([message.plain for message in chat.messages], **self._template_options(chat))
-
-    def seen(self, messages: Sequence[dict[str, Any]], **how: Any) -> dict[str, Any]:
-        """The model's inputs for a conversation with pictures; raises a 400 for those that cannot be read."""
-        if not self.generator.target.sees or self.generator.processor is None:
-            raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
-        with refusing():
-            made = with_pictures(messages, self.generator.processor, pixels=self._pixels, **how)
-        return {name: value for name, value in made.items() if name in NAMES}
-
-    def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if prompt is not None:
-            ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+    def _inputs(self, prompt: PromptRequest) -> dict[str, Any]:
+        """The model's inputs: an empty text becomes a token."""
+        request, content = prompt.request, prompt.content
+        if isinstance(request, ChatRequest):
+            inputs = self.read(request.messages, **request.template_options)
         else:
-            assert chat is not None
-            ids = self._chat_ids(chat)
-        return ids or listed(self.generator.target.model.generation_config.bos_token_id)[:1] or [0]
+            ids = content if isinstance(content, list) else list(self.tokenizer(content, verbose=False)["input_ids"])
+            inputs = {"input_ids": [ids]}
+        if not len(inputs["input_ids"][0]):
+            bos = self.generator.target.model.generation_config.bos_token_id
+            return {"input_ids": [listed(bos)[:1] or [0]]}
+        return inputs
+
+    def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
+        """The model's inputs for a conversation; `how`: arguments of the chat template.
+
+        Raises a 400 without a template, where it refuses the messages, and for pictures that cannot be read.
+        """
+        plain, processor = [message.plain for message in messages], self.generator.processor
+        if any(message.pictures for message in messages):
+            if not self.generator.target.sees or processor is None:
+                raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
+            with refusing():
+                made = with_pictures(plain, processor, pixels=self._pixels, **how)
+            return {name: value for name, value in made.items() if name in NAMES}
+        if not self.chats:
+            raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
+        if any(message.role == "tool" or message.tool_calls for message in messages):
+            check_takes_tools(self._template, self.name, "messages")
+        try:
+            return {"input_ids": [chat_ids(plain, self.tokenizer, processor, **how)]}
+        except OptionError:  # of the processor's template, in words
+            raise
+        except Exception as error:  # whatever a template raises
+            raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 
     def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> tuple[str, list[TokenScore]]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
@@ -188,31 +193,6 @@ class TextModel:
         steps = scored(self.generator, ids, top, prompt.salt, cancel)
         return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
 
-    def _chat_ids(self, chat: ChatRequest) -> list[int]:
-        how = self._template_options(chat)
-        return self.template([message.plain for message in chat.messages], **how)
-
-    def _template_options(self, chat: ChatRequest) -> dict[str, Any]:
-        how: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
-        how["add_generation_prompt"] = chat.add_generation_prompt is not False and not chat.continue_final_message
-        for name, value in (chat.chat_template_kwargs or {}).items():
-            how[name] = value
-        how |= {"tools": [tool.plain for tool in chat.offered]} if chat.offered else {}
-        return how
-
-    def template(self, messages: Sequence[dict[str, Any]], **how: Any) -> list[int]:
-        """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""
-        if not self.chats:
-            raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
-        if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-            check_takes_tools(self._template_text, self.name, "messages")
-        try:
-            return chat_ids(list(messages), self.tokenizer, self.generator.processor, **how)
-        except OptionError:  # of the processor's template, in words
-            raise
-        except Exception as error:  # whatever a template raises
-            raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
-
     def _options(self, prompt: PromptRequest, ids: list[int]) -> dict[str, Any]:
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
@@ -225,12 +205,15 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
-        form = next((Form(kind, source, field) for field, kind, source in request.forms), None)
-        if (form := form or self._form_of_calls(request)) is not None:
+        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
             options["logits_processor"] = [self._grammar(form).copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:
-            options["force_words_ids"] = [self._phrases(phrase) for phrase in request.constraints]
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            options["force_words_ids"] = [
+                encode(phrase) if isinstance(phrase, str) else [encode(one) for one in phrase]
+                for phrase in request.constraints
+            ]
         if request.top is not None:
             options["top_logprobs"] = request.top
         if request.prediction is not None and request.prediction.text:
@@ -241,9 +224,9 @@ class TextModel:
         """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
         if not isinstance(request, ChatRequest) or not request.offered:
             return None
-        return format_of(self._template_text, self.name)
+        return format_of(self._template, self.name)
 
-    def decoder(self, form: CallFormat | None) -> Any:
+    def _marking(self, form: CallFormat | None) -> Any:
         """The tokenizer, which shows the marks of calls also where they are special tokens."""
         marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
@@ -263,7 +246,7 @@ class TextModel:
         return None if grammar is None else Form("grammar", grammar, "tools")
 
     @property
-    def _template_text(self) -> str:
+    def _template(self) -> str:
         """The chat template for messages with tools; empty without one."""
         if own := getattr(self.generator.processor, "chat_template", None):
             return str(own)
@@ -287,28 +270,16 @@ class TextModel:
             raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
         return min(room, limit) if wanted is None else wanted
 
-    def _phrases(self, phrase: str | list[str]) -> Any:
-        if isinstance(phrase, str):
-            return self.tokenizer.encode(phrase, add_special_tokens=False)
-        return [self.tokenizer.encode(one, add_special_tokens=False) for one in phrase]
-
 
 class _Row:
     """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`."""
 
-    def __init__(
-        self,
-        model: TextModel,
-        prompt: PromptRequest,
-        row: int,
-        stops: Sequence[str],
-        echo: tuple[str, Sequence[TokenScore]],
-    ) -> None:
-        self._tokenizer = model.decoder(model.calls(prompt.request))
-        self._row, self._stops, self._echo = row, stops, echo
-        self._text = Detokenizer(self._tokenizer, stops)
-        self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
-        self._chunk = prompt.chunk
+    def __init__(self, tokenizer: Any, prompt: PromptRequest, row: int, echo: tuple[str, Sequence[TokenScore]]) -> None:
+        request = prompt.request
+        self._tokenizer, self._row, self._echo = tokenizer, row, echo
+        self._stops = [] if request.include_stop_str_in_output else request.stops
+        self._text = Detokenizer(tokenizer, self._stops)
+        self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
         self.streamed = False
 
@@ -322,7 +293,7 @@ class _Row:
             yield self._delta(group, None if self._pending else delta.finish)
 
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        text = before_stop(decode(self._tokenizer, tokens), self._stops)
+        text = decode(self._tokenizer, tokens, self._stops)
         return self._after_echo(TextDelta(self._row, text, len(tokens), _openai(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
@@ -357,8 +328,12 @@ def _finite(value: float | None) -> float:
     return max(-9999.0, min(value if value is not None else 0.0, 0.0))
 
 
-def _context(generator: SpecGenerator, wanted: int | None) -> int:
-    """The context in tokens: the least of the model's positions, its config's, and the one wanted."""
-    config = generator.target.config
-    known = [generator.target.max_positions, getattr(config, "max_position_embeddings", None), wanted]
-    return min((number for number in known if number), default=4096)
+def cached_tokens(stats: Stats) -> int:
+    """Tokens of a prompt that no choice read again: choices read the prompt together."""
+    return min((row.cached_prompt_tokens for row in stats.per_row), default=0)
+
+
+def ids_in(inputs: Mapping[str, Any]) -> list[int]:
+    """The prompt's token ids among a model's inputs."""
+    ids = inputs["input_ids"]
+    return list(ids[0] if isinstance(ids, list) else ids[0].tolist())

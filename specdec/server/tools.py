@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from specdec.server.errors import ApiError
-from specdec.server.tool_fields import Tool, ToolUse
+from specdec.server.messages import Tool
+from specdec.server.protocol import ChatRequest
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def check_takes_tools(template: str, model: str, param: str) -> None:
         raise ApiError(400, message, param=param)
 
 
-def call_grammar(form: CallFormat, chat: ToolUse, marks: Mapping[str, int], ends: Collection[int]) -> str | None:
+def call_grammar(form: CallFormat, chat: ChatRequest, marks: Mapping[str, int], ends: Collection[int]) -> str | None:
     """The grammar of an answer in Lark's notation, where llguidance has one of free text with calls; else None.
 
     `marks`: the tokens beside the vocabulary proper, which no text of a grammar matches; `ends` are among them.
@@ -186,13 +187,6 @@ class CallReader:
     def _head(self, at: int) -> re.Match[str] | None:
         found = _HEAD.match(self._text, at)
         return found if found is not None and found[1] in self._names else None
-
-
-def reader_of(form: CallFormat, chat: Any) -> CallReader:
-    """A reader of one answer to a chat."""
-    assert isinstance(chat, ToolUse)
-    names = {tool.function.name for tool in chat.callable}
-    return CallReader(form, names, held=chat.must_call or bool(form.opening))
 
 
 def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 
 from docs.make import compatibility
 from specdec.bench.results import as_csv
-from specdec.server.metrics import Load, Metrics
+from specdec.server.metrics import Metrics
 from specdec.server.settings import Limits, read_settings
 from tests.docs.pages import ROOT, read
 
@@ -31,10 +32,8 @@ def test_every_metric_has_a_row() -> None:
     """With its labels, as Prometheus reads them."""
     metrics = Metrics()
 
-    class Uploads:
-        running = waiting = 0
-
-    metrics.watch(lambda: [("m", Load(0, 0, 0, 0))], Uploads())  # type: ignore[arg-type]
+    load = SimpleNamespace(running=0, waiting=0, kv_tokens_held=0, kv_tokens_free=0)
+    metrics.watch({"m": SimpleNamespace(load=load)}, load)
     known = {}
     for family in metrics.registry.collect():
         labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ("model",))

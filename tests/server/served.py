@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
@@ -85,12 +86,17 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
-    application.state.server.close()
+    application.state.server.ends.close()
 
 
-def state_of(server: uvicorn.Server) -> Any:
-    """The server's own state, with the turns of its models."""
-    return server.config.app.state.server  # type: ignore[union-attr]
+def state_of(served: Any) -> Any:
+    """The state of a server or an application."""
+    return (served.config.app if isinstance(served, uvicorn.Server) else served).state.server
+
+
+def turns_of(served: Any, name: str = "text") -> Any:
+    """The turns of a model of a server or an application."""
+    return state_of(served).hosts[name].turns
 
 
 class Asking(TestClient):
@@ -106,6 +112,16 @@ def asking(application: FastAPI, **headers: str) -> Asking:
     """A client that asks in process; the application ends with it."""
     how: dict[str, Any] = {"base_url": "http://127.0.0.1:8000", "client": ("127.0.0.1", 5000)}
     return Asking(application, raise_server_exceptions=False, headers=headers, **how)
+
+
+def posted(application: FastAPI, body: Any, path: str = "/v1/completions", **how: Any) -> asyncio.Task[Answered]:
+    """A request that is under way."""
+    return asyncio.ensure_future(asgi(application, "POST", path, body=body, **how))
+
+
+def facts_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The lines about requests."""
+    return [json.loads(line) for line in caplog.messages if line.startswith("{")]
 
 
 @asynccontextmanager
@@ -181,18 +197,15 @@ async def asgi(
 
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "method": method,
         "path": path,
-        "raw_path": path.encode(),
         "root_path": root_path,
         "scheme": "http",
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in head.items()],
         "client": ("127.0.0.1", 5000),
         "server": ("127.0.0.1", 8000),
-        "state": {},
     }
     with suppress(Exception):  # a server logs it, after the answer
         await application(scope, receive, send)

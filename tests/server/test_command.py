@@ -22,11 +22,10 @@ from specdec.cli.terminal import notes
 from specdec.options import bundled_models
 from specdec.pipelines.speech import audio
 from specdec.server import load, read_settings, start_log
-from specdec.server.cancellation import Cancel
-from specdec.server.protocol import CompletionRequest
 from specdec.server.settings import Limits, ModelSettings
-from specdec.server.text import PromptRequest, TextDelta, TextModel
+from specdec.server.text import TextModel
 from tests.folders import saved_model
+from tests.server.served import app, asking
 
 
 def keys(**given: Any) -> dict[str, Any]:
@@ -99,23 +98,17 @@ def test_flags_that_do_not_go(
 
 def test_every_wrong_key_is_named() -> None:
     """The first of them was, in pydantic's words."""
-    model = {"name": "m", "target": "t", "drafft": "suffix"}
+    models = [{"name": "m", "target": "t", "drafft": "suffix"}, {"target": "t"}]
     with pytest.raises(OptionError) as error:
-        read_settings({"models": [model], "prt": 1, "color": "red", "limits": {"runing": 3, "waiting": "x"}})
+        read_settings({"models": models, "prt": 1, "color": "red", "limits": {"runing": 3, "waiting": "x"}})
     assert str(error.value).split("; ") == [
         "`models.0.drafft`: unknown key (did you mean `draft`?)",
+        "`models.1.name` is needed: pass it",
         '`limits.waiting` must be a whole number, got "x"',
         "`limits.runing`: unknown key (did you mean `running`?)",
         "`prt`: unknown key (did you mean `port`?)",
         "`color`: unknown key",
     ]
-
-
-def test_a_model_without_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was a KeyError."""
-    (tmp_path / "serve.yaml").write_text("models: [{target: t}]\n")
-    assert run(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
-    assert "`models.0.name` is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "none"])
@@ -203,9 +196,6 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     assert 0 < model.generator.engine.budget.limit <= virtual_memory().total / 4
     assert model.generator.options(max_new_tokens=1).schedule == "constant"
     assert model.context == 99
-    asked = CompletionRequest(prompt="ab", max_tokens=9)
-    texts = [
-        "".join(p.text for p in model.run(PromptRequest(asked, "ab"), Cancel()) if isinstance(p, TextDelta))
-        for _ in range(2)
-    ]
-    assert texts[0] == texts[1]  # the settings say how a request without a temperature samples
+    with asking(app(model)) as c:
+        texts = {c.complete(prompt="ab", max_tokens=9)["choices"][0]["text"] for _ in range(2)}
+    assert len(texts) == 1  # the settings say how a request without a temperature samples

@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
 import signal
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
-from typing import Any
+from contextlib import nullcontext
 
 import httpx
 import pytest
+import uvicorn
 
 from specdec.server.http import server_of
 from specdec.server.models import Host
-from tests.server.served import PATIENCE, app, listening, model_of, run, settings, speech_model, state_of, until
+from tests.server.served import app, facts_of, listening, settings, speech_model, state_of, turns_of, until
 
 LONG = {"prompt": "abab", "max_tokens": 500, "seed": 1, "ignore_eos": True}
 
 
-def apart(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in a thread of its own: uvicorn raises signals again in the main one."""
-
-    @wraps(test)
-    def runs(**given: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(run, test(**given)).result(PATIENCE)
-
-    del runs.__wrapped__  # type: ignore[attr-defined]
-    runs.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
-    return runs
+@pytest.fixture(autouse=True)
+def _signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn raises signals again, once it has ended."""
+    monkeypatch.setattr(uvicorn.Server, "capture_signals", lambda _: nullcontext())
 
 
 async def test_models_decode_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request after "listening" took eight seconds."""
     listened: list[bool] = []
-    warm_up, server = Host.warm_up, server_of(app(model_of("suffix")), settings(port=0))
+    warm_up, server = Host.warm_up, server_of(app(), settings(port=0))
 
     async def watched(host: Host) -> None:
         await warm_up(host)
@@ -68,7 +57,6 @@ async def test_a_model_that_cannot_decode_is_logged(
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before anything", "while a model decodes"])
-@apart
 async def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was an AttributeError in the signal's handler."""
 
@@ -78,14 +66,13 @@ async def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.Monke
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Host, "warm_up", endless)
-    server = server_of(app(model_of("suffix")), settings(port=0))
+    server = server_of(app(), settings(port=0))
     if early:
         server.handle_exit(signal.SIGTERM, None)
     await server.serve()
     assert not server.started
 
 
-@apart
 async def test_balancers_see_it_leave() -> None:
     """The listener closed at once, so that nobody could ask `/ready`."""
     async with listening(limits={"notice_seconds": 0.5, "drain_seconds": 20}) as (server, client):
@@ -104,7 +91,6 @@ async def test_balancers_see_it_leave() -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-@apart
 async def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
     """As Ctrl-C does at once."""
     async with listening(limits={"notice_seconds": 30}) as (server, _):
@@ -115,7 +101,6 @@ async def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
     assert time.monotonic() - began < 5
 
 
-@apart
 async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """What takes longer is told so, and a body that never comes is not waited for.
 
@@ -130,7 +115,7 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
             asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": stream}))
             for stream in (True, False)
         ]
-        turns = state_of(server).hosts.all["text"].turns
+        turns = turns_of(server)
         await until(lambda: turns.running >= 2)
         began = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
@@ -141,18 +126,16 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     assert all("the server is shutting down" in said for said in (half, streamed.text, whole.text))
     assert whole.status_code == 503
     assert 0.5 <= time.monotonic() - began < 3
-    facts = [json.loads(line) for line in caplog.messages if line.startswith("{")]
-    assert [one["error"] for one in facts if one["status"] == 200] == ["unavailable"]
+    assert [one["error"] for one in facts_of(caplog) if one["status"] == 200] == ["unavailable"]
     assert caplog.messages[-1] == "stopped, 2 requests were cut"
 
 
-@apart
 async def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
     """They got the turns of those that were given up, and ended in a bare 500 when the process did."""
     limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
     async with listening(speech_model(), limits=limits) as (server, client):
         state = state_of(server)
-        turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
+        turns, files = turns_of(server, "speech"), {"file": ("a.wav", b"no sound")}
         async with turns.turn("somebody"):
             asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
             await until(lambda: turns.waiting >= 7 and state.uploads.waiting >= 3)
@@ -174,10 +157,9 @@ async def test_work_that_comes_after_the_drain_is_given_up() -> None:
         finally:
             told.append("closed")
 
-    state = app(model_of("suffix")).state.server
+    state = state_of(app())
     state.stop()
     task = asyncio.ensure_future(work())
     state.track(task)
     await asyncio.wait({task}, timeout=5)
-    state.close()
-    assert [*told, "given up" if task.cancelled() else "runs"] == ["closed", "given up"]
+    assert (told, task.cancelled()) == (["closed"], True)

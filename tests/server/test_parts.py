@@ -5,38 +5,39 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import aclosing
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
 from specdec.decoding.processors.grammar import Grammar
-from specdec.errors import CancelledError, OptionError
 from specdec.options.forms import Form
 from specdec.server.admission import Admission
-from specdec.server.cancellation import Cancel, ThreadStream
+from specdec.server.cancellation import Cancel, in_threads
 from specdec.server.errors import ApiError
 from specdec.server.options import StopTexts
-from specdec.server.speech import SpeechModel
 from tests import speech
 from tests.folders import WIDTH
 from tests.server.served import (
     TOKENIZER,
     Answered,
     app,
-    asgi,
     asking,
     events,
     idle,
     model_of,
+    posted,
     run,
     speech_model,
+    turns_of,
     until,
 )
 
@@ -109,33 +110,46 @@ def test_turns_given_up() -> None:
     assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
 
 
-async def test_work_that_is_given_up() -> None:
-    """Its generator is closed in its own thread, and callbacks run, also late ones."""
-    told, closed = [], []
+async def in_thread(items: int, told: list[Any], *, room: int = 9) -> AsyncGenerator[bytes, None]:
+    """What comes of a job with so many items, of which the last is an error."""
 
-    def work(cancel: Cancel) -> Generator[int]:
-        cancel.add_done_callback(lambda _: told.append(threading.get_ident()))
+    def job(cancel: Cancel) -> Generator[bytes]:
+        cancel.add_done_callback(lambda _: told.append("cancelled"))
         try:
-            while True:
-                yield 1
+            for _ in range(items):
+                yield b"x"
+            raise ValueError("no")
         finally:
-            closed.append(threading.get_ident())
+            told.append(threading.get_ident())
 
     with ThreadPoolExecutor(1) as pool:
-        running = ThreadStream(pool, work)
-        async for _ in running:
-            break
-        await running.close()
-        await running.close()
-    assert told == [threading.get_ident()]
-    assert len(closed) == 1
-    assert closed != told
-    cancel = Cancel()
-    cancel.cancel()
-    cancel.add_done_callback(lambda _: told.append(0))
-    assert told[-1] == 0
-    with pytest.raises(CancelledError):
-        cancel.check()
+        async with aclosing(in_threads(pool, partial(Admission(1, 0).turn, "a"), [job], room, len)) as found:
+            async for item in found:
+                yield item
+
+
+async def test_what_runs_in_threads() -> None:
+    """All of it comes, in order, and an error after it; jobs end before a slow reader does, in their own thread."""
+
+    async def read(items: int) -> list[Any]:
+        told: list[Any] = []
+        found: list[Any] = []
+        try:
+            async for item in in_thread(items, told):
+                await until(lambda: "cancelled" in told)
+                found.append(item)
+        except (ValueError, ApiError) as error:
+            found.append(str(error))
+        assert threading.get_ident() not in told
+        assert len(told) == 2
+        return found
+
+    assert await read(9) == [b"x"] * 9 + ["no"]
+    assert "too slowly" in (await read(10**9))[-1]
+    given_up: list[Any] = []
+    async with aclosing(in_thread(10**9, given_up, room=10**9)) as items:
+        await anext(items)
+    assert len(given_up) == 2
 
 
 SCHEMA = {
@@ -144,50 +158,42 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def is_person(text: str) -> bool:
+    """Whether a text fits the schema."""
+    found = json.loads(text)
+    return len(found.pop("name")) <= 5 and found.pop("age") in range(100) and not found
+
+
+CHOICE = re.compile("yes|no|né").fullmatch
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
-        lambda text: 0 <= json.loads(text)["age"] <= 99,
+        is_person,
     ),
-    "guided_json": ({"guided_json": SCHEMA}, lambda text: len(json.loads(text)["name"]) <= 5),
-    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, lambda text: text[-2] == "."),
-    "lark": ({"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'}, lambda text: text.startswith("x")),
-    "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
-    "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
-    "nested schema": ({"structured_outputs": {"json": SCHEMA, "regex": None}}, lambda text: "name" in json.loads(text)),
+    "guided_json": ({"guided_json": SCHEMA}, is_person),
+    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, re.compile(r"[ab]{2,4}\.[0-9]").fullmatch),
+    "lark": (
+        {"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'},
+        re.compile("x(,[0-9]{1,2})*").fullmatch,
+    ),
+    "choice": ({"guided_choice": ["yes", "no", "né"]}, CHOICE),
+    "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, CHOICE),
+    "nested schema": ({"structured_outputs": {"json": SCHEMA, "regex": None}}, is_person),
+    "beams": ({"guided_regex": "[ab]{3}-[0-9]", "num_beams": 3}, re.compile("[ab]{3}-[0-9]").fullmatch),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_answers_in_a_form(name: str) -> None:
-    """They are in it, with every draft the same; two choices do not mix up."""
+    """They are in it, by each of the fields; two choices, and beams, do not mix up."""
     fields, fits = FORMS[name]
-
-    texts = []
-    for draft in ("none", "suffix", "model"):
-        with asking(app(model_of(draft))) as c:
-            found = c.complete(prompt="abab", max_tokens=60, n=2, seed=11, top_k=3, **fields)
-        assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
-        texts.append([choice["text"] for choice in found["choices"]])
-    assert texts[0] == texts[1] == texts[2]
-    assert all(fits(text) for text in texts[0])
-
-
-def test_beams_in_a_form() -> None:
-    """Every hypothesis keeps to it."""
+    drawn = {} if name == "beams" else {"seed": 11, "top_k": 3}
     with asking(app(model_of("suffix"))) as c:
-        found = c.complete(prompt="abab", max_tokens=30, num_beams=3, guided_regex="[ab]{3}-[0-9]{2}")
-    text = found["choices"][0]["text"]
-    assert set(text[:3]) <= {"a", "b"}
-    assert text[3] == "-"
-
-
-@pytest.mark.parametrize(("source", "said"), [("(", "unclosed group"), ("a(?=b)", "look-around")])
-def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
-    """Clients read of `start: /(/`, which they had not sent."""
-    with pytest.raises(OptionError, match=said) as found:
-        Grammar(Form("regex", source, "guided_regex"), VOCABULARY, 0)
-    assert "start" not in str(found.value)
+        choices = c.complete(prompt="abab", max_tokens=60, n=2, **drawn, **fields)["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 2
+    assert all(fits(choice["text"]) for choice in choices)
 
 
 def test_every_character_may_be_in_a_choice() -> None:
@@ -239,10 +245,7 @@ def test_stop_texts_do_not_begin_in_the_prompt() -> None:
     assert stop(torch.tensor(rows), None).tolist() == [False, True, False]
 
 
-@cache
-def hearing() -> SpeechModel:
-    """The tiny Whisper."""
-    return speech_model()
+hearing = cache(speech_model)
 
 
 def recording(seconds: float, kind: str = "WAV") -> bytes:
@@ -263,7 +266,6 @@ def test_transcriptions() -> None:
     content = recording(2.5)
     expected = hearing().transcriber(content, language="en", task="transcribe", return_timestamps=True)
     plain = hearing().transcriber(content, language="en", task="transcribe")["text"].strip()
-
     found = {}
     for form in ("json", "text", "srt", "vtt", "verbose_json"):
         answer = heard({"model": "speech", "language": "en", "response_format": form}, content)
@@ -282,7 +284,6 @@ def test_transcriptions() -> None:
 def test_streamed_transcriptions() -> None:
     """Every window's text comes when it is read, and all of it is the text of the whole answer."""
     content = recording(3.5)
-
     whole, stream = heard({"language": "en"}, content).json(), heard({"language": "en", "stream": "true"}, content)
     assert stream.headers["content-type"].startswith("text/event-stream")
     told = events(stream.text)
@@ -291,18 +292,13 @@ def test_streamed_transcriptions() -> None:
     assert {event["type"] for event in told} == {"transcript.text.delta"}
     assert len(told) > 2
     assert "".join(event["delta"] for event in told) == whole["text"]
-
-
-def test_unread_transcriptions_have_a_bound() -> None:
-    """Their pieces counted for nothing."""
-    found = heard({"language": "en", "stream": "true"}, recording(3.5), limits={"unread_bytes": 1})
-    assert "reads too slowly" in found.text
+    unread = heard({"language": "en", "stream": "true"}, content, limits={"unread_bytes": 1})
+    assert "reads too slowly" in unread.text  # their pieces counted for nothing
 
 
 def test_words_and_translations() -> None:
     """Words have times where they are asked for; a translation is another text."""
     content = recording(1.5, "FLAC")
-
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
     words = heard(fields, content).json()
     assert all(one["start"] <= one["end"] for one in words["words"])
@@ -315,31 +311,26 @@ _FORM = f"multipart/form-data; boundary={_BOUNDARY}"
 _PATH = "/v1/audio/transcriptions"
 
 
+def sent(application: Any, *chunks: bytes | None, **how: Any) -> asyncio.Task[Answered]:
+    """A form that is under way."""
+    return posted(application, None, path=_PATH, chunks=chunks, content_type=_FORM, **how)
+
+
 def form(content: bytes) -> bytes:
     """A body with a recording."""
     head = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
     return head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
-def test_no_model_of_the_kind() -> None:
-    """A request that names no model reads what kind is missing. ("There is no model None here", it said.)"""
-    with asking(app()) as c:
-        found = c.post(_PATH, files={"file": ("a.wav", b"no sound")}).json()
-    assert found["error"]["message"] == "no model of this server is for speech"
-
-
 async def test_recordings_wait_on_disk_or_unread() -> None:
     """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
     body, size = form(b"no sound" * 2**19), 2**22
     application = app(hearing(), limits={"recordings": 1, "per_key": 20})
-    turns = application.state.server.hosts.all["speech"].turns
+    turns = turns_of(application, "speech")
     asked = [Answered() for _ in range(20)]
     tracemalloc.start()
     async with turns.turn("somebody"):
-        work = [
-            asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
-            for one in asked
-        ]
+        work = [sent(application, body, found=one) for one in asked]
         await until(lambda: turns.waiting >= 7)
         await asyncio.sleep(0.05)
         held, _ = tracemalloc.get_traced_memory()
@@ -349,16 +340,14 @@ async def test_recordings_wait_on_disk_or_unread() -> None:
     await asyncio.gather(*work)
     assert {one.status for one in asked} == {400}
     application.state.server.draining = True
-    late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
+    late = await sent(application, body)
     assert (late.status, late.received) == (503, 0)
 
 
 async def test_waiting_to_arrive_has_an_end() -> None:
     """A recording that is not its turn to arrive is told so after as long as a request may take."""
     application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
-    never = [b"--", None]
-    slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
-    work = [asyncio.ensure_future(one) for one in slow]
+    work = [sent(application, b"--", None) for _ in range(8)]
     done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
     for one in rest:
         one.cancel()
@@ -375,7 +364,10 @@ def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_recordings_come_in_forms() -> None:
-    """They are told how a recording is sent."""
+    """They are told how a recording is sent, and where no model hears. ("There is no model None here", it said.)"""
+    with asking(app()) as c:
+        unheard = c.post(_PATH, files={"file": ("a.wav", b"no sound")}).json()["error"]["message"]
+    assert unheard == "no model of this server is for speech"
     with asking(app(hearing())) as c:
         kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
         found = [c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
@@ -385,13 +377,12 @@ def test_recordings_come_in_forms() -> None:
 
 async def test_a_recording_nobody_waits_for() -> None:
     """Its decoding ends within two rounds."""
-    body = form(recording(19.0))
     gone, application = asyncio.Event(), app(hearing())
-    work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
+    work = sent(application, form(recording(19.0)), leave=gone)
     engine = hearing().generator.engine
     await until(lambda: engine.running)
     gone.set()
     await work
     await idle(hearing())
-    assert application.state.server.hosts.all["speech"].load.running == 0
-    application.state.server.close()
+    assert application.state.server.hosts["speech"].load.running == 0
+    application.state.server.ends.close()

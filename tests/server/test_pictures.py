@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from specdec import SpecGenerator
 from specdec.server.text import TextModel
 from tests.generator.test_pictures import SMALL, asked, data_url
 from tests.pictures import with_processor
-from tests.server.served import app, asking, model_of
+from tests.server.served import Asking, app, asking, events, model_of
 
 
 @cache
@@ -29,19 +28,25 @@ def body(*urls: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*parts, text]}], "max_tokens": 8, "temperature": 0, **fields}
 
 
+def refused(c: Asking, sent: dict[str, Any], words: str) -> None:
+    """Checks that a chat is a 400 with these words, and so are its tokens."""
+    for path, one in (("/v1/chat/completions", sent), ("/tokenize", {"messages": sent["messages"]})):
+        answer = c.post(path, json=one)
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 def test_a_picture_is_answered_as_by_the_library() -> None:
     """Whole and streamed; the prompt counts its places."""
     out = seeing_model().generator.generate(messages=asked(SMALL), max_new_tokens=8, do_sample=False)
     with asking(app(seeing_model())) as c:
         found = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
-        text = c.post("/v1/chat/completions", json=body(data_url(SMALL), stream=True)).text
+        stream = events(c.post("/v1/chat/completions", json=body(data_url(SMALL), stream=True)).text)
         counted = c.post("/tokenize", json={"messages": body(data_url(SMALL))["messages"]}).json()
         other = c.post("/v1/chat/completions", json=body(data_url(Image.new("RGB", (20, 30), "red")))).json()
     assert out.texts == [found["choices"][0]["message"]["content"]]
     assert other["choices"] != found["choices"]
     assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == counted["count"]
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == out.texts[0]
+    assert "".join(event["choices"][0]["delta"]["content"] for event in stream[:-1]) == out.texts[0]
 
 
 def test_text_alone_is_read() -> None:
@@ -71,12 +76,7 @@ def test_refused_pictures(urls: list[str], words: str) -> None:
     """A 400 that names the reason. (`/tokenize` had no bounds: a body of 2 MB took gigabytes of memory.)"""
     limits = {"pictures": 2, "picture_bytes": 2000}
     with asking(app(seeing_model(), limits=limits)) as c:
-        for path, asked_ in (
-            ("/v1/chat/completions", body(*urls)),
-            ("/tokenize", {"messages": body(*urls)["messages"]}),
-        ):
-            answer = c.post(path, json=asked_)
-            assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+        refused(c, body(*urls), words)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,5 @@ def test_a_place_without_a_picture(path: str, asked_: dict[str, Any], words: str
 
 def test_a_model_of_text_alone() -> None:
     """It says that it reads no pictures."""
-    asked_ = body(data_url(SMALL))
     with asking(app(model_of("suffix"))) as c:
-        for path, sent in (("/v1/chat/completions", asked_), ("/tokenize", {"messages": asked_["messages"]})):
-            answer = c.post(path, json=sent)
-            assert (answer.status_code, "reads no pictures" in answer.text) == (400, True)
+        refused(c, body(data_url(SMALL)), "reads no pictures")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -68,19 +67,6 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
     assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == first[0].message.content
     assert chunks[-1].usage.completion_tokens <= 8
 
-    like = {"type": "content", "content": "hello hello"}
-    more = {"return_metrics": True}
-    predicted = client.chat.completions.create(**said, max_tokens=20, temperature=0, prediction=like, extra_body=more)
-    details = predicted.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
-    assert predicted.metrics["speculative_decoding"]["num_spec_steps"] > 0
-
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-    named = {"name": "answer", "schema": {**schema, "additionalProperties": False}, "strict": True}
-    form = {"type": "json_schema", "json_schema": named}
-    [answer] = client.chat.completions.create(**said, max_tokens=30, response_format=form).choices
-    assert json.loads(answer.message.content)["a"] in ("x", "y")
-
     path, text = bundled_models.recordings()[0]
     hear = client.audio.transcriptions.create
     assert text.split(".")[0] in hear(model="speech", file=path).text
@@ -94,14 +80,13 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**{**how, "model": "gpt"})
-    tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError, match="takes no tools"):
-        client.chat.completions.create(**said, tools=tools)
+        client.chat.completions.create(**said, tools=[{"type": "function", "function": {"name": "f"}}])
 
 
-def _idle(server: Process, seconds: float = 20.0) -> None:
+def _idle(server: Process) -> None:
     """Waits until nothing runs; fails where something is stuck."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 20
     with server.client() as client:
         while any(one["running"] + one["waiting"] for one in client.get("/v1/load").json().values()):
             assert time.monotonic() < end, "something is stuck"

@@ -12,7 +12,7 @@ from specdec import LanguageModel, SpecGenerator, __version__
 from specdec.generator.tokenizers import decode
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
-from tests.server.served import DRAFTS, TOKENIZER, app, asking, events, model_of
+from tests.server.served import DRAFTS, TOKENIZER, app, asking, events, model_of, text_model
 from tests.tiny import tiny
 
 PROMPT = "abc abc abc ab"
@@ -48,7 +48,6 @@ def asked(**fields: Any) -> dict[str, Any]:
 )
 def test_every_draft_with_every_option(name: str) -> None:
     """No draft changes a text, whole or streamed (elsewhere a penalty beside a draft ends the process)."""
-
     found = set()
     for draft in DRAFTS if name != "block" else ["none"]:  # block sampling keeps the law, not the text
         with asking(app(model_of(draft))) as c:
@@ -278,12 +277,17 @@ def test_tokens() -> None:
     assert decode(TOKENIZER, chat["tokens"]) == "<user>x|<assistant>"
 
 
-def test_the_context_is_the_text_decoders() -> None:
-    """The outer config of a model with further parts has no positions."""
+def test_contexts(caplog: pytest.LogCaptureFixture) -> None:
+    """One beyond the model's is told. The outer config of a model with further parts has no positions: the text
+    decoder has them.
+    """
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH, max_position_embeddings=96), tokenizer=TOKENIZER)
+    assert [TextModel("text", generator, context=wanted).context for wanted in (96, 99)] == [96, 96]
+    assert caplog.messages == ["`context` 99 of the model 'text' is more than it has: 96 tokens"]
     target = LanguageModel(tiny("llama", vocab=WIDTH, max_position_embeddings=96))
-    generator = SpecGenerator(target, tokenizer=TOKENIZER)
+    outer = SpecGenerator(target, tokenizer=TOKENIZER)
     target.model.config = PretrainedConfig()
-    assert TextModel("text", generator).context == 96
+    assert TextModel("text", outer).context == 96
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -294,16 +298,9 @@ def test_drafts_have_the_names_that_users_gave(draft: str) -> None:
     assert card["specdec"]["draft"] == {"none": None, "hybrid": "suffix+model"}.get(draft, draft)
 
 
-def test_a_context_beyond_the_models_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """It became the model's without a word."""
-    generator = SpecGenerator(tiny("llama", vocab=WIDTH, max_position_embeddings=96), tokenizer=TOKENIZER)
-    assert [TextModel("text", generator, context=wanted).context for wanted in (96, 99)] == [96, 96]
-    assert caplog.messages == ["`context` 99 of the model 'text' is more than it has: 96 tokens"]
-
-
 def test_choices_read_the_prompt_once() -> None:
     """The second of two requests re-reads little. (Three choices had more cached tokens than their prompt has.)"""
-    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=TOKENIZER), context=512)
+    model = text_model(draft="none")
     prompt = "a prompt of more than a block of tokens, which is read by all three choices at once"
     with asking(app(model)) as c:
         usages = [c.complete(prompt=prompt, max_tokens=4, n=3, seed=1)["usage"] for _ in range(2)]

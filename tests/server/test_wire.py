@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
+import time
 
 import pytest
 
-from specdec.server.direct_socket import Wire, lay, wire_of
-from tests.server.served import events, listening
+from specdec.server.direct_socket import WIRE, Wire, wire_of
+from tests.server.served import events, facts_of, listening, text_model
 
 EVENTS = [b"data: %d %b\n\n" % (i, b"x" * (i * 37 % 900)) for i in range(3000)]
 
@@ -98,11 +98,10 @@ async def test_a_client_that_is_gone() -> None:
 
 
 async def test_old_clients_get_no_chunks() -> None:
-    """HTTP/1.0 does not know them; what is no request has no wire."""
-    scopes = [{"type": "http", "http_version": "1.0"}, {"type": "lifespan"}, {"type": "http", "http_version": "1.1"}]
-    for scope in scopes:
-        lay(scope, asyncio.Transport(), asyncio.Event())
-    assert [wire_of(scope) is None for scope in scopes] == [True, True, False]
+    """HTTP/1.0 does not know them; another server gives no wire."""
+    wire = Wire(asyncio.Transport())
+    scopes = [{WIRE: wire, "http_version": "1.0"}, {"http_version": "1.1"}, {WIRE: wire, "http_version": "1.1"}]
+    assert [wire_of(scope) for scope in scopes] == [None, None, wire]
 
 
 async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +116,7 @@ async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureF
                 assert (found.status_code, found.headers.get("connection")) == (400, None)
             assert len(server.server_state.connections) == 1
             assert (await client.get("/health")).status_code == 200
-    assert [json.loads(line)["status"] for line in caplog.messages if line.startswith("{")] == [400, 400, 200]
+    assert [one["status"] for one in facts_of(caplog)] == [400, 400, 200]
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -134,5 +133,16 @@ async def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
                 texts = ["".join(c["text"] for e in told for c in e["choices"] if c["index"] == i) for i in (0, 1)]
                 assert texts == [choice["text"] for choice in whole]
                 assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
-        facts = [json.loads(line) for line in caplog.messages if line.startswith("{")]
-        assert facts[-1]["bytes"] == len(found.content)
+        assert facts_of(caplog)[-1]["bytes"] == len(found.content)
+
+
+async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comments between its events, which are whole."""
+    monkeypatch.setattr("specdec.server.responses.PING", 0.1)
+    model = text_model(draft="none")
+    body = {"prompt": "ab", "max_tokens": 4, "stream": True, "ignore_eos": True, "logprobs": 0}
+    async with listening(model) as (_, client):
+        model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+        found = (await client.post("/v1/completions", json=body)).text
+    assert "\n\n: alive\n\n" in found
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(found)[:-1]] == [1] * 4

@@ -45,7 +45,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises where `/ready` would answer 503; Ray Serve then replaces the replica."""
-        for name, host in self._state.hosts.all.items():
+        for name, host in self._state.hosts.items():
             if not await host.is_ready():
                 raise RuntimeError(f"the model {name!r} does not decode")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Request, UploadFile
@@ -14,13 +16,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import ThreadStream, ahead, primed
+from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
+from specdec.server.messages import Text
 from specdec.server.models import Host
 from specdec.server.responses import EventStream, watched
-from specdec.server.sent import Text
-from specdec.server.speech import Listen, SpeechModel
+from specdec.server.speech import SpeechModel
 from specdec.server.state import client_of, state_of
 
 router = APIRouter(route_class=RecordingRoute, tags=["audio"])
@@ -57,15 +59,15 @@ async def transcriptions(
     if timestamp_granularities and response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
-    stamps = None if response_format in ("json", "text") else "word" if words else "segment"
-    asked = Listen("transcribe", language, prompt, temperature, stamps, seed)
+    stamps = None if response_format in ("json", "text") else "word" if words else True
+    options = {"task": "transcribe", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
+    options["language"] = language
+    host = state_of(request).host(model, "speech")
+    heard = _heard(request, host, file, prompt, options)
     if stream:
-        state = state_of(request)
-        heard = _heard(request, state.hosts.named(model, "speech"), asked, file)
-        pieces = ahead([heard], state.settings.limits.unread_bytes, _size)
-        return EventStream(state, await watched(request, primed(_events(pieces))))
+        return EventStream(await watched(request, primed(_events(heard))))
     segments = not words or "segment" in timestamp_granularities
-    return await _answer(request, model, asked, file, response_format, segments=segments)
+    return _answer(host, await watched(request, _whole(heard)), options, response_format, segments=segments)
 
 
 @router.post("/v1/audio/translations")
@@ -80,9 +82,11 @@ async def translations(
 ) -> Response:
     """Translates a recording into English."""
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
-    stamps = None if response_format in ("json", "text") else "segment"
-    asked = Listen("translate", None, prompt, temperature, stamps, seed)
-    return await _answer(request, model, asked, file, response_format, segments=True)
+    stamps = None if response_format in ("json", "text") else True
+    options = {"task": "translate", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
+    host = state_of(request).host(model, "speech")
+    found = await watched(request, _whole(_heard(request, host, file, prompt, options)))
+    return _answer(host, found, options, response_format, segments=True)
 
 
 async def _check_fields(request: Request, known: set[str]) -> None:
@@ -90,27 +94,29 @@ async def _check_fields(request: Request, known: set[str]) -> None:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
 
 
-async def _heard(
-    request: Request, host: Host, asked: Listen, file: UploadFile
+def _heard(
+    request: Request, host: Host, file: UploadFile, prompt: str | None, options: dict[str, Any]
 ) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
-    metrics, model, began = state_of(request).metrics, host.model, time.monotonic()
+    state, model, began = state_of(request), host.model, time.monotonic()
+    metrics = state.metrics
     assert isinstance(model, SpeechModel)
-    async with host.turns.turn(client_of(request)):
+
+    def hear(cancel: Cancel) -> Generator[str | Transcription]:
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
-        content = await file.read()
-        await file.close()
-        stream = ThreadStream(host.pool, lambda cancel: model.hear(content, asked, cancel))
-        try:
-            async for item in stream:
+        with file.file:
+            content = file.file.read()
+        with closing(model.hear(content, prompt, options, cancel)) as items:
+            for item in items:
                 host.beat()
                 if isinstance(item, Transcription):
                     metrics.whole.labels(model.name).observe(time.monotonic() - began)
                     metrics.audio_seconds.labels(model.name).inc(item.duration)
                     metrics.count(model.name, item.stats)
                 yield item
-        finally:
-            await stream.close()
+
+    turn = partial(host.turns.turn, client_of(request))
+    return in_threads(host.pool, turn, [hear], state.settings.limits.unread_bytes, _size)
 
 
 async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:
@@ -146,11 +152,7 @@ def _usage(found: Transcription) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(found.duration)}
 
 
-async def _answer(
-    request: Request, model: str | None, asked: Listen, file: UploadFile, form: Format, *, segments: bool
-) -> Response:
-    host = state_of(request).hosts.named(model, "speech")
-    found = await watched(request, _whole(_heard(request, host, asked, file)))
+def _answer(host: Host, found: Transcription, options: dict[str, Any], form: Format, *, segments: bool) -> Response:
     text = found["text"].strip()
     if form == "json":
         return JSONResponse({"text": text, "usage": _usage(found)})
@@ -159,30 +161,30 @@ async def _answer(
     if form in ("srt", "vtt"):
         return PlainTextResponse((srt if form == "srt" else vtt)(found["chunks"]))
     body: dict[str, Any] = {
-        "task": asked.task,
+        "task": options["task"],
         "language": found.language,
         "duration": round(found.duration, 3),
         "text": text,
         "usage": _usage(found),
     }
-    if asked.stamps == "word":
+    if options["return_timestamps"] == "word":
         spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in found["chunks"]]
         body["words"] = [
             {"word": word, "start": start or 0.0, "end": (start or 0.0) if end is None else end}
             for word, start, end in spans
         ]
-    if segments:
-        body["segments"] = _segments(found, host)
+    if segments:  # between timestamps; OpenAI's scores of segments are null
+        unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
+        body["segments"] = [
+            {
+                "id": number,
+                "seek": 0,
+                "start": round(segment.start, 3),
+                "end": round(segment.end, 3),
+                "text": host.model.generator.tokenizer.decode(segment.tokens, skip_special_tokens=True),
+                "tokens": segment.tokens,
+                **unknown,
+            }
+            for number, segment in enumerate(chain.from_iterable(found.segments))
+        ]
     return JSONResponse(body)
-
-
-def _segments(found: Transcription, host: Host) -> list[dict[str, Any]]:
-    """Segments between timestamps; OpenAI's scores of segments are null."""
-    tokenizer = host.model.generator.tokenizer
-    unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
-    made: list[dict[str, Any]] = []
-    for segment in (one for stretch in found.segments for one in stretch):
-        text = tokenizer.decode(segment.tokens, skip_special_tokens=True)
-        times = {"seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3)}
-        made.append({"id": len(made), **times, "text": text, "tokens": segment.tokens, **unknown})
-    return made

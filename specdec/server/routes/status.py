@@ -1,48 +1,62 @@
-"""Health, metrics and models of a server, and its tokenizers."""
+"""Health, metrics and models of a server, its tokenizers, and its web page."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.core.drafts import Draft
 from specdec.proposers import HybridDraft
 from specdec.server.errors import ApiError
-from specdec.server.guards import GuardedRoute, public
+from specdec.server.guards import GuardedRoute, PublicRoute
 from specdec.server.models import Host
-from specdec.server.options import check_length, check_pictures
+from specdec.server.options import check_length, check_messages
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
 from specdec.server.state import client_of, state_of
-from specdec.server.text import TextModel
+from specdec.server.text import TextModel, ids_in
 
 router = APIRouter(route_class=GuardedRoute, tags=["server"])
+public = APIRouter(route_class=PublicRoute, tags=["server"])
 
 T = TypeVar("T")
+_FOLDER = Path(__file__).parents[1] / "page"
+_PAGE = {  # three files of the package, which load nothing from other hosts
+    path: ((_FOLDER / name).read_bytes(), f"text/{kind}; charset=utf-8")
+    for path, name, kind in (
+        ("/", "index.html", "html"),
+        ("/page/app.js", "app.js", "javascript"),
+        ("/page/style.css", "style.css", "css"),
+    )
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "media-src 'self' blob:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
 
 
-@router.get("/health")
-@public
+@public.get("/health")
 async def health() -> dict[str, str]:
     """200 while the process lives; `/ready` tests the models."""
     return {"status": "ok"}
 
 
-@router.get("/ready")
-@public
+@public.get("/ready")
 async def ready(request: Request) -> Response:
     """200 where every model has decoded within half a minute or does so now, else 503."""
     state = state_of(request)
     if state.draining:
         return JSONResponse({"status": "shutting down"}, 503)
-    states = {name: await host.is_ready() for name, host in state.hosts.all.items()}
+    states = {name: await host.is_ready() for name, host in state.hosts.items()}
     sound = all(states.values())
     return JSONResponse({"status": "ok" if sound else "stuck", "models": states}, 200 if sound else 503)
 
@@ -56,19 +70,19 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Counts and times for Prometheus."""
-    return Response(state_of(request).metrics.text, media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(state_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """All models."""
-    return {"object": "list", "data": [_card(host) for host in state_of(request).hosts.all.values()]}
+    return {"object": "list", "data": [_card(host) for host in state_of(request).hosts.values()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model."""
-    found = state_of(request).hosts.all.get(name)
+    found = state_of(request).hosts.get(name)
     if found is None:
         raise ApiError(404, f"there is no model {name[:128]!r} here", param="model", code="model_not_found")
     return _card(found)
@@ -77,40 +91,38 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/v1/load")
 async def load(request: Request) -> dict[str, Any]:
     """How full the models are, for the page's plots."""
-    return {name: asdict(one) for name, one in state_of(request).hosts.loads()}
+    return {name: asdict(host.load) for name, host in state_of(request).hosts.items()}
 
 
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
-    messages, limits = [message.plain for message in asked.messages or ()], state_of(request).settings.limits
-    pictures = [url for message in asked.messages or () for url in message.pictures]
-    check_pictures(pictures, limits)
-    characters = len(asked.prompt or "") + sum(len(message.text) for message in asked.messages or ())
-    check_length(characters, "messages" if asked.prompt is None else "prompt", limits)
-    host, text = _text_host(request, asked.model)
+    limits = state_of(request).settings.limits
+    check_messages(asked.messages or (), limits)
+    check_length(len(asked.prompt or ""), "prompt", limits)
 
-    def ids() -> list[int]:
-        if pictures:
-            seen = text.seen(messages, add_generation_prompt=asked.add_generation_prompt)
-            return list(seen["input_ids"][0].tolist())
-        if asked.prompt is None:
-            return text.template(messages, add_generation_prompt=asked.add_generation_prompt)
-        how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
-        return list(text.tokenizer(asked.prompt, **how)["input_ids"])
+    def ids(model: TextModel) -> dict[str, Any]:
+        if asked.messages is not None:
+            found = ids_in(model.read(asked.messages, add_generation_prompt=asked.add_generation_prompt))
+        else:
+            how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
+            found = list(model.tokenizer(asked.prompt, **how)["input_ids"])
+        return {"tokens": found, "count": len(found), "max_model_len": model.context}
 
-    found = await _lightly(request, host, ids)
-    return {"tokens": found, "count": len(found), "max_model_len": text.context}
+    return await _lightly(request, asked.model, ids)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, str]:
     """The text of token ids."""
-    host, text = _text_host(request, asked.model)
-    width = max(len(text.tokenizer), text.generator.target.vocab_size)
-    if any(token >= width for token in asked.tokens):
-        raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
-    return {"prompt": await _lightly(request, host, lambda: str(text.tokenizer.decode(asked.tokens)))}
+
+    def text(model: TextModel) -> dict[str, str]:
+        width = max(len(model.tokenizer), model.generator.target.vocab_size)
+        if any(token >= width for token in asked.tokens):
+            raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
+        return {"prompt": str(model.tokenizer.decode(asked.tokens))}
+
+    return await _lightly(request, asked.model, text)
 
 
 @router.get("/openapi.json", include_in_schema=False)
@@ -120,18 +132,25 @@ async def openapi(request: Request) -> dict[str, Any]:
     return schema
 
 
-def _text_host(request: Request, name: str | None) -> tuple[Host, TextModel]:
-    host = state_of(request).hosts.named(name, "text")
+@public.get("/", include_in_schema=False)
+@public.get("/page/app.js", include_in_schema=False)
+@public.get("/page/style.css", include_in_schema=False)
+async def page(request: Request) -> Response:
+    """A file of the web page."""
+    content, kind = _PAGE[request.scope["route"].path]
+    headers = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return Response(content, media_type=kind, headers=headers)
+
+
+async def _lightly(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
+    """Runs a short function of a model in a helper thread, a few at a time."""
+    host = state_of(request).host(name, "text")
     assert isinstance(host.model, TextModel)
-    return host, host.model
-
-
-async def _lightly(request: Request, host: Host, function: Callable[[], T]) -> T:
-    """Runs a short function in a helper thread, a few at a time."""
+    short = partial(function, host.model)
 
     async def turned() -> T:
         async with host.light.turn(client_of(request)):
-            return await asyncio.get_running_loop().run_in_executor(host.helpers, function)
+            return await asyncio.get_running_loop().run_in_executor(host.helpers, short)
 
     return await watched(request, turned())
 
@@ -145,19 +164,17 @@ def _word(draft: Draft) -> str:
 
 
 def _card(host: Host) -> dict[str, Any]:
-    model = host.model
-    context = model.context if isinstance(model, TextModel) else None
-    generator = model.generator
+    model, generator = host.model, host.model.generator
     return {
         "id": model.name,
         "object": "model",
         "created": host.created,
         "owned_by": "specdec",
-        "max_model_len": context,
+        "max_model_len": model.context if isinstance(model, TextModel) else None,
         "specdec": {
             "task": model.task,
             "chat": model.chats,
-            "drafts": model.drafts,
+            "drafts": generator.drafter is not None,
             "predicts": model.predicts,
             "draft": None if generator.drafter is None else _word(generator.drafter),
             "exactness": generator.target.exactness,

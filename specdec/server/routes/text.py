@@ -6,23 +6,25 @@ import json
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from specdec.core.stats import Stats
 from specdec.server.answers import Answer
-from specdec.server.cancellation import Cancel, ThreadStream, ahead, primed
-from specdec.server.direct_socket import Wire, wire_of
+from specdec.server.cancellation import Cancel, in_threads, primed
+from specdec.server.direct_socket import wire_of
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
-from specdec.server.options import check, check_length, check_pictures
+from specdec.server.options import check, check_length, check_messages
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
-from specdec.server.state import State, client_of, state_of
-from specdec.server.text import Finished, PromptRequest, Started, TextDelta, TextModel
+from specdec.server.state import client_of, state_of
+from specdec.server.text import PromptRequest, Started, TextDelta, TextModel, cached_tokens
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
 
@@ -34,65 +36,52 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     if len(asked.prompts) > limits.prompts:
         message = f"`prompt` may be {limits.prompts} texts at most on this server"
         raise ApiError(400, message, param="prompt", code="above_limit")
-    return await _answer(request, asked, asked.prompts, max(map(len, asked.prompts)), "prompt")
+    check_length(max(map(len, asked.prompts)), "prompt", limits)
+    return await _answer(request, asked, asked.prompts)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     """Answers a conversation."""
-    characters = sum(len(message.text) for message in asked.messages)
-    characters += sum(len(call.function.arguments) for message in asked.messages for call in message.tool_calls or ())
-    pictures = [url for message in asked.messages for url in message.pictures]
-    check_pictures(pictures, state_of(request).settings.limits)
-    tools = len(json.dumps([tool.plain for tool in asked.offered]))
-    check_length(tools, "tools", state_of(request).settings.limits)
-    return await _answer(request, asked, [None], characters, "messages")
+    limits = state_of(request).settings.limits
+    check_messages(asked.messages, limits)
+    check_length(len(json.dumps([tool.plain for tool in asked.offered])), "tools", limits)
+    return await _answer(request, asked, [None])
 
 
-async def _answer(
-    request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], characters: int, param: str
-) -> Response:
+async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
     state = state_of(request)
     check(asked, state.settings.limits)
-    check_length(characters, param, state.settings.limits)
     if not state.settings.details and (asked.return_metrics or asked.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
-    host = state.hosts.named(asked.model, "text")
+    made = TextRequest(request, asked, prompts)
     if not asked.stream:
-        made = TextRequest(state, host, asked, prompts, client_of(request), None)
         return JSONResponse(await watched(request, made.whole()))
-    wire = wire_of(request.scope)
-    made = TextRequest(state, host, asked, prompts, client_of(request), wire)
-    return EventStream(state, await watched(request, made.stream()), wire)
+    return EventStream(await watched(request, made.stream()), made.wire)
 
 
 class TextRequest:
     """A request for text; `prompts` has one entry per prompt, None for a conversation.
 
-    `wire`: takes events of a stream.
+    `wire`: takes events of a stream, where there is one.
     """
 
-    def __init__(
-        self,
-        state: State,
-        host: Host,
-        request: Generate,
-        prompts: Sequence[str | list[int] | None],
-        client: str,
-        wire: Wire | None,
-    ) -> None:
-        assert isinstance(host.model, TextModel)
-        self._host, self._model, self._metrics = host, host.model, state.metrics
-        self._request, self._client, self._wire = request, client, wire
-        settings = state.settings
-        chunk, most = settings.stream_chunk if request.stream else None, settings.limits.new_tokens
-        self._prompts = [PromptRequest(request, prompt, client, chunk, most) for prompt in prompts]
-        self._answer = Answer(request, host.model.name, len(prompts), calls=host.model.calls(request))
-        self._room, self._began = settings.limits.unread_bytes, time.monotonic()
+    def __init__(self, request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> None:
+        state, client = state_of(request), client_of(request)
+        self._host = state.host(asked.model, "text")
+        model, self._asked, self._limits = self._host.model, asked, state.settings.limits
+        assert isinstance(model, TextModel)
+        self._model = model
+        self._metrics, self._began = state.metrics, time.monotonic()
+        self.wire = wire_of(request.scope) if asked.stream else None
+        self._turn = partial(self._host.turns.turn, client)
+        chunk = state.settings.stream_chunk if asked.stream else None
+        self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
+        self._answer = Answer(asked, self._model.name, len(prompts), calls=self._model.calls(asked))
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._decode_all()) as events:
+        async with aclosing(self._decode()) as events:
             async for _ in events:
                 pass
         return self._answer.whole()
@@ -101,52 +90,42 @@ class TextRequest:
         """The events that the wire does not take. Returns once the first prompt's options are valid (`kv_budget` may
         still refuse it); until then errors raise here.
         """
-        return self._events(await primed(self._decode_all()))
+        return self._events(await primed(self._decode()))
 
     async def _events(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         async with aclosing(events):
             async for event in events:
                 if event:
                     yield event
-                    if self._wire is not None:
-                        self._wire.passed()
+                    if self.wire is not None:
+                        self.wire.passed()
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
-    def _decode_all(self) -> AsyncGenerator[bytes, None]:
-        """The events of all prompts as they come; a slow reader keeps no prompt's turn."""
-        return ahead([self._decode(at) for at in range(len(self._prompts))], self._room, len)
+    def _decode(self) -> AsyncGenerator[bytes, None]:
+        """The events of all prompts as they come."""
+        jobs = [partial(self._run, prompt, at) for at, prompt in enumerate(self._prompts)]
+        return in_threads(self._host.pool, self._turn, jobs, self._limits.unread_bytes, len)
 
-    async def _decode(self, at: int) -> AsyncGenerator[bytes, None]:
-        """The events of one prompt, after waiting for its turn."""
-        observed = _Observed(self._host, self._metrics, self._began, streamed=self._request.stream)
-        async with self._host.turns.turn(self._client):
-            observed.turn()
-            stream = ThreadStream(self._host.pool, lambda cancel: self._run(at, observed, cancel))
-            try:
-                async for event in stream:
-                    yield event
-            finally:
-                await stream.close()
-
-    def _run(self, at: int, observed: _Observed, cancel: Cancel) -> Generator[bytes]:
+    def _run(self, prompt: PromptRequest, at: int, cancel: Cancel) -> Generator[bytes]:
         """Decodes one prompt in a thread: an empty event once the request is valid, then those for the event loop."""
-        with closing(self._model.run(self._prompts[at], cancel)) as updates:
+        observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
+        with closing(self._model.run(prompt, cancel)) as updates:
             for update in updates:
                 self._answer.count(at, update)
                 observed.update(update)
                 if isinstance(update, Started):
                     yield b""
-                elif isinstance(update, TextDelta) and not self._request.stream:
+                elif isinstance(update, TextDelta) and not self._asked.stream:
                     self._answer.add(at, update)
                 elif isinstance(update, TextDelta) and (update.text or update.finish or update.scores):
                     event = self._answer.event(self._answer.chunk(at, update))
-                    if self._wire is None or not self._wire.send(event):
+                    if self.wire is None or not self.wire.send(event):
                         yield event
 
 
 class _Observed:
-    """Metrics of one prompt; times between tokens only where its text is `streamed`."""
+    """Metrics of one prompt that has its turn; times between tokens only where its text is `streamed`."""
 
     def __init__(self, host: Host, metrics: Metrics, began: float, *, streamed: bool) -> None:
         self._host, self._metrics, self._model = host, metrics, host.model.name
@@ -154,17 +133,15 @@ class _Observed:
         self._new_tokens = metrics.new_tokens.labels(self._model)
         self._first_token, self._between = (one.labels(self._model) for one in (metrics.first_token, metrics.between))
         self._last: float | None = None
+        metrics.queued.labels(self._model).observe(time.monotonic() - began)
 
-    def turn(self) -> None:
-        self._metrics.queued.labels(self._model).observe(time.monotonic() - self._began)
-
-    def update(self, update: Started | TextDelta | Finished) -> None:
+    def update(self, update: Started | TextDelta | Stats) -> None:
         now = time.monotonic()
         if isinstance(update, Started):
             self._metrics.prompt_tokens.labels(self._model).inc(update.prompt_tokens)
-        elif isinstance(update, Finished):
-            self._metrics.count(self._model, update.stats)
-            self._metrics.cached_tokens.labels(self._model).inc(update.cached_tokens)
+        elif isinstance(update, Stats):
+            self._metrics.count(self._model, update)
+            self._metrics.cached_tokens.labels(self._model).inc(cached_tokens(update))
             self._metrics.whole.labels(self._model).observe(now - self._began)
         else:
             self._host.beat()
