@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -102,13 +102,6 @@ class BatchSpec:
     def input(self) -> str:
         """The field to read of every row."""
         return self.field or task_class(self.task).field
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What answers depend on, as JSON."""
-        known: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        del known["folder"]  # files may move before a run resumes
-        return known
 
     def size(self, row: Row) -> int:
         """The approximate length of a row; rows of similar lengths share passes well."""

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.batch.answer import BatchSpec, OutputLine, Worker
 from specdec.batch.journal import Journal, writing
-from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
-from specdec.batch.rows import KINDS, Row, Source, fitting, kind_of, windows
-from specdec.batch.tasks import as_several, is_several
+from specdec.batch.rows import (
+    KINDS,
+    Row,
+    Source,
+    fitting,
+    kind_of,
+    parquet,
+    pyarrow_module,
+    schema_of,
+    windows,
+    write_parquet,
+)
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -62,12 +71,6 @@ class Progress:
         """New tokens per second of this run."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
-    def after(self, line: OutputLine, began: float) -> Progress:
-        """The progress after one more row."""
-        known = self.with_failure(line.number, line.data) if line.failed else self
-        tokens = self.new_tokens + line.tokens
-        return replace(known, done=self.done + 1, new_tokens=tokens, seconds=monotonic() - began)
-
     def with_failure(self, number: int, data: bytes) -> Progress:
         """The progress with the failure that a line has, if any."""
         if (reason := failure_of(data)) is None:
@@ -105,7 +108,10 @@ def run(
             began = monotonic()
             for answer in answers(missing, stop):
                 journal.add(answer.number, answer.data)
-                progress = progress.after(answer, began)
+                if answer.failed:
+                    progress = progress.with_failure(answer.number, answer.data)
+                tokens = progress.new_tokens + answer.tokens
+                progress = replace(progress, done=progress.done + 1, new_tokens=tokens, seconds=monotonic() - began)
                 tell(progress)
         if progress.done == progress.total:
             output.finish()
@@ -131,8 +137,9 @@ class Output:
                 raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
         self.spec = replace(spec, merges=not self._parquet and spec.task != "openai")
         self._columns = self._own_columns() if self._parquet else None
-        settings = {**self.spec.settings, "input": source.digest}
-        self.journal = Journal(rows, settings, overwrite=overwrite)
+        settings = json.loads(json.dumps(asdict(self.spec), default=str))
+        del settings["folder"]  # files may move before a run resumes
+        self.journal = Journal(rows, {**settings, "input": source.digest}, overwrite=overwrite)
 
     def rows(self) -> Iterator[Row]:
         """The rows of the input; for Parquet, those that do not fit the columns are errors."""
@@ -165,11 +172,13 @@ class Output:
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         """The answer of every row; all have lists if any has several texts."""
-        several = any(map(is_several, self._lines()))
-        return map(as_several, self._lines()) if several else self._lines()
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for _, line in self.journal.entries())
+        several = any(isinstance(json.loads(line).get("output"), list) for _, line in self.journal.entries())
+        for _, line in self.journal.entries():
+            answer = json.loads(line)
+            for name in ("output", "finish_reason") if several else ():
+                if isinstance(answer.get(name), str):
+                    answer[name] = [answer[name]]
+            yield answer
 
     def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with its answer, which replaces the fields `answered`."""

@@ -12,7 +12,6 @@ from specdec.errors import OptionError
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import ids_of
-from specdec.options import bundled_models
 from specdec.options.fields import plain
 from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
@@ -34,14 +33,11 @@ class Generate(Task):
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The continuation."""
-        ids = self._ids(wanted(fields, self._spec.input, str, list))
+        ids = wanted(fields, self._spec.input, str, list)
+        if isinstance(ids, str):
+            begin = listed(self._generator.target.model.generation_config.bos_token_id)[:1]
+            ids = ids_of(self._generator.tokenizer, ids, verbose=False) or begin
         return answered(self._generator.generate([ids], **call_options(self._spec, fields, seed)), len(ids))
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        ids = ids_of(self._generator.tokenizer, prompt, verbose=False)
-        return ids or listed(self._generator.target.model.generation_config.bos_token_id)[:1]
 
 
 class Chat(Generate):
@@ -94,8 +90,7 @@ class Transcribe(Task):
     field = "audio"
 
     def __init__(self, spec: BatchSpec) -> None:
-        target, draft = located(spec)
-        self._transcriber = Transcriber.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading)
+        self._transcriber = Transcriber.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading)
         self._transcriber.generator.compile()
         self._spec = spec
 
@@ -115,20 +110,9 @@ class Transcribe(Task):
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     """The generator of a text task."""
-    target, draft = located(spec)
-    generator = SpecGenerator.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading, **more)
+    generator = SpecGenerator.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading, **more)
     generator.compile()
     return generator
-
-
-def located(spec: BatchSpec) -> tuple[str, Any]:
-    """Target and draft; bundled models by their folders."""
-    draft = spec.draft
-    if isinstance(draft, str):
-        draft = bundled_models.locate(draft, "draft")
-    elif isinstance(draft, tuple | list):
-        draft = tuple(bundled_models.locate(part, "draft") for part in draft)
-    return bundled_models.locate(spec.target, "target"), draft
 
 
 def wanted(fields: Fields, name: str, *kinds: type) -> Any:
@@ -163,19 +147,6 @@ def result(texts: Sequence[str], reasons: Sequence[str], usage: dict[str, int]) 
     """The fields of an answer; lists for several texts."""
     output, reason = (list(found) if len(found) > 1 else found[0] for found in (texts, reasons))
     return {"output": output, "finish_reason": reason, "usage": usage, "error": None}
-
-
-def is_several(answer: Fields) -> bool:
-    """Whether an answer has several texts."""
-    return isinstance(answer.get("output"), list)
-
-
-def as_several(answer: Fields) -> dict[str, Any]:
-    """The answer with lists, also for one text; None stays None."""
-    return {
-        name: [value] if name in ("output", "finish_reason") and isinstance(value, str) else value
-        for name, value in answer.items()
-    }
 
 
 def _message(message: Any) -> Any:

@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Labeller, Recordings, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
-from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.texts import MayContinue, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
@@ -35,7 +34,6 @@ from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # the folder beside the draft from which its training resumes
-CARD = "card.json"
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
 _LAYERS = {"eagle3": 1, "layers": 2}
 _WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
@@ -228,21 +226,14 @@ class Trainer:
         """Trains on a dataset whose preparation took `seconds` of the training; returns the draft's card."""
         training = TrainingRun(self, self._student(dataset), dataset, seconds)
         card = {**training.run(), **self._trial(dataset)}
-        _write(self.folder / CARD, card)
+        _write(self.folder, card)
         return card
 
     def label_recordings(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
         """The target's transcripts of sound files, and how many seconds of the training they took."""
-        start = time.perf_counter()
-
-        def may_continue(done: int, total: int) -> bool:
-            self.notify(done, total, f"the target transcribes recordings, {done} of {total}")
-            in_time = self._in_time(time.perf_counter() - start, _LABELLING_SHARE)
-            return not self._has_state and in_time and not self.is_stopped()
-
-        notes = self.folder / STATE / "transcripts.jsonl"
-        recordings = Labeller(self.writer, extractor, notes, sounds, self.cache).write(may_continue)
-        return recordings, min(time.perf_counter() - start, _LABELLING_SHARE * self.length.seconds)
+        labeller = Labeller(self.writer, extractor, self.folder / STATE / "transcripts.jsonl", sounds, self.cache)
+        recordings, seconds = labeller.write(self._may_prepare("transcribes recordings", _LABELLING_SHARE))
+        return recordings, min(seconds, _LABELLING_SHARE * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
@@ -255,25 +246,22 @@ class Trainer:
             streams.append(stream)
         if prompts:
             learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
-            stream, seconds = writer.write(learned, self._may_write)
+            stream, seconds = writer.write(learned, self._may_prepare("continues prompts", _WRITING_SHARE))
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
         return Texts(streams, writer.evaluations(held)), min(seconds, _WRITING_SHARE * self.length.seconds)
 
-    @property
-    def _has_state(self) -> bool:
-        """Whether training has begun, after which the dataset must not change."""
-        return (self.folder / STATE / "state.pt").exists()
+    def _may_prepare(self, doing: str, share: float) -> MayContinue:
+        """What reports the preparation, and ends it after a `share` of the training, and once that has begun."""
 
-    def _may_write(self, done: int, total: int, seconds: float) -> bool:
-        self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        return not self._has_state and self._in_time(seconds, _WRITING_SHARE) and (not done or not self.is_stopped())
+        def may_continue(done: int, total: int, seconds: float) -> bool:
+            self.notify(done, total, f"the target {doing}, {done} of {total}")
+            in_time = self.length.steps is not None or seconds < share * self.length.seconds
+            return in_time and not (self.folder / STATE / "state.pt").exists() and not self.is_stopped()
 
-    def _in_time(self, seconds: float, share: float) -> bool:
-        """Whether `seconds` are less than `share` of the training's."""
-        return self.length.steps is not None or seconds < share * self.length.seconds
+        return may_continue
 
     def _student(self, dataset: Dataset) -> Student:
         target, settings = self.generator.target, self.settings
@@ -329,8 +317,8 @@ class TrainingRun:
 
     def run(self) -> dict[str, Any]:
         """Trains until the end, or until it is stopped, saving now and then; returns the draft's card."""
-        trainer, saved = self.trainer, time.perf_counter()
-        while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
+        trainer, length, saved = self.trainer, self.trainer.length, time.perf_counter()
+        while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
             start = time.perf_counter()
             numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
             example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
@@ -340,7 +328,8 @@ class TrainingRun:
             self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
             self.step += 1
             self.seconds += time.perf_counter() - start
-            self._notify()
+            past, whole = (self.seconds, length.seconds) if length.steps is None else (self.step, length.steps)
+            trainer.notify(past, whole, f"step {self.step}, loss {self.loss:.3f}")
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
@@ -353,7 +342,7 @@ class TrainingRun:
         """Writes the draft and the state of its training; returns the card."""
         self.student.save(self.trainer.folder)
         card = self.card()
-        _write(self.trainer.folder / CARD, card)
+        _write(self.trainer.folder, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -370,7 +359,13 @@ class TrainingRun:
     def card(self) -> dict[str, Any]:
         """The draft's settings, and its agreement with the target on held-out texts."""
         settings, target = self.trainer.settings, self.trainer.generator.target
-        right = torch.cat([self._chains(evaluation) for evaluation in self.dataset.evaluations])
+        chains = []
+        for evaluation in self.dataset.evaluations:
+            features, ids = evaluation.features, torch.tensor([evaluation.ids], device=target.device)
+            states = None if features is None else target.encode({"input_features": features}).hidden
+            hits = self.student.hits(ids, states)[0, max(evaluation.first - 2, 0) :]
+            chains.append(hits.long().cumprod(1).sum(1))
+        right = torch.cat(chains)
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
             **{name: value for name, value in asdict(settings).items() if value is not None},
@@ -382,18 +377,6 @@ class TrainingRun:
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
             "acceptance_length": round(sum(reached), 3),
         }
-
-    def _chains(self, evaluation: Evaluation) -> Tensor:
-        target = self.trainer.generator.target
-        features = evaluation.features
-        encoder_states = None if features is None else target.encode({"input_features": features}).hidden
-        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), encoder_states)
-        return hits[0, max(evaluation.first - 2, 0) :].long().cumprod(1).sum(1)
-
-    def _notify(self) -> None:
-        length = self.trainer.length
-        done, total = (self.step, length.steps) if length.steps is not None else (self.seconds, length.seconds)
-        self.trainer.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
 
     def _resume(self) -> None:
         try:
@@ -407,5 +390,5 @@ class TrainingRun:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
 
 
-def _write(file: Path, card: dict[str, Any]) -> None:
-    file.write_text(json.dumps(card, indent=2) + "\n")
+def _write(folder: Path, card: dict[str, Any]) -> None:
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
