@@ -17,7 +17,6 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
-from specdec.models import LanguageModel
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.load import check_loaded
@@ -185,7 +184,12 @@ class Transcriber:
             raise OptionError.of("feature_extractor", expected, heard)
         drafter = self.generator.drafter
         for model in drafter.models if drafter is not None else ():
-            _check_draft(model, whisper)
+            if not model.is_encoder_decoder or model.config.model_type != "whisper":
+                continue
+            heard = (model.config.num_mel_bins, model.config.max_source_positions)
+            if heard != (whisper.mels, whisper.positions):
+                reads = f"{whisper.mels} mels and {whisper.positions} positions"
+                raise OptionError.of("draft", f"a model that reads {reads}, as the target does", heard)
 
     def _request(self, given: Mapping[str, Any]) -> _Request:
         """A call's options over the defaults, checked."""
@@ -251,6 +255,7 @@ class Transcriber:
                 recordings.append(Recording())
                 try:
                     for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                        recordings[-1].tracks.append(track)
                         number += 1
                         yield track
                 except SpecdecError as error:
@@ -294,10 +299,8 @@ class Transcriber:
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The processor in the folder or hub repository of a Whisper model; UnsupportedError where it is none."""
     check_folder(target, "target")
-    name, hub = (
-        bundled_models.locate(str(target), "target"),
-        {"revision": revision, "trust_remote_code": trust_remote_code},
-    )
+    name = bundled_models.locate(str(target), "target")
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with explained(name, "target"):
         kind = AutoConfig.from_pretrained(name, **hub).model_type
     if kind != "whisper":
@@ -309,13 +312,3 @@ def processor_beside(target: Any, revision: str | None = None, *, trust_remote_c
         return AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"no processor lies beside {str(target)!r} ({error}): pass `processor=`") from None
-
-
-def _check_draft(model: LanguageModel, whisper: Whisper) -> None:
-    """Raises OptionError where a draft's own encoder reads other features than the target's."""
-    if not model.is_encoder_decoder or model.config.model_type != "whisper":
-        return
-    heard = (model.config.num_mel_bins, model.config.max_source_positions)
-    if heard != (whisper.mels, whisper.positions):
-        expected = f"a model that reads {whisper.mels} mels and {whisper.positions} positions, as the target does"
-        raise OptionError.of("draft", expected, heard)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
@@ -14,7 +13,6 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 from specdec.decoding.processors import Timestamps
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
-from specdec.models.hf.private_api import transcript
 from specdec.models.language_model import LanguageModel
 from specdec.pipelines.speech.word_times import attention_maps, token_times
 
@@ -110,18 +108,20 @@ class Whisper:
         """
         language, task = language or self.setting("language"), task or self.setting("task")
         begin: list[int | None] = [self.settings.decoder_start_token_id]
-        if language is None and task is None:
-            begin += self._forced()
+        if language is None and task is None:  # older checkpoints force the tokens after the start
+            forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
+            begin += [token for _, token in sorted(forced, key=lambda pair: pair[0])]
         rows = [list(begin) for _ in range(len(encoding))]
         if language is not None:
             found: Sequence[int | None] = [self.language_id(language)] * len(rows)
         elif self.setting("lang_to_id") is not None and (len(begin) == 1 or begin[1] is None):
-            found = self.detect(encoding)
+            heard = BaseModelOutput(last_hidden_state=encoding.hidden)
+            found = self.model.model.detect_language(encoder_outputs=heard, generation_config=self.settings).tolist()
         else:
             found = [row[1] if len(row) > 1 else None for row in rows]
         return [
-            self._prompt([*row[:1], heard, *row[2:]], task, stamped)
-            for row, heard, stamped in zip(rows, found, timestamps, strict=True)
+            self._prompt([*row[:1], spoken, *row[2:]], task, stamped)
+            for row, spoken, stamped in zip(rows, found, timestamps, strict=True)
         ]
 
     def _prompt(self, row: list[int | None], task: str | None, timestamps: bool) -> list[int]:
@@ -136,19 +136,6 @@ class Whisper:
         elif not timestamps and without is not None and row[-1] != without:
             row.append(without)
         return [token for token in row if token is not None]
-
-    def _forced(self) -> list[int | None]:
-        """The tokens after the start that older checkpoints force."""
-        forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
-        return [token for _, token in sorted(forced, key=lambda pair: pair[0])]
-
-    def detect(self, encoding: Encoding) -> list[int]:
-        """The token of the likeliest language, for each row."""
-        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-        found: list[int] = self.model.model.detect_language(
-            encoder_outputs=heard, generation_config=self.settings
-        ).tolist()
-        return found
 
     @torch.no_grad()
     def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
@@ -190,16 +177,6 @@ class Whisper:
         special = {*self.tokenizer.all_special_ids}
         text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
         return text
-
-    def merged(
-        self, pieces: Sequence[Mapping[str, Any]], *, timestamps: bool | str | None, language: bool, seconds: float
-    ) -> tuple[str, dict[str, Any]]:
-        """Text and chunks of overlapping pieces, merged by transformers; `seconds` per timestamp token."""
-        outputs = [
-            {name: np.array([value]) if name in ("tokens", "token_timestamps") else value for name, value in p.items()}
-            for p in pieces
-        ]
-        return transcript(self.tokenizer, outputs, timestamps=timestamps, language=language, seconds=seconds)
 
     def normalizer(self, language: str | None) -> Any:
         """The normaliser of texts before words are compared: Whisper's English rules, or those for other languages."""

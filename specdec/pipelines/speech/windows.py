@@ -295,12 +295,9 @@ class Listener:
         track.segments += segments
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
-        track.ahead = [whisper.timestamp_begin, *self._sooner(rest, covered)] if rest else []
-
-    def _sooner(self, tokens: list[int], frames: int) -> list[int]:
-        """The tokens, with timestamps `frames` earlier."""
-        begin, steps = self._whisper.timestamp_begin, frames // self._whisper.stride
-        return [token if token < begin else max(token - steps, begin) for token in tokens]
+        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
+        earlier = [token if token < begin else max(token - steps, begin) for token in rest]
+        track.ahead = [begin, *earlier] if rest else []
 
 
 @dataclass(frozen=True)
