@@ -12,7 +12,6 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import BatchSpec, OutputLine, Worker
 from specdec.batch.journal import Journal, writing
 from specdec.batch.rows import (
     KINDS,
@@ -26,6 +25,7 @@ from specdec.batch.rows import (
     windows,
     write_parquet,
 )
+from specdec.batch.tasks import BatchSpec, OutputLine, Worker
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options

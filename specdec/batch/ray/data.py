@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import TASKS, BatchSpec, OutputLine, encoded
 from specdec.batch.ray import between, ray_module
 from specdec.batch.rows import Row, pyarrow_module, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
+from specdec.batch.tasks import TASKS, BatchSpec, OutputLine, encoded
 from specdec.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
