@@ -29,7 +29,7 @@ from specdec.distill.texts import MayContinue, Texts, Writer, divide, divide_pro
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
-from specdec.options.fields import is_number, is_whole
+from specdec.options.fields import check_whole, is_number
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")
@@ -60,11 +60,9 @@ class Settings:
         if self.kind not in KINDS:
             raise OptionError.of("kind", f"one of {', '.join(KINDS)}", self.kind)
         for name in ("layers", "draft_vocabulary"):
-            value = getattr(self, name)
-            if value is not None and (not is_whole(value) or value < 1):
-                raise OptionError.of(name, "a whole number of at least 1", value)
-        if not is_whole(self.seed) or self.seed < 0:
-            raise OptionError.of("seed", "a whole number of at least 0", self.seed)
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value)
+        check_whole("seed", self.seed, 0)
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class Length:
     def __post_init__(self) -> None:
         if self.hours is not None and self.steps is not None:
             raise OptionError("`hours` and `steps` both limit the training: pass one of them")
-        if self.steps is not None and (not is_whole(self.steps) or self.steps < 1):
-            raise OptionError.of("steps", "a whole number of at least 1", self.steps)
+        if self.steps is not None:
+            check_whole("steps", self.steps)
         if self.hours is not None and not (is_number(self.hours) and self.hours > 0):
             raise OptionError.of("hours", "a number above 0", self.hours)
 
@@ -283,10 +281,13 @@ class Trainer:
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
         for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
+            prompt, features = [evaluation.ids[: evaluation.first]], evaluation.features
+            speech = {"input_features": features, "decoder_input_ids": prompt}
+            inputs: dict[str, Any] = {"prompt": prompt} if features is None else speech
             room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
                 start = time.perf_counter()
-                made = one.generate(**evaluation.inputs, max_new_tokens=room, do_sample=False)
+                made = one.generate(**inputs, max_new_tokens=room, do_sample=False)
                 if number:  # the first run is a warm-up
                     paces[name].append((time.perf_counter() - start) / max(len(made.new_tokens()[0]), 1))
             if number and made.stats is not None:

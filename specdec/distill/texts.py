@@ -67,14 +67,6 @@ class Evaluation:
     first: int
     features: Tensor | None = None
 
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The arguments of `generate` with which the target writes this text."""
-        prompt = [self.ids[: self.first]]
-        if self.features is None:
-            return {"prompt": prompt}
-        return {"input_features": self.features, "decoder_input_ids": prompt}
-
 
 @dataclass(frozen=True)
 class Texts:

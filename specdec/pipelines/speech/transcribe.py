@@ -19,6 +19,7 @@ from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
+from specdec.options.fields import check_whole
 from specdec.options.load import check_loaded
 from specdec.pipelines.batching import total
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
@@ -211,8 +212,7 @@ class Transcriber:
                 "`num_return_sequences` above 1 is not supported by a Transcriber: call SpecGenerator for it"
             )
         batch_size = own.get("batch_size", 1)
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+        check_whole("batch_size", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
         settings = read_settings(own_settings, self._whisper)
         return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
@@ -182,10 +182,9 @@ class Listener:
         self._open(tracks, encoding)
         prompts = [self._prompt(track) for track in tracks]
         kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
+        whole = _Batch(list(tracks), features, encoding, prompts)
         for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
-            rows = list(group)
-            chosen, starts = [tracks[i] for i in rows], [prompts[i] for i in rows]
-            batch = _Batch(chosen, features[rows], encoding.select(rows), starts)
+            batch = whole.select(list(group))
             for i, heard in enumerate(self._heard(batch)):
                 self._advance(batch, i, heard)
         if self._progress is not None:
@@ -312,13 +311,8 @@ class _Batch:
     def select(self, rows: Sequence[int]) -> _Batch:
         if len(rows) == len(self.tracks):
             return self
-        return replace(
-            self,
-            tracks=[self.tracks[row] for row in rows],
-            features=self.features[list(rows)],
-            encoding=self.encoding.select(rows),
-            prompts=[self.prompts[row] for row in rows],
-        )
+        tracks, prompts = [self.tracks[row] for row in rows], [self.prompts[row] for row in rows]
+        return _Batch(tracks, self.features[list(rows)], self.encoding.select(rows), prompts)
 
 
 def _once(tokens: list[int], begin: int) -> list[int]:

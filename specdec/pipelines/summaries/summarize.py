@@ -15,6 +15,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import ids_of
+from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
 from specdec.pipelines.summaries.chunks import chunked
@@ -82,8 +83,8 @@ class Summarizer:
     ) -> None:
         if template is not None and (not isinstance(template, str) or PLACE not in template):
             raise OptionError.of("template", f"text with {PLACE} in it", template)
-        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
-            raise OptionError.of("chunk_tokens", "a whole number of at least 1", chunk_tokens)
+        if chunk_tokens is not None:
+            check_whole("chunk_tokens", chunk_tokens)
         self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
