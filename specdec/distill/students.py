@@ -142,10 +142,10 @@ class LayersStudent(Student):
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
     def loss(self, example: Example, turn: int) -> Tensor:
-        example = example.trimmed()
+        end = int(example.weight.any(0).nonzero().max()) + 1  # nothing is learned further on
         with self.in_bfloat16():
-            guesses = output_of(self.module, example.ids, example.encoder_states).logits
-        losses = divergence(example.choices, example.chances, guesses) * example.weight
+            guesses = output_of(self.module, example.ids[:, :end], example.encoder_states).logits
+        losses = divergence(example.choices[:, :end], example.chances[:, :end], guesses) * example.weight[:, :end]
         return losses.sum() / example.weight.sum()
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,12 @@ class Example:
     weight: Tensor
     encoder_states: Tensor | None = None
 
-    def trimmed(self) -> Example:
-        """Without the tokens after the last one with a weight in any row."""
-        end = int(self.weight.any(0).nonzero().max()) + 1
-        rows = ("ids", "states", "choices", "chances", "weight")
-        return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
-
     def padded(self, ids: Tensor) -> Example:
         """For longer texts `ids` `[rows, tokens]`, whose further tokens get weight 0."""
         more = ids.shape[1] - self.ids.shape[1]
-        longer = {name: F.pad(getattr(self, name), [0, 0, 0, more]) for name in ("choices", "chances")}
-        return replace(
-            self,
-            ids=ids,
-            states=F.pad(self.states, [0, 0, 0, 0, 0, more]),
-            weight=F.pad(self.weight, [0, more]),
-            **longer,
-        )
+        choices, chances = (F.pad(tensor, [0, 0, 0, more]) for tensor in (self.choices, self.chances))
+        states, weight = F.pad(self.states, [0, 0, 0, 0, 0, more]), F.pad(self.weight, [0, more])
+        return Example(ids, states, choices, chances, weight, self.encoder_states)
 
 
 def output_of(model: Any, ids: Tensor, encoder_states: Tensor | None, **more: Any) -> Any:

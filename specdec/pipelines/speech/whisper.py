@@ -49,13 +49,6 @@ class Whisper:
         without = self.setting("no_timestamps_token_id")
         return self.model.vocab_size + 1 if without is None else int(without) + 1
 
-    @property
-    def start_of_previous(self) -> int | None:
-        """The token that precedes the text of earlier windows in a prompt."""
-        suppressed = self.setting("suppress_tokens") or []
-        named: int | None = self.setting("prev_sot_token_id")
-        return suppressed[-2] if named is None and len(suppressed) >= 2 else named
-
     def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
         """Raises OptionError for options that the checkpoint cannot serve."""
         multilingual = self.setting("is_multilingual") if multilingual is None else multilingual

@@ -205,10 +205,15 @@ class Listener:
         s, whisper = self._settings, self._whisper
         given = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
-        before = whisper.start_of_previous
+        before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
+        if before is None and len(suppressed) >= 2:  # where older checkpoints have it
+            before = suppressed[-2]
         if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
             return [*given, *track.opening]
-        context = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
+        context = []
+        for tokens in (segment.tokens for segment in track.segments):
+            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
+            context += tokens[:-1] if twice else tokens
         if first:
             context = given[given[:1] == [before] :] + context
         start = given if given and not first else [] if before is None else [before]
@@ -313,11 +318,6 @@ class _Batch:
             return self
         tracks, prompts = [self.tracks[row] for row in rows], [self.prompts[row] for row in rows]
         return _Batch(tracks, self.features[list(rows)], self.encoding.select(rows), prompts)
-
-
-def _once(tokens: list[int], begin: int) -> list[int]:
-    """A segment's tokens as context: without the second of two timestamps at the end."""
-    return tokens[:-1] if len(tokens) > 2 and tokens[-2] >= begin else tokens
 
 
 def _mean_log_prob(out: Generation, row: int, tokens: Sequence[int], temperature: float) -> float:

@@ -53,17 +53,12 @@ def token_times(maps: Tensor, width: int) -> np.ndarray[Any, Any]:
         return np.empty(0)
     maps = maps.float()
     maps = (maps - maps.mean(-2, keepdim=True)) / maps.std(-2, keepdim=True, unbiased=False)
-    tokens, positions = _warped(-_median(maps, width).mean(0).double().cpu().numpy())
+    if maps.shape[-1] > (side := width // 2):  # the median of each value and its neighbours, mirrored at the ends
+        beside = functional.pad(maps, (side, side, 0, 0), mode="reflect").unfold(-1, width, 1)
+        maps = beside.sort(-1).values[..., side]
+    tokens, positions = _warped(-maps.mean(0).double().cpu().numpy())
     first = np.diff(tokens, prepend=-1).astype(bool)
     return positions[first]
-
-
-def _median(values: Tensor, width: int) -> Tensor:
-    """The median of each value and its neighbours on the last axis, mirrored at the ends."""
-    side = width // 2
-    if values.shape[-1] <= side:
-        return values
-    return functional.pad(values, (side, side, 0, 0), mode="reflect").unfold(-1, width, 1).sort(-1).values[..., side]
 
 
 def _warped(costs: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
