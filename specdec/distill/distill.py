@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import inf, isnan
+from math import inf, isnan, nan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
@@ -154,14 +155,14 @@ def distill(
         )
     cache = int(cache_gib * 2**30)
     notify = notify or (lambda done, total, message: None)
-    trainer = Trainer(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
+    training = Training(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
     if not audio:
-        return trainer.run(*trainer.read(texts, prompts))
+        return training.run(*training.read(texts, prompts))
     if feature_extractor is None and named:
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to read `audio`: pass it with the model")
-    return trainer.run(*trainer.label_recordings(sounds, feature_extractor))
+    return training.run(*training.label_recordings(sounds, feature_extractor))
 
 
 def _packed(generator: SpecGenerator) -> SpecGenerator:
@@ -203,12 +204,12 @@ def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
 Dataset = Texts | Recordings
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """Prepares the data of a training, runs it, and measures the draft.
+@dataclass
+class Training:
+    """Prepares the data of a training, runs it, and measures the draft; it can be interrupted anywhere and resumed.
 
     `generator` runs the target for labels, `writer` for continuations and transcripts. Each cache file takes at most
-    `cache` bytes.
+    `cache` bytes. `seconds` have passed, `prepared` of them before the first step.
     """
 
     generator: SpecGenerator
@@ -219,11 +220,42 @@ class Trainer:
     cache: int
     notify: Notify
     is_stopped: Callable[[], bool]
+    step: int = 0
+    prepared: float = 0.0
+    seconds: float = 0.0
+    loss: float = nan
 
     def run(self, dataset: Dataset, seconds: float) -> dict[str, Any]:
-        """Trains on a dataset whose preparation took `seconds` of the training; returns the draft's card."""
-        training = TrainingRun(self, self._student(dataset), dataset, seconds)
-        card = {**training.run(), **self._trial(dataset)}
+        """Trains on a dataset whose preparation took `seconds`, until the end, or until it is stopped.
+
+        Saves now and then; returns the draft's card.
+        """
+        student, target, length = self._student(dataset), self.generator.target, self.length
+        muon, adam = _RATES
+        optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
+        file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
+        examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, self.cache)
+        if self._state.exists():
+            self._resume(student, optimizers)
+        saved = time.perf_counter()
+        while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not self.is_stopped():
+            start = time.perf_counter()
+            numbers, ids = dataset.batch(self.step, self.settings.seed)
+            example = examples.example(numbers, ids.to(target.device))
+            loss = student.loss(replace(example, encoder_states=dataset.encoder_states(numbers)), self.step)
+            descend(loss, optimizers, rate(self.step, done, _DECAY_FROM))
+            self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
+            self.step += 1
+            self.seconds += time.perf_counter() - start
+            past, whole = (self.seconds, length.seconds) if length.steps is None else (self.step, length.steps)
+            self.notify(past, whole, f"step {self.step}, loss {self.loss:.3f}")
+            if time.perf_counter() - saved > _SAVE_EVERY:
+                self._save(student, optimizers, dataset)
+                saved = time.perf_counter()
+        examples.close()
+        if not self.is_stopped():
+            dataset.close()
+        card = {**self._save(student, optimizers, dataset), **self._trial(dataset)}
         _write(self.folder, card)
         return card
 
@@ -251,13 +283,17 @@ class Trainer:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
         return Texts(streams, writer.evaluations(held)), min(seconds, _WRITING_SHARE * self.length.seconds)
 
+    @property
+    def _state(self) -> Path:
+        return self.folder / STATE / "state.pt"
+
     def _may_prepare(self, doing: str, share: float) -> MayContinue:
         """What reports the preparation, and ends it after a `share` of the training, and once that has begun."""
 
         def may_continue(done: int, total: int, seconds: float) -> bool:
             self.notify(done, total, f"the target {doing}, {done} of {total}")
             in_time = self.length.steps is not None or seconds < share * self.length.seconds
-            return in_time and not (self.folder / STATE / "state.pt").exists() and not self.is_stopped()
+            return in_time and not self._state.exists() and not self.is_stopped()
 
         return may_continue
 
@@ -300,90 +336,50 @@ class Trainer:
             "speedup": round(plain_ms / assisted_ms, 3),
         }
 
-
-class TrainingRun:
-    """The steps of a training, which can be interrupted after any of them and resumed."""
-
-    def __init__(self, trainer: Trainer, student: Student, dataset: Dataset, seconds: float) -> None:
-        self.trainer, self.student, self.dataset = trainer, student, dataset
-        muon, adam = _RATES
-        width = trainer.generator.target.config.hidden_size
-        self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
-        self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
-        self._state = trainer.folder / STATE / "state.pt"
-        file = trainer.folder / STATE / "examples.bin"
-        self._examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, trainer.cache)
-        if self._state.exists():
-            self._resume()
-
-    def run(self) -> dict[str, Any]:
-        """Trains until the end, or until it is stopped, saving now and then; returns the draft's card."""
-        trainer, length, saved = self.trainer, self.trainer.length, time.perf_counter()
-        while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
-            start = time.perf_counter()
-            numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
-            example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
-            example = replace(example, encoder_states=self.dataset.encoder_states(numbers))
-            loss = self.student.loss(example, self.step)
-            descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
-            self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
-            self.step += 1
-            self.seconds += time.perf_counter() - start
-            past, whole = (self.seconds, length.seconds) if length.steps is None else (self.step, length.steps)
-            trainer.notify(past, whole, f"step {self.step}, loss {self.loss:.3f}")
-            if time.perf_counter() - saved > _SAVE_EVERY:
-                self.save()
-                saved = time.perf_counter()
-        self._examples.close()
-        if not trainer.is_stopped():
-            self.dataset.close()
-        return self.save()
-
-    def save(self) -> dict[str, Any]:
+    def _save(self, student: Student, optimizers: list[Optimizer], dataset: Dataset) -> dict[str, Any]:
         """Writes the draft and the state of its training; returns the card."""
-        self.student.save(self.trainer.folder)
-        card = self.card()
-        _write(self.trainer.folder, card)
+        student.save(self.folder)
+        card = self._card(student, dataset)
+        _write(self.folder, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": self.student.module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "module": student.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         fresh = self._state.with_suffix(".new")
         torch.save(state, fresh)
         os.replace(fresh, self._state)
         return card
 
-    def card(self) -> dict[str, Any]:
+    def _card(self, student: Student, dataset: Dataset) -> dict[str, Any]:
         """The draft's settings, and its agreement with the target on held-out texts."""
-        settings, target = self.trainer.settings, self.trainer.generator.target
-        chains = []
-        for evaluation in self.dataset.evaluations:
+        target, chains = self.generator.target, []
+        for evaluation in dataset.evaluations:
             features, ids = evaluation.features, torch.tensor([evaluation.ids], device=target.device)
             states = None if features is None else target.encode({"input_features": features}).hidden
-            hits = self.student.hits(ids, states)[0, max(evaluation.first - 2, 0) :]
+            hits = student.hits(ids, states)[0, max(evaluation.first - 2, 0) :]
             chains.append(hits.long().cumprod(1).sum(1))
         right = torch.cat(chains)
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
-            **{name: value for name, value in asdict(settings).items() if value is not None},
+            **{name: value for name, value in asdict(self.settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * self.dataset.rows * self.dataset.window,
+            "tokens": self.step * dataset.rows * dataset.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
             "acceptance_length": round(sum(reached), 3),
         }
 
-    def _resume(self) -> None:
+    def _resume(self, student: Student, optimizers: list[Optimizer]) -> None:
         try:
-            state = torch.load(self._state, map_location=self.trainer.generator.target.device, weights_only=True)
-            self.student.module.load_state_dict(state["module"])
-            for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            state = torch.load(self._state, map_location=self.generator.target.device, weights_only=True)
+            student.module.load_state_dict(state["module"])
+            for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
