@@ -177,7 +177,13 @@ class Transcribe(Task):
         return 0
 
 
-TASKS = {"generate": Generate, "chat": Chat, "summarize": Summarize, "transcribe": Transcribe, "openai": None}
+TASKS: dict[str, type[Task] | None] = {
+    "generate": Generate,
+    "chat": Chat,
+    "summarize": Summarize,
+    "transcribe": Transcribe,
+    "openai": None,
+}
 """Task -> its class; that of OpenAI's batch files is imported on first use."""
 
 

@@ -286,15 +286,23 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
     listed.unlink()
 
 
-def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
-    """The weight of an example is that of the tokens that the target wrote."""
-    parts = processor()
+def test_windows_are_encoded_and_transcribed_once(
+    tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other few of them with timestamps; their examples are about the same sound, and have the weight of the
+    tokens that the target wrote.
+    """
+    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
+    parts, encoded, encode = processor(), [], LanguageModel.encode
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
-    found = find_sounds([recordings])
-    labeller = Labeller(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
+    monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
+    files, notes = find_sounds([recordings]), tmp_path / "transcripts.jsonl"
+    labeller = Labeller(generator, parts.feature_extractor, notes, files, 1 << 20)
     sounds, _ = labeller.write(lambda *_: True)
-    assert (sounds.size, len(sounds.evaluations)) == (4, 1)
-    assert labeller.write(lambda *_: True)[0] == sounds
+    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
+    assert len(sounds.evaluations) == 1
+    without = generator.target.model.generation_config.no_timestamps_token_id
+    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
     numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
@@ -304,24 +312,9 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
         asked = example.weight[0].nonzero()[:, 0].tolist()
         assert asked == list(range(labelled.first - 1, len(labelled.ids) - 1))
         assert ids[row, : len(labelled.ids)].tolist() == labelled.ids
-
-
-def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When they are written down, every other few of them with timestamps; examples are about the same sound."""
-    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
-    parts, encoded = processor(), []
-    generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
-    encode = LanguageModel.encode
-    monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
-    files = find_sounds([recordings])
-    labeller = Labeller(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", files, 1 << 20)
-    sounds, _ = labeller.write(lambda *_: True)
-    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
-    without = generator.target.model.generation_config.no_timestamps_token_id
-    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
     encoder_states = sounds.encoder_states([0, 1, 2, 3])
-    assert len(encoded) == 5
     again, _ = replace(labeller).write(lambda *_: True)  # after a kill
+    assert again.learned == sounds.learned
     assert torch.equal(again.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 5
     sounds.close()

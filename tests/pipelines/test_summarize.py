@@ -103,18 +103,6 @@ def test_a_config_s_own_prefix() -> None:
     assert Summarizer(target, tokenizer=words, template="A {text}").template == "A {text}"
 
 
-def test_loading_by_name(tmp_path: Any) -> None:
-    """Folders load with their tokenizers and settings."""
-    target, words = model("t5", **T5), tokenizer(ends=True)
-    for folder, saved in (("target", target), ("draft", model("t5", seed=1))):
-        saved.save_pretrained(tmp_path / folder)
-        words.save_pretrained(tmp_path / folder)
-    expected = Summarizer(target, tokenizer=words)(TEXTS)
-    folders = str(tmp_path / "target"), str(tmp_path / "draft")
-    assert Summarizer.from_pretrained(*folders, dtype="float32")(TEXTS) == expected
-    assert Summarizer(*folders)(TEXTS) == expected
-
-
 # -------------------------------------------------------------------------------------------------------------- shapes
 
 

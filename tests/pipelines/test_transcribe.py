@@ -374,17 +374,6 @@ def test_calls_in_the_pipeline_s_shapes() -> None:
     assert transcriber(given, **GENERATE) == one
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 2}, {"chunk_length_s": 1, "max_new_tokens": 5}], ids=str)
-def test_progress_is_told_in_seconds(options: dict[str, Any]) -> None:
-    """It never goes back, and ends at the recordings' length."""
-    told: list[tuple[float, float]] = []
-    sounds = [speech(2.3), speech(0.4)]
-    Transcriber(target(), processor=PARTS)(sounds, progress=lambda *p: told.append(p), **EN, **options)
-    done = [seconds for seconds, _ in told]
-    assert done == sorted(done)
-    assert told[-1] == (pytest.approx(2.7, abs=0.02), pytest.approx(2.7))
-
-
 def test_loaded_by_name(tmp_path: Any) -> None:
     """Model and draft from folders, with the processor beside the model."""
     model = target(1, stamps=False)
