@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
@@ -25,7 +25,7 @@ from specdec.batch.rows import (
     windows,
     write_parquet,
 )
-from specdec.batch.tasks import BatchSpec, OutputLine, Worker
+from specdec.batch.tasks import BatchSpec, OutputLine
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -196,36 +196,27 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         worker = spec.start()
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
+            running: set[Future[OutputLine]] = set()
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
-                yield from _through(pool, worker, 2 * at_once, by_length(rows, spec, _WINDOW * at_once), stop)
+                for row in by_length(rows, spec, _WINDOW * at_once):
+                    if stop():
+                        break
+                    running.add(pool.submit(worker, row))
+                    if len(running) == 2 * at_once:  # no thread idles
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        yield from (future.result() for future in done)
+                while running:
+                    if stop():
+                        running = {future for future in running if not future.cancel()}
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
 
         return answers
 
     return start
-
-
-def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
-    """The lines of rows as they finish; up to `most` rows are submitted, so that no thread idles."""
-    running: set[Future[OutputLine]] = set()
-    try:
-        for row in rows:
-            if stop():
-                break
-            running.add(pool.submit(worker, row))
-            if len(running) == most:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        while running:
-            if stop():
-                running = {future for future in running if not future.cancel()}
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    finally:
-        for future in running:
-            future.cancel()
 
 
 def by_length(rows: Iterator[Row], spec: BatchSpec, window: int) -> Iterator[Row]:
