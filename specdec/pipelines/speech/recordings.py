@@ -77,13 +77,13 @@ class Recording:
 
         A track of several windows always decodes timestamps, which tell where the next window begins.
         """
-        audio, before = read_audio(source, extractor.sampling_rate), None
+        audio = read_audio(source, extractor.sampling_rate)
         self.name, self.duration, self.extra = audio.name, audio.seconds, audio.extra
         samples, hop = audio.samples, extractor.hop_length
         if not len(samples):
             return
         if chunking is not None:
-            self.strides = []
+            self.strides, before = [], None
             for begin, end, left, right in chunking.cut(len(samples)):
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
                 features, heard = window_features(samples[begin:end], extractor), -(-(end - begin) // hop)

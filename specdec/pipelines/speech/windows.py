@@ -210,7 +210,7 @@ class Listener:
             before = suppressed[-2]
         if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
             return [*given, *track.opening]
-        context = []
+        context: list[int] = []
         for tokens in (segment.tokens for segment in track.segments):
             twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
             context += tokens[:-1] if twice else tokens
