@@ -153,7 +153,7 @@ class Labeller:
         return DiskCache(self.file.with_name("encoder_states.bin"), len(self.windows), self.cache)
 
     def write(self, may_continue: MayContinue) -> tuple[Recordings, float]:
-        """All windows with transcripts, as far as `may_continue(done, total, seconds)` allows, and the seconds they took.
+        """All windows with transcripts, as far as `may_continue` allows, and the seconds that they took.
 
         Every other batch has timestamps, if the target writes them. Windows whose transcript does not end are left out;
         one in twenty of the others is held out. Raises OptionError for fewer than two of them.
