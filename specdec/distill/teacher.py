@@ -140,7 +140,7 @@ class ExampleCache:
     def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
         """The example of windows `numbers` with `ids` `[rows, tokens]`."""
         rows = []
-        for number, row in zip(numbers, ids.split(1), strict=True):
+        for number, row in zip(numbers, torch.split(ids, 1), strict=True):
             if (example := self._disk.get(number)) is None:
                 made = vars(self._label(number, row))
                 example = {name: value for name, value in made.items() if name != "ids" and value is not None}

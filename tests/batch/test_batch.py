@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specdec.batch.answer import Worker
 from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
@@ -23,6 +22,7 @@ from specdec.batch import BatchSpec, Source, embedded
 from specdec.batch import run as run_batch
 from specdec.batch.rows import Row
 from specdec.batch.run import failure_of
+from specdec.batch.tasks import Worker
 from specdec.cli.commands import run
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
