@@ -219,7 +219,7 @@ class Idle(BatchSpec):
 
     def start(self) -> Any:
         """What answers a row at once."""
-        return lambda row: OutputLine(row.number, b'{"output": ""}\n', False, 1)
+        return lambda row: OutputLine(row.number, b'{"output": ""}\n', 1)
 
 
 def one_cpu(tokens: int) -> dict[str, Any]:

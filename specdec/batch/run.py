@@ -108,8 +108,7 @@ def run(
             began = monotonic()
             for answer in answers(missing, stop):
                 journal.add(answer.number, answer.data)
-                if answer.failed:
-                    progress = progress.with_failure(answer.number, answer.data)
+                progress = progress.with_failure(answer.number, answer.data)
                 tokens = progress.new_tokens + answer.tokens
                 progress = replace(progress, done=progress.done + 1, new_tokens=tokens, seconds=monotonic() - began)
                 tell(progress)
@@ -229,7 +228,7 @@ def failure_of(line: bytes) -> str | None:
     """The error of a line, abbreviated; None for an answer."""
     found = json.loads(line)
     response, error = found.get("response"), found.get("error")
-    if error is None and "custom_id" in found and isinstance(response, dict) and response.get("status_code") != 200:
+    if error is None and "output" not in found and isinstance(response, dict) and response.get("status_code") != 200:
         error = response.get("body", {}).get("error", response.get("status_code"))
     if isinstance(error, dict):
         error = error.get("message", error)

@@ -204,11 +204,10 @@ def task_class(name: str) -> type[Task]:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """A finished row: its number, its line of output, whether it failed, and its new tokens."""
+    """A finished row: its number, its line of output, and its new tokens."""
 
     number: int
     data: bytes
-    failed: bool
     tokens: int
 
 
@@ -221,7 +220,7 @@ class Worker:
 
     def __call__(self, row: Row) -> OutputLine:
         """The line of a row, an answer or its error."""
-        seed, tokens, failed = fold(self._spec.seed, row.number), 0, False
+        seed, tokens = fold(self._spec.seed, row.number), 0
         try:
             if row.error is not None:
                 raise OptionError(row.error)
@@ -234,10 +233,9 @@ class Worker:
             raise
         except Exception as error:  # of this row alone
             self._count(error)
-            result, failed = self._task.failure(row.fields, error, seed), True
-        return OutputLine(
-            row.number, encoded({**row.fields, **result} if self._spec.merges else result), failed, tokens
-        )
+            result = self._task.failure(row.fields, error, seed)
+        line = {**row.fields, **result} if self._spec.merges else result
+        return OutputLine(row.number, encoded(line), tokens)
 
     def _count(self, error: Exception) -> None:
         """Raises EngineError after several unexpected errors, which rows do not explain."""

@@ -382,6 +382,6 @@ def test_what_is_no_row_s_fault_ends_the_run() -> None:
     worker = Worker(BatchSpec("generate", "nowhere"), Broken())  # type: ignore[arg-type]
     rows = [Row(n, {"n": n}) for n in range(30)]
     told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
-    assert all(line.failed for line in told)
+    assert all(failure_of(line.data) for line in told)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
         worker(rows[17])
