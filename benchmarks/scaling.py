@@ -32,7 +32,7 @@ from typing import Any
 from measure import table
 
 from specdec.batch import BatchSpec
-from specdec.batch.answer import OutputLine
+from specdec.batch.tasks import OutputLine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -219,7 +219,7 @@ class Idle(BatchSpec):
 
     def start(self) -> Any:
         """What answers a row at once."""
-        return lambda row: OutputLine(row.number, b'{"output": ""}\n', False, 1)
+        return lambda row: OutputLine(row.number, b'{"output": ""}\n', 1)
 
 
 def one_cpu(tokens: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
 from specdec.bench.prompts import held_out_prompts, source_files
 from specdec.distill.optimise import make_optimizers, save
+from specdec.models.hf.derived import with_layers
 from specdec.options.bundled_models import cache
 
 END_OF_TEXT = "<|endoftext|>"
@@ -72,16 +73,6 @@ def windows(
         length = LONG if step >= steps - long_steps else SHORT
         starts = generator.integers(0, len(stream) - length - 1, tokens // length)
         yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts])).to(device)
-
-
-def shrink(large: LlamaForCausalLM, layers: Sequence[int]) -> LlamaForCausalLM:
-    """A model of a few of the layers of `large`, with its embeddings."""
-    small = Shape(len(layers), large.config.hidden_size).build().to(large.device)
-    for layer, source in zip(small.model.layers, layers, strict=True):
-        layer.load_state_dict(large.model.layers[source].state_dict())
-    small.model.embed_tokens.load_state_dict(large.model.embed_tokens.state_dict())
-    small.model.norm.load_state_dict(large.model.norm.state_dict())
-    return small
 
 
 def grow(small: LlamaForCausalLM, shape: Shape) -> LlamaForCausalLM:
@@ -190,8 +181,7 @@ def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> Non
     """Distils the draft from the target in `out/target`, on its own text and the library's, and saves it."""
     lesson = Lesson.prepare(out, rounds, device, seed=2)
     lesson.tokenizer.save_pretrained(out / "draft")
-    torch.manual_seed(3)
-    model = shrink(lesson.target.float(), DRAFT_LAYERS)
+    model = with_layers(lesson.target, lesson.target.config.num_hidden_layers, DRAFT_LAYERS).float()
     real = windows(lesson.stream, steps, 0, 4, device, tokens=4096)
     own = windows(lesson.own_text, steps, steps // 10, 5, device, tokens=4096)
     batches = (pair[step % 2] for step, pair in enumerate(zip(real, own, strict=True)))
@@ -236,7 +226,7 @@ class Lesson:
         folder: Path,
     ) -> None:
         """Brings the draft's distributions towards the target's, and saves it in `folder`."""
-        loss = in_bfloat16(partial(distillation_loss, self.target.to(torch.bfloat16), draft))
+        loss = in_bfloat16(partial(distillation_loss, self.target, draft))
         check = checker(draft, self.held_out, folder)
         Course("draft", batches, loss, steps, decay_from, check, optimizers).run()
 

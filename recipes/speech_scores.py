@@ -15,6 +15,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from recipes.phrases import sentences, vocabulary
 from recipes.synthesis import HELD_OUT_VOICE, RATE, Line, read_by_held_out, read_by_many, speak
+from specdec.pipelines.scoring import error_rate
 
 LICENCE = (
     "Apache-2.0, as the package. The sentences are the recipe's own; espeak-ng, which spoke them, is not part of it."
@@ -22,7 +23,7 @@ LICENCE = (
 # The files of the demonstration, sentences that the target gets right: name, kind of line, the first, how many.
 DEMO = (("commands.wav", "sentences", 0, 3), ("voice.wav", "voice", 27, 3), ("window.wav", "sentences", 6, 4))
 SAMPLES_PER_POSITION = 320  # of the encoder's output
-_normalise = EnglishTextNormalizer({})
+normalise = EnglishTextNormalizer({})
 
 
 def lines(kind: str, count: int) -> list[Line]:
@@ -35,13 +36,6 @@ def in_noise(samples: np.ndarray, decibels: float, random: np.random.Generator) 
     """The samples with white noise, `decibels` below the mean power of the speech."""
     noise = random.standard_normal(len(samples)) * np.sqrt((samples**2).mean() * 10 ** (-decibels / 10))
     return np.asarray(samples + noise, dtype=np.float32)
-
-
-def word_error_rate(texts: Sequence[str], references: Sequence[str]) -> float:
-    """Wrong, missing and added words per word of the references, both normalised as Whisper's are."""
-    import jiwer
-
-    return float(jiwer.wer([_normalise(r) for r in references], [_normalise(t) for t in texts]))
 
 
 @torch.no_grad()
@@ -157,7 +151,7 @@ def evaluate(out: Path, count: int = 200) -> dict[str, Any]:
     random = np.random.default_rng(0)
     spoken["noise"] = [in_noise(samples, 15, random) for samples in spoken["sentences"]]
     texts = [line.text for line in lines("sentences", count)]
-    rates = {kind: word_error_rate(transcribe(target, processor, heard), texts) for kind, heard in spoken.items()}
+    rates = {kind: error_rate(transcribe(target, processor, heard), texts, normalise) for kind, heard in spoken.items()}
     long = transcribe_long(target, processor, joined(spoken["sentences"]))
     windows = windows_of(spoken["sentences"], processor.feature_extractor.chunk_length)
     agreed, tokens = agreement(target, draft, processor, windows[: count // 5])
@@ -168,7 +162,7 @@ def evaluate(out: Path, count: int = 200) -> dict[str, Any]:
         "held_out_sentences_word_error_rate": round(rates["sentences"], 4),
         "held_out_voice_word_error_rate": round(rates["voice"], 4),
         "in_noise_word_error_rate": round(rates["noise"], 4),
-        "long_form_word_error_rate": round(word_error_rate([long], [" ".join(texts)]), 4),
+        "long_form_word_error_rate": round(error_rate([long], [" ".join(texts)], normalise), 4),
         "greedy_agreement": round(agreed, 4),
         "tokens_per_window": round(tokens, 1),
         "held_out_voice": HELD_OUT_VOICE,

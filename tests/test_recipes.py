@@ -6,12 +6,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig
 
 from recipes import RECIPES, functions, main, phrases, python_code, python_summary, shapes, speech, synthesis, windows
-from recipes.course import Course
-from specdec.distill.optimise import make_optimizers
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 
@@ -59,19 +56,11 @@ def test_examples_of_a_module() -> None:
     assert list(functions.examples("def broken(:", functions._DEFINITIONS)) == []
 
 
-def test_sentences_are_split_by_their_text() -> None:
-    """No held-out sentence is trained on, all are different, and they use the grammar's words alone."""
+def test_what_is_held_out() -> None:
+    """No such sentence is trained on, nor is the accent or the variant of the voice."""
     training = list(phrases.sentences(500, held_out=False))
-    held_out = list(phrases.sentences(100, held_out=True))
-    assert len({*training, *held_out}) == 600
-    assert not any(phrases.is_held_out(s) for s in training)
-    words = {w for s in training + held_out for w in s.lower().translate(str.maketrans("", "", ".,?")).split()}
-    assert words <= phrases.vocabulary()
+    assert len({*training, *phrases.sentences(100, held_out=True)}) == 600
     assert training == list(phrases.sentences(500, held_out=False))
-
-
-def test_the_held_out_voice_is_not_heard_in_training() -> None:
-    """Neither its accent nor its variant."""
     accent, variant = synthesis.HELD_OUT_VOICE.split("+")
     voices = {line.voice for line in synthesis.read_by_many(["Hello."] * 300, seed=0)}
     assert len(voices) > 50
@@ -100,18 +89,13 @@ def test_labels_of_windows(material: speech.Material) -> None:
         features, segments = composer.window()
         assert features.shape == (80, 300)
         ids, labels = composer.transcript(segments)
-        assert len(ids) == len(labels)
         begin = ids.index(tokenizer.convert_tokens_to_ids("<|startoftranscript|>"))
-        assert all(
-            asked in (windows.IGNORED, given)
-            for asked, given in zip(labels[begin + 1 : -1], ids[begin + 2 :], strict=True)
-        )
+        pairs = zip(labels[begin + 1 : -1], ids[begin + 2 :], strict=True)
+        assert all(asked in (windows.IGNORED, given) for asked, given in pairs)
         assert set(labels[:begin]) <= {windows.IGNORED}
         times = [i for i in ids if i >= zero]
-        assert times == sorted(times)
-        assert times == [
-            zero + edge // 2 for s in segments for edge in ((s.begin, s.end) if s.whole else (s.begin,)) if times
-        ]
+        edges = [edge for s in segments for edge in ((s.begin, s.end) if s.whole else (s.begin,))]
+        assert times in ([], [zero + edge // 2 for edge in edges])
         timed += bool(times)
         cut += any(not s.whole for s in segments)
         text = tokenizer.decode([i for i in ids if i < tokenizer.eos_token_id])
@@ -120,50 +104,12 @@ def test_labels_of_windows(material: speech.Material) -> None:
     assert cut > 5
 
 
-def test_a_plain_batch_spells_every_row_that_speaks(material: speech.Material) -> None:
-    """The auxiliary loss leaves out windows without speech, whose target would be empty."""
-    batch = material.windows(material.clips + material.more, speech.SHORT, seed=3, plain=True).batch(24)
-    assert batch.features.dtype == torch.float32
-    nospeech = material.processor.tokenizer.convert_tokens_to_ids("<|nospeech|>")
-    speaking = [row for row in range(24) if nospeech not in batch.labels[row]]
-    assert batch.spelled_rows == speaking
-    assert all(len(letters) > 5 for letters in batch.spelled)
-
-
-def test_a_course_lowers_the_loss() -> None:
-    """Muon and AdamW each get their parameters, and the rate falls to zero at the end."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"layer": nn.Linear(8, 8), "embed": nn.Embedding(4, 8)})
-    optimizers = make_optimizers(model)
-    assert [len(group["params"]) for o in optimizers for group in o.param_groups] == [1, 2]
-    losses: list[float] = []
-
-    def loss_of(ids: torch.Tensor) -> torch.Tensor:
-        loss = (model["layer"](model["embed"](ids)) - 1).square().mean()
-        losses.append(loss.item())
-        return loss
-
-    checks: list[int] = []
-    batches = iter([torch.arange(4)] * 60)
-    Course("tiny", batches, loss_of, 60, 0.5, lambda: str(checks.append(len(losses))), optimizers).run()
-    assert losses[-1] < 0.9 * losses[0]
-    assert 0 < optimizers[0].param_groups[0]["lr"] < 0.1 * 0.004
-    assert checks == [60]
-
-
 @pytest.mark.parametrize(
     ("size", "width"), [("base", 192), ("small", 320), ("large", 1024), ("1M", 64), ("300M", 1024), ("31800000", 320)]
 )
 def test_sizes_of_the_code_pair(size: str, width: int) -> None:
     """A name, or the width that comes nearest to a number of weights."""
     assert shapes.target_shape(size) == shapes.Shape(24, width)
-
-
-def test_the_packages_pair_is_of_the_base_size() -> None:
-    """The recipe makes the shapes that come with the package."""
-    config, own = shapes.target_shape("base").config, AutoConfig.from_pretrained(bundled_models.pair().target)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    assert [getattr(config, name) for name in names] == [getattr(own, name) for name in names]
 
 
 @pytest.mark.parametrize("size", ["huge", "", "3T", "-1M", "0", "100k", "40B"])
@@ -175,17 +121,14 @@ def test_an_unknown_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", [python_code, python_summary, speech])
-@pytest.mark.parametrize(("stage", "role"), [("draft", "target"), ("evaluate", "draft")])
-def test_a_stage_before_its_time(
-    recipe: ModuleType, stage: str, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_before_its_time(recipe: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says which model is missing. (The folder was taken for a hub id, and asked for over the network.)"""
-    if role == "draft":
-        (tmp_path / "target").mkdir()
-        (tmp_path / "target" / "config.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        recipe.main([str(tmp_path), "--stage", stage])
-    assert f"--stage {stage} needs a model in {tmp_path / role}" in capsys.readouterr().err
+    for stage, role in (("draft", "target"), ("evaluate", "draft")):
+        with pytest.raises(SystemExit):
+            recipe.main([str(tmp_path), "--stage", stage])
+        assert f"--stage {stage} needs a model in {tmp_path / role}" in capsys.readouterr().err
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "config.json").write_text("{}")
 
 
 def test_a_pair_is_found_once_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +154,8 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(python_code, "held_out_prompts", lambda count: ["def f0(x):\n"])
     monkeypatch.setattr(python_code, "continuations", lambda target, stream, *_: stream)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    stages = [
-        "--seedling-steps",
-        "1",
-        "--target-steps",
-        "1",
-        "--draft-steps",
-        "2",
-        "--polish-steps",
-        "2",
-        "--device",
-        "cpu",
-    ]
+    steps = {"seedling": 1, "target": 1, "draft": 2, "polish": 2}
+    stages = [*(f"--{stage}-steps={count}" for stage, count in steps.items()), "--device=cpu"]
     python_code.main(["--size", "1M", "--stage", "target", *stages])
     with pytest.raises(OptionError, match="zoo:python-code"):
         bundled_models.locate("zoo:python-code-1M", "target")  # it has no draft yet
@@ -241,12 +174,9 @@ def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) 
     speech.train_target(tmp_path, material, seedling_steps=1, steps=1)
     speech.polish_target(tmp_path, material, steps=1)
     speech.train_draft(tmp_path, material, steps=1)
-    target, draft = (
-        speech.WhisperForConditionalGeneration.from_pretrained(tmp_path / role, dtype=torch.float32)
-        for role in ("target", "draft")
-    )
-    theirs = target.model.encoder.state_dict()
-    assert all(torch.equal(w, theirs[name]) for name, w in draft.model.encoder.state_dict().items())
+    load = speech.WhisperForConditionalGeneration.from_pretrained
+    theirs, own = (load(tmp_path / role).model.encoder.state_dict() for role in ("target", "draft"))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in own.items())
 
 
 @pytest.mark.slow

@@ -3,19 +3,19 @@
 | file | contents |
 | --- | --- |
 | `run.py` | a run from file to file: many rows at a time, answers in order, progress |
-| `rows.py`, `parquet.py` | rows of JSON lines, Parquet and text |
+| `rows.py` | rows of JSON lines, Parquet and text |
 | `journal.py` | unfinished output, from which a killed run resumes |
-| `answer.py`, `tasks.py`, `openai_files.py` | a row's answer; tasks; OpenAI's batch files |
+| `tasks.py`, `openai_files.py` | tasks, and a row's answer; OpenAI's batch files |
 | `ray/data.py` | the same on a cluster, by Ray Data |
 | `ray/serve.py` | replicas of the server, by Ray Serve |
 
 Ray and pyarrow are imported on first use.
 """
 
-from specdec.batch.answer import BatchSpec
 from specdec.batch.ray import connect
 from specdec.batch.ray.data import Pool, map_batches, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run
+from specdec.batch.tasks import BatchSpec
 
 __all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "map_batches", "over_ray", "run"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,12 +21,15 @@ _DEAD = 2**24  # bytes of the journal's lines that are in the file, above which 
 class Journal:
     """Writes one line per row to the file `path`, in any order; resumes a run of the same `settings`.
 
-    Raises OptionError for a file that is no unfinished run's, for other settings, and while another process writes it.
+    The lines that are ahead of their turn are also kept in memory. Raises OptionError for a file that is no unfinished
+    run's, for other settings, and while another process writes it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.path, self._journal_path = path, path.with_name(path.name + ".journal")
         self._header = json.dumps(settings, sort_keys=True).encode() + b"\n"
+        self._pending: dict[int, bytes] = {}  # row -> its line, which is in the journal alone
+        self._dead = 0  # bytes of lines of the journal that are in the file
         self._file = _opened(path)
         try:
             _lock(self._file, path)
@@ -34,10 +37,17 @@ class Journal:
                 self._journal_path.unlink(missing_ok=True)
                 self._file.truncate(0)
             self._check(settings)
-            if not self._journal_path.exists():
-                self._renew([])
-            self.next = _drop_half_line(self._file)
-            self._open_journal()
+            self.next = sum(1 for _ in _whole_lines(self._file))
+            if self._journal_path.exists():
+                self._journal = _opened(self._journal_path)
+                for entry in list(_whole_lines(self._journal))[1:]:
+                    row, _, line = entry.partition(b"\t")
+                    if int(row) >= self.next:
+                        self._pending[int(row)] = line
+                    else:
+                        self._dead += len(line)
+            else:
+                self._renew()
             self._promote()
         except BaseException:
             self._file.close()
@@ -59,16 +69,14 @@ class Journal:
             self.next += 1
             self._promote()
         else:
-            entry = b"%d\t%s" % (row, line)
-            _write(self._journal, entry)
-            self._note(entry, self._journal.tell())
+            _write(self._journal, b"%d\t%s" % (row, line))
+            self._pending[row] = line
 
     def entries(self) -> Iterator[tuple[int, bytes]]:
         """Numbers and lines of finished rows; in order once all are finished."""
         with self.path.open("rb") as file:
             yield from enumerate(file)
-        for row in self._pending:
-            yield row, self._read(row)
+        yield from self._pending.items()
 
     def finish(self) -> None:
         """Deletes the journal: the file is complete."""
@@ -102,52 +110,27 @@ class Journal:
                     f"go on with the former, {ways_out}"
                 )
 
-    def _open_journal(self) -> None:
-        """Opens the journal and indexes its lines."""
-        self._journal = _opened(self._journal_path)
-        _drop_half_line(self._journal)
-        self._pending: dict[int, tuple[int, int]] = {}  # row -> offset and length of its line in the journal
-        self._dead = 0  # bytes of lines that are in the file
-        with self._journal_path.open("rb") as entries:
-            end = len(entries.readline())
-            for entry in entries:
-                end += len(entry)
-                self._note(entry, end)
-
-    def _note(self, entry: bytes, end: int) -> None:
-        """Indexes an entry of the journal that ends at offset `end`."""
-        row, _, line = entry.partition(b"\t")
-        if int(row) >= self.next:
-            self._pending[int(row)] = (end - len(line), len(line))
-        else:
-            self._dead += len(line)
-
     def _promote(self) -> None:
         """Copies the journal's lines that are next to the file; rewrites a journal of mostly dead lines."""
-        while self.next in self._pending:
-            _write(self._file, self._read(self.next))
-            self._dead += self._pending.pop(self.next)[1]
+        while (line := self._pending.pop(self.next, None)) is not None:
+            _write(self._file, line)
+            self._dead += len(line)
             self.next += 1
         if self._dead > _DEAD:
             with writing(self.path):
                 os.fsync(self._file.fileno())
-            entries = [b"%d\t%s" % (row, self._read(row)) for row in self._pending]
             self._journal.close()
-            self._renew(entries)
-            self._open_journal()
+            self._renew()
 
-    def _read(self, row: int) -> bytes:
-        begin, length = self._pending[row]
-        return os.pread(self._journal.fileno(), length, begin)
-
-    def _renew(self, entries: Iterable[bytes]) -> None:
-        """Replaces the journal by one with these entries."""
+    def _renew(self) -> None:
+        """Replaces the journal by one of the lines that are not in the file, and opens it."""
         new = self._journal_path.with_name(self._journal_path.name + ".new")
         with writing(new), new.open("wb") as file:
-            file.writelines([self._header, *entries])
+            file.writelines([self._header, *(b"%d\t%s" % entry for entry in self._pending.items())])
             file.flush()
             os.fsync(file.fileno())
         new.replace(self._journal_path)
+        self._journal, self._dead = _opened(self._journal_path), 0
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -160,11 +143,11 @@ def _opened(path: Path) -> BinaryIO:
 def _lock(file: BinaryIO, path: Path) -> None:
     """Locks the file against other processes until it is closed."""
     try:
-        import fcntl  # not on Windows
-    except ImportError:
-        return
-    try:
+        import fcntl
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # on Windows
+        return
     except OSError:
         raise OptionError(f"{path} is being written by another process: wait for it, or take another name") from None
 
@@ -188,15 +171,12 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from None
 
 
-def _drop_half_line(file: BinaryIO) -> int:
-    """Truncates the file after its last newline; returns the number of lines."""
-    file.seek(0)
-    lines = end = 0
-    position = 0
-    while block := file.read(2**20):
-        lines += block.count(b"\n")
-        if (last := block.rfind(b"\n")) >= 0:
-            end = position + last + 1
-        position += len(block)
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; removes an incomplete last one from it."""
+    end = 0
+    with Path(file.name).open("rb") as reader:
+        for line in reader:
+            if line.endswith(b"\n"):
+                end += len(line)
+                yield line
     file.truncate(end)
-    return lines

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdec.batch.answer import BatchSpec, Fields, Task, explained
-from specdec.batch.tasks import load_generator
+from specdec.batch.tasks import BatchSpec, Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel

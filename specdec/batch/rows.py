@@ -1,22 +1,26 @@
-"""Rows of input: JSON lines, Parquet or lines of text, read in order and in bounded memory."""
+"""Rows of files: JSON lines, lines of text, and Parquet by pyarrow; read in order and in bounded memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.batch.parquet import parquet, pyarrow_module
-from specdec.errors import OptionError
+from specdec.errors import OptionError, SpecdecError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".txt": "text"}
 """Suffix -> kind of input."""
-_READ = 2**20  # bytes hashed at a time
-_ROWS = 256  # of Parquet, read at a time
+_BLOCK = 2**20  # bytes hashed at a time
+_ROWS = 1024  # of Parquet, read or written at a time
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,34 @@ class Source:
         path = Path(path)
         kind = kind_of(path, "IN", KINDS)
         try:
-            digest = _digest(path)
+            digest = hashlib.blake2b(digest_size=16)
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
             rows = parquet(path).metadata.num_rows if kind == "parquet" else sum(1 for _ in _lines(path))
         except OSError as error:
             raise OptionError(f"{path} cannot be read ({error.strerror or error}): check the name") from None
         if not rows:
             raise OptionError(f"{path} is empty: there is nothing to do")
-        return cls(path, kind, rows, digest)
+        return cls(path, kind, rows, digest.hexdigest())
 
     def read(self, name: str) -> Iterator[Row]:
         """All rows in order; a line of text becomes the field `name`."""
         if self.kind == "parquet":
             batches = parquet(self.path).iter_batches(batch_size=_ROWS)
-            fields = (found for batch in batches for found in batch.to_pylist())
-            yield from (Row(number, found) for number, found in enumerate(fields))
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from (Row(number, fields) for number, fields in enumerate(rows))
             return
         for number, line in enumerate(_lines(self.path)):
-            yield _text(number, line, name) if self.kind == "text" else _object(number, line)
+            try:
+                text = line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
+                found = {name: text} if self.kind == "text" else json.loads(text)
+            except (ValueError, RecursionError) as error:
+                kind = "text" if self.kind == "text" else "JSON"
+                yield Row(number, error=f"the line is not {kind} in UTF-8: {error}")
+                continue
+            wrong = None if isinstance(found, dict) else f"the line must be a JSON object, got {type(found).__name__}"
+            yield Row(number, error=wrong) if wrong else Row(number, found)
 
     def first(self) -> Row:
         """The first row."""
@@ -92,9 +107,10 @@ def fitting(rows: Iterable[Row]) -> Iterator[Row]:
         yield row if wrong is None else replace(row, fields=fields, error=row.error or wrong)
 
 
-def windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+def windows(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """The rows in lists of `size`."""
-    while window := list(islice(rows, size)):
+    rest = iter(rows)
+    while window := list(islice(rest, size)):
         yield window
 
 
@@ -104,26 +120,56 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.strip())
 
 
-def _text(number: int, line: bytes, name: str) -> Row:
+def pyarrow_module() -> Any:
+    """pyarrow; raises SpecdecError where it is missing."""
     try:
-        return Row(number, {name: line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")})
-    except UnicodeDecodeError as error:
-        return Row(number, error=f"the line is not text in UTF-8: {error}")
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise SpecdecError("Parquet needs pyarrow: pip install -e '.[parquet]'") from None
+    return pyarrow
 
 
-def _object(number: int, line: bytes) -> Row:
+def parquet(path: Path) -> ParquetFile:
+    """Opens a Parquet file; raises OptionError for another format."""
+    arrow = pyarrow_module()
     try:
-        found = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        return Row(number, error=f"the line is not JSON in UTF-8: {error}")
-    if not isinstance(found, dict):
-        return Row(number, error=f"the line must be a JSON object, got {type(found).__name__}")
-    return Row(number, found)
+        return arrow.parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise OptionError(f"{path} is no Parquet file ({error}): check the name") from None
 
 
-def _digest(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(_READ):
-            found.update(block)
-    return found.hexdigest()
+def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
+    """Writes a Parquet file; raises OptionError for a value that does not fit its column."""
+    arrow = pyarrow_module()
+    with _columns(), arrow.parquet.ParquetWriter(path, schema) as writer:
+        for some in windows(rows, _ROWS):
+            writer.write_table(arrow.Table.from_pylist([_without_empty(row) or {} for row in some], schema=schema))
+
+
+def schema_of(rows: Iterable[dict[str, Any]]) -> pyarrow.Schema:
+    """The schema of all rows; raises OptionError for a field with values of different types."""
+    arrow = pyarrow_module()
+    found = arrow.schema([])
+    with _columns():
+        for some in windows(rows, _ROWS):
+            names = dict.fromkeys(name for row in some for name in row)
+            columns = [(name, arrow.array([_without_empty(row.get(name)) for row in some]).type) for name in names]
+            found = arrow.unify_schemas([found, arrow.schema(columns)], promote_options="permissive")
+    return found
+
+
+@contextmanager
+def _columns() -> Iterator[None]:
+    """Turns pyarrow's errors about types into OptionError."""
+    try:
+        yield
+    except (pyarrow_module().ArrowException, OverflowError) as error:
+        raise OptionError(f"the rows do not fit into columns ({error}): name OUT .jsonl, which takes any") from None
+
+
+def _without_empty(value: Any) -> Any:
+    """The value with None for empty objects, which Parquet cannot store."""
+    if isinstance(value, dict):
+        return {name: _without_empty(one) for name, one in value.items()} or None
+    return [_without_empty(one) for one in value] if isinstance(value, list) else value

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import BatchSpec, OutputLine, Worker
 from specdec.batch.journal import Journal, writing
-from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
-from specdec.batch.rows import KINDS, Row, Source, fitting, kind_of, windows
-from specdec.batch.tasks import as_several, is_several
+from specdec.batch.rows import (
+    KINDS,
+    Row,
+    Source,
+    fitting,
+    kind_of,
+    parquet,
+    pyarrow_module,
+    schema_of,
+    windows,
+    write_parquet,
+)
+from specdec.batch.tasks import BatchSpec, OutputLine
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -62,12 +71,6 @@ class Progress:
         """New tokens per second of this run."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
-    def after(self, line: OutputLine, began: float) -> Progress:
-        """The progress after one more row."""
-        known = self.with_failure(line.number, line.data) if line.failed else self
-        tokens = self.new_tokens + line.tokens
-        return replace(known, done=self.done + 1, new_tokens=tokens, seconds=monotonic() - began)
-
     def with_failure(self, number: int, data: bytes) -> Progress:
         """The progress with the failure that a line has, if any."""
         if (reason := failure_of(data)) is None:
@@ -105,7 +108,9 @@ def run(
             began = monotonic()
             for answer in answers(missing, stop):
                 journal.add(answer.number, answer.data)
-                progress = progress.after(answer, began)
+                progress = progress.with_failure(answer.number, answer.data)
+                tokens = progress.new_tokens + answer.tokens
+                progress = replace(progress, done=progress.done + 1, new_tokens=tokens, seconds=monotonic() - began)
                 tell(progress)
         if progress.done == progress.total:
             output.finish()
@@ -131,8 +136,9 @@ class Output:
                 raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
         self.spec = replace(spec, merges=not self._parquet and spec.task != "openai")
         self._columns = self._own_columns() if self._parquet else None
-        settings = {**self.spec.settings, "input": source.digest}
-        self.journal = Journal(rows, settings, overwrite=overwrite)
+        settings = json.loads(json.dumps(asdict(self.spec), default=str))
+        del settings["folder"]  # files may move before a run resumes
+        self.journal = Journal(rows, {**settings, "input": source.digest}, overwrite=overwrite)
 
     def rows(self) -> Iterator[Row]:
         """The rows of the input; for Parquet, those that do not fit the columns are errors."""
@@ -165,11 +171,13 @@ class Output:
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         """The answer of every row; all have lists if any has several texts."""
-        several = any(map(is_several, self._lines()))
-        return map(as_several, self._lines()) if several else self._lines()
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for _, line in self.journal.entries())
+        several = any(isinstance(json.loads(line).get("output"), list) for _, line in self.journal.entries())
+        for _, line in self.journal.entries():
+            answer = json.loads(line)
+            for name in ("output", "finish_reason") if several else ():
+                if isinstance(answer.get(name), str):
+                    answer[name] = [answer[name]]
+            yield answer
 
     def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with its answer, which replaces the fields `answered`."""
@@ -187,36 +195,27 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         worker = spec.start()
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
+            running: set[Future[OutputLine]] = set()
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
-                yield from _through(pool, worker, 2 * at_once, by_length(rows, spec, _WINDOW * at_once), stop)
+                for row in by_length(rows, spec, _WINDOW * at_once):
+                    if stop():
+                        break
+                    running.add(pool.submit(worker, row))
+                    if len(running) == 2 * at_once:  # no thread idles
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        yield from (future.result() for future in done)
+                while running:
+                    if stop():
+                        running = {future for future in running if not future.cancel()}
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
 
         return answers
 
     return start
-
-
-def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
-    """The lines of rows as they finish; up to `most` rows are submitted, so that no thread idles."""
-    running: set[Future[OutputLine]] = set()
-    try:
-        for row in rows:
-            if stop():
-                break
-            running.add(pool.submit(worker, row))
-            if len(running) == most:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        while running:
-            if stop():
-                running = {future for future in running if not future.cancel()}
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    finally:
-        for future in running:
-            future.cancel()
 
 
 def by_length(rows: Iterator[Row], spec: BatchSpec, window: int) -> Iterator[Row]:
@@ -229,7 +228,7 @@ def failure_of(line: bytes) -> str | None:
     """The error of a line, abbreviated; None for an answer."""
     found = json.loads(line)
     response, error = found.get("response"), found.get("error")
-    if error is None and "custom_id" in found and isinstance(response, dict) and response.get("status_code") != 200:
+    if error is None and "output" not in found and isinstance(response, dict) and response.get("status_code") != 200:
         error = response.get("body", {}).get("error", response.get("status_code"))
     if isinstance(error, dict):
         error = error.get("message", error)

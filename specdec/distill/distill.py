@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import inf, isnan
+from math import inf, isnan, nan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,23 +19,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Labeller, Recordings, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
-from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.texts import MayContinue, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
-from specdec.options.fields import is_number, is_whole
+from specdec.options.fields import check_whole, is_number
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # the folder beside the draft from which its training resumes
-CARD = "card.json"
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
 _LAYERS = {"eagle3": 1, "layers": 2}
 _WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
@@ -62,11 +61,9 @@ class Settings:
         if self.kind not in KINDS:
             raise OptionError.of("kind", f"one of {', '.join(KINDS)}", self.kind)
         for name in ("layers", "draft_vocabulary"):
-            value = getattr(self, name)
-            if value is not None and (not is_whole(value) or value < 1):
-                raise OptionError.of(name, "a whole number of at least 1", value)
-        if not is_whole(self.seed) or self.seed < 0:
-            raise OptionError.of("seed", "a whole number of at least 0", self.seed)
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value)
+        check_whole("seed", self.seed, 0)
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,8 @@ class Length:
     def __post_init__(self) -> None:
         if self.hours is not None and self.steps is not None:
             raise OptionError("`hours` and `steps` both limit the training: pass one of them")
-        if self.steps is not None and (not is_whole(self.steps) or self.steps < 1):
-            raise OptionError.of("steps", "a whole number of at least 1", self.steps)
+        if self.steps is not None:
+            check_whole("steps", self.steps)
         if self.hours is not None and not (is_number(self.hours) and self.hours > 0):
             raise OptionError.of("hours", "a number above 0", self.hours)
 
@@ -158,14 +155,14 @@ def distill(
         )
     cache = int(cache_gib * 2**30)
     notify = notify or (lambda done, total, message: None)
-    trainer = Trainer(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
+    training = Training(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
     if not audio:
-        return trainer.run(*trainer.read(texts, prompts))
+        return training.run(*training.read(texts, prompts))
     if feature_extractor is None and named:
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to read `audio`: pass it with the model")
-    return trainer.run(*trainer.label_recordings(sounds, feature_extractor))
+    return training.run(*training.label_recordings(sounds, feature_extractor))
 
 
 def _packed(generator: SpecGenerator) -> SpecGenerator:
@@ -207,12 +204,12 @@ def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
 Dataset = Texts | Recordings
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """Prepares the data of a training, runs it, and measures the draft.
+@dataclass
+class Training:
+    """Prepares the data of a training, runs it, and measures the draft; it can be interrupted anywhere and resumed.
 
     `generator` runs the target for labels, `writer` for continuations and transcripts. Each cache file takes at most
-    `cache` bytes.
+    `cache` bytes. `seconds` have passed, `prepared` of them before the first step.
     """
 
     generator: SpecGenerator
@@ -223,26 +220,50 @@ class Trainer:
     cache: int
     notify: Notify
     is_stopped: Callable[[], bool]
+    step: int = 0
+    prepared: float = 0.0
+    seconds: float = 0.0
+    loss: float = nan
 
     def run(self, dataset: Dataset, seconds: float) -> dict[str, Any]:
-        """Trains on a dataset whose preparation took `seconds` of the training; returns the draft's card."""
-        training = TrainingRun(self, self._student(dataset), dataset, seconds)
-        card = {**training.run(), **self._trial(dataset)}
-        _write(self.folder / CARD, card)
+        """Trains on a dataset whose preparation took `seconds`, until the end, or until it is stopped.
+
+        Saves now and then; returns the draft's card.
+        """
+        student, target, length = self._student(dataset), self.generator.target, self.length
+        muon, adam = _RATES
+        optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
+        file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
+        examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, self.cache)
+        if self._state.exists():
+            self._resume(student, optimizers)
+        saved = time.perf_counter()
+        while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not self.is_stopped():
+            start = time.perf_counter()
+            numbers, ids = dataset.batch(self.step, self.settings.seed)
+            example = examples.example(numbers, ids.to(target.device))
+            loss = student.loss(replace(example, encoder_states=dataset.encoder_states(numbers)), self.step)
+            descend(loss, optimizers, rate(self.step, done, _DECAY_FROM))
+            self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
+            self.step += 1
+            self.seconds += time.perf_counter() - start
+            past, whole = (self.seconds, length.seconds) if length.steps is None else (self.step, length.steps)
+            self.notify(past, whole, f"step {self.step}, loss {self.loss:.3f}")
+            if time.perf_counter() - saved > _SAVE_EVERY:
+                self._save(student, optimizers, dataset)
+                saved = time.perf_counter()
+        examples.close()
+        if not self.is_stopped():
+            dataset.close()
+        card = {**self._save(student, optimizers, dataset), **self._trial(dataset)}
+        _write(self.folder, card)
         return card
 
     def label_recordings(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
         """The target's transcripts of sound files, and how many seconds of the training they took."""
-        start = time.perf_counter()
-
-        def may_continue(done: int, total: int) -> bool:
-            self.notify(done, total, f"the target transcribes recordings, {done} of {total}")
-            in_time = self._in_time(time.perf_counter() - start, _LABELLING_SHARE)
-            return not self._has_state and in_time and not self.is_stopped()
-
-        notes = self.folder / STATE / "transcripts.jsonl"
-        recordings = Labeller(self.writer, extractor, notes, sounds, self.cache).write(may_continue)
-        return recordings, min(time.perf_counter() - start, _LABELLING_SHARE * self.length.seconds)
+        labeller = Labeller(self.writer, extractor, self.folder / STATE / "transcripts.jsonl", sounds, self.cache)
+        recordings, seconds = labeller.write(self._may_prepare("transcribes recordings", _LABELLING_SHARE))
+        return recordings, min(seconds, _LABELLING_SHARE * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
@@ -255,7 +276,7 @@ class Trainer:
             streams.append(stream)
         if prompts:
             learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
-            stream, seconds = writer.write(learned, self._may_write)
+            stream, seconds = writer.write(learned, self._may_prepare("continues prompts", _WRITING_SHARE))
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
@@ -263,17 +284,18 @@ class Trainer:
         return Texts(streams, writer.evaluations(held)), min(seconds, _WRITING_SHARE * self.length.seconds)
 
     @property
-    def _has_state(self) -> bool:
-        """Whether training has begun, after which the dataset must not change."""
-        return (self.folder / STATE / "state.pt").exists()
+    def _state(self) -> Path:
+        return self.folder / STATE / "state.pt"
 
-    def _may_write(self, done: int, total: int, seconds: float) -> bool:
-        self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        return not self._has_state and self._in_time(seconds, _WRITING_SHARE) and (not done or not self.is_stopped())
+    def _may_prepare(self, doing: str, share: float) -> MayContinue:
+        """What reports the preparation, and ends it after a `share` of the training, and once that has begun."""
 
-    def _in_time(self, seconds: float, share: float) -> bool:
-        """Whether `seconds` are less than `share` of the training's."""
-        return self.length.steps is not None or seconds < share * self.length.seconds
+        def may_continue(done: int, total: int, seconds: float) -> bool:
+            self.notify(done, total, f"the target {doing}, {done} of {total}")
+            in_time = self.length.steps is not None or seconds < share * self.length.seconds
+            return in_time and not self._state.exists() and not self.is_stopped()
+
+        return may_continue
 
     def _student(self, dataset: Dataset) -> Student:
         target, settings = self.generator.target, self.settings
@@ -295,10 +317,13 @@ class Trainer:
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
         for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
+            prompt, features = [evaluation.ids[: evaluation.first]], evaluation.features
+            speech = {"input_features": features, "decoder_input_ids": prompt}
+            inputs: dict[str, Any] = {"prompt": prompt} if features is None else speech
             room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
                 start = time.perf_counter()
-                made = one.generate(**evaluation.inputs, max_new_tokens=room, do_sample=False)
+                made = one.generate(**inputs, max_new_tokens=room, do_sample=False)
                 if number:  # the first run is a warm-up
                     paces[name].append((time.perf_counter() - start) / max(len(made.new_tokens()[0]), 1))
             if number and made.stats is not None:
@@ -311,95 +336,50 @@ class Trainer:
             "speedup": round(plain_ms / assisted_ms, 3),
         }
 
-
-class TrainingRun:
-    """The steps of a training, which can be interrupted after any of them and resumed."""
-
-    def __init__(self, trainer: Trainer, student: Student, dataset: Dataset, seconds: float) -> None:
-        self.trainer, self.student, self.dataset = trainer, student, dataset
-        muon, adam = _RATES
-        width = trainer.generator.target.config.hidden_size
-        self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
-        self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
-        self._state = trainer.folder / STATE / "state.pt"
-        file = trainer.folder / STATE / "examples.bin"
-        self._examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, trainer.cache)
-        if self._state.exists():
-            self._resume()
-
-    def run(self) -> dict[str, Any]:
-        """Trains until the end, or until it is stopped, saving now and then; returns the draft's card."""
-        trainer, saved = self.trainer, time.perf_counter()
-        while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
-            start = time.perf_counter()
-            numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
-            example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
-            example = replace(example, encoder_states=self.dataset.encoder_states(numbers))
-            loss = self.student.loss(example, self.step)
-            descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
-            self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
-            self.step += 1
-            self.seconds += time.perf_counter() - start
-            self._notify()
-            if time.perf_counter() - saved > _SAVE_EVERY:
-                self.save()
-                saved = time.perf_counter()
-        self._examples.close()
-        if not trainer.is_stopped():
-            self.dataset.close()
-        return self.save()
-
-    def save(self) -> dict[str, Any]:
+    def _save(self, student: Student, optimizers: list[Optimizer], dataset: Dataset) -> dict[str, Any]:
         """Writes the draft and the state of its training; returns the card."""
-        self.student.save(self.trainer.folder)
-        card = self.card()
-        _write(self.trainer.folder / CARD, card)
+        student.save(self.folder)
+        card = self._card(student, dataset)
+        _write(self.folder, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": self.student.module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "module": student.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         fresh = self._state.with_suffix(".new")
         torch.save(state, fresh)
         os.replace(fresh, self._state)
         return card
 
-    def card(self) -> dict[str, Any]:
+    def _card(self, student: Student, dataset: Dataset) -> dict[str, Any]:
         """The draft's settings, and its agreement with the target on held-out texts."""
-        settings, target = self.trainer.settings, self.trainer.generator.target
-        right = torch.cat([self._chains(evaluation) for evaluation in self.dataset.evaluations])
+        target, chains = self.generator.target, []
+        for evaluation in dataset.evaluations:
+            features, ids = evaluation.features, torch.tensor([evaluation.ids], device=target.device)
+            states = None if features is None else target.encode({"input_features": features}).hidden
+            hits = student.hits(ids, states)[0, max(evaluation.first - 2, 0) :]
+            chains.append(hits.long().cumprod(1).sum(1))
+        right = torch.cat(chains)
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
-            **{name: value for name, value in asdict(settings).items() if value is not None},
+            **{name: value for name, value in asdict(self.settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * self.dataset.rows * self.dataset.window,
+            "tokens": self.step * dataset.rows * dataset.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
             "acceptance_length": round(sum(reached), 3),
         }
 
-    def _chains(self, evaluation: Evaluation) -> Tensor:
-        target = self.trainer.generator.target
-        features = evaluation.features
-        encoder_states = None if features is None else target.encode({"input_features": features}).hidden
-        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), encoder_states)
-        return hits[0, max(evaluation.first - 2, 0) :].long().cumprod(1).sum(1)
-
-    def _notify(self) -> None:
-        length = self.trainer.length
-        done, total = (self.step, length.steps) if length.steps is not None else (self.seconds, length.seconds)
-        self.trainer.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
-
-    def _resume(self) -> None:
+    def _resume(self, student: Student, optimizers: list[Optimizer]) -> None:
         try:
-            state = torch.load(self._state, map_location=self.trainer.generator.target.device, weights_only=True)
-            self.student.module.load_state_dict(state["module"])
-            for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            state = torch.load(self._state, map_location=self.generator.target.device, weights_only=True)
+            student.module.load_state_dict(state["module"])
+            for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
@@ -407,5 +387,5 @@ class TrainingRun:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
 
 
-def _write(file: Path, card: dict[str, Any]) -> None:
-    file.write_text(json.dumps(card, indent=2) + "\n")
+def _write(folder: Path, card: dict[str, Any]) -> None:
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")

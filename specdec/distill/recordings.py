@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from os import PathLike
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.distill.teacher import DiskCache, Example, Teacher
-from specdec.distill.texts import EVALUATIONS, HELD_OUT, Evaluation, in_order, whole_lines
+from specdec.distill.texts import EVALUATIONS, HELD_OUT, Evaluation, MayContinue, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in, window_features
@@ -85,7 +86,7 @@ class Recordings:
     def evaluations(self) -> list[Evaluation]:
         """The held-out windows as evaluations."""
         return [
-            Evaluation(labelled.ids, labelled.first, self.labeller.features(labelled)) for labelled in self.held_out
+            Evaluation(one.ids, one.first, self.labeller.features(one.file, one.begin)[None]) for one in self.held_out
         ]
 
     def counts(self) -> Counter[int]:
@@ -141,23 +142,26 @@ class Labeller:
 
     @cached_property
     def windows(self) -> list[tuple[str, int]]:
-        """All windows: the file and the sample at which the window starts."""
-        return [(str(file), begin) for file in self.files for begin in self._begins(file)]
+        """All windows: the file and the sample at which the window starts; a very short rest of a file is left out."""
+        rest, size = round(_SHORTEST * self.extractor.sampling_rate), self.extractor.n_samples
+        lengths = ((str(file), len(self._samples(str(file)))) for file in self.files)
+        return [(file, begin) for file, length in lengths for begin in range(0, max(length - rest, 0), size)]
 
     @cached_property
     def disk(self) -> DiskCache:
         """The encoder's output by number of the window."""
         return DiskCache(self.file.with_name("encoder_states.bin"), len(self.windows), self.cache)
 
-    def write(self, may_continue: Callable[[int, int], bool]) -> Recordings:
-        """Transcribes all windows, while `may_continue(done, total)` allows the next batch.
+    def write(self, may_continue: MayContinue) -> tuple[Recordings, float]:
+        """All windows with transcripts, as far as `may_continue` allows, and the seconds that they took.
 
         Every other batch has timestamps, if the target writes them. Windows whose transcript does not end are left out;
         one in twenty of the others is held out. Raises OptionError for fewer than two of them.
         """
+        start = time.perf_counter()
         done = [LabelledWindow(**json.loads(line)) for line in whole_lines(self.file)]
         total = len(self.windows)
-        while len(done) < total and (may_continue(len(done), total) or len(done) < 2):
+        while len(done) < total and (may_continue(len(done), total, time.perf_counter() - start) or len(done) < 2):
             new = self._transcribed(len(done))
             with self.file.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(vars(labelled)) + "\n" for labelled in new)
@@ -167,17 +171,18 @@ class Labeller:
             wanted = "at least two windows of sound whose transcript ends, as one in twenty is held out"
             raise OptionError.of("audio", wanted, f"{len(whole)} of {len(done)} windows")
         learned = [labelled for number, labelled in enumerate(whole) if number % HELD_OUT]
-        return Recordings(self, learned, whole[::HELD_OUT][:EVALUATIONS])
+        return Recordings(self, learned, whole[::HELD_OUT][:EVALUATIONS]), time.perf_counter() - start
 
-    def features(self, labelled: LabelledWindow) -> Tensor:
-        """Features `[1, mels, frames]` of a window."""
-        return self._features(labelled.file, labelled.begin)[None]
+    def features(self, file: str, begin: int) -> Tensor:
+        """Features `[mels, frames]` of the window of a file that starts at sample `begin`."""
+        return window_features(self._samples(file)[begin : begin + self.extractor.n_samples], self.extractor)
 
     def encoder_states(self, labelled: LabelledWindow) -> Tensor:
         """The encoder's output `[1, frames, width]` for a window, in bfloat16."""
         if (kept := self.disk.get(labelled.number)) is not None:
             return kept["encoder_states"].to(self.generator.target.device)
-        return self._encoded(labelled.number, self.features(labelled)).hidden.bfloat16()
+        features = self.features(labelled.file, labelled.begin)[None]
+        return self._encoded(labelled.number, features).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
         """Encodes and stores one window `[1, mels, frames]`, alone, so that the output never depends on a batch."""
@@ -185,21 +190,13 @@ class Labeller:
         self.disk.put(number, {"encoder_states": encoding.hidden.bfloat16()})
         return encoding
 
-    def _features(self, file: str, begin: int) -> Tensor:
-        return window_features(self._samples(file)[begin : begin + self.extractor.n_samples], self.extractor)
-
-    def _begins(self, file: Path) -> range:
-        """The samples at which a file's windows start; a very short rest is left out."""
-        rest = round(_SHORTEST * self.extractor.sampling_rate)
-        return range(0, max(len(self._samples(str(file))) - rest, 0), self.extractor.n_samples)
-
     def _samples(self, file: str) -> Samples:
         return _read(file, self.extractor.sampling_rate)
 
     def _transcribed(self, first: int) -> list[LabelledWindow]:
         """Transcribes a batch of windows from number `first` on."""
         windows, whisper = self.windows[first : first + _BATCH], self.whisper
-        features = torch.stack([self._features(*window) for window in windows])
+        features = torch.stack([self.features(*window) for window in windows])
         encoding = Encoding.joined([self._encoded(*one) for one in enumerate(torch.split(features, 1), first)])
         stamped = whisper.setting("no_timestamps_token_id") is not None and first // _BATCH % 2 == 1
         task = "transcribe" if whisper.setting("task_to_id") else None

@@ -108,27 +108,16 @@ class EagleStudent(Student):
         stage, (rows, count) = self.stage, states.shape[:2]
         embeds = stage.embedding(ids[:, 1:]).detach().to(stage.fc.weight.dtype)
         features = stage.features(states.flatten(0, 1).to(stage.fc.weight.dtype)).view(rows, count, -1)
-        every = torch.arange(count, device=ids.device)
-        cache, own = DynamicCache(), embeds
+        every, cache = torch.arange(count, device=ids.device), DynamicCache()
         for step in range(STEPS):
             at = starts + step if step else every
-            masks = dict.fromkeys(
-                (kind.name for kind in stage.kinds), unrolled_mask(count, at - step, step).to(ids.device)
-            )
-            own = embeds[:, at] if step else embeds
-            written = stage.write(own, features, masks, (1 + at).expand(rows, -1), cache)
+            # A chain sees the first step's keys up to its start, and its own keys of further steps.
+            text, own = every <= (at - step)[:, None], torch.eye(len(at), dtype=torch.bool, device=ids.device)
+            mask = torch.cat([text, *[own] * step], dim=1)[None, None]
+            masks = dict.fromkeys((kind.name for kind in stage.kinds), mask)
+            written = stage.write(embeds[:, at], features, masks, (1 + at).expand(rows, -1), cache)
             yield stage.guess(written)
             features = written if step else written[:, starts]
-
-
-def unrolled_mask(count: int, starts: Tensor, step: int) -> Tensor:
-    """The mask `[1, 1, starts, count + step * starts]` of a step's tokens over the keys of all steps so far.
-
-    A chain sees the first step's keys up to its start, and its own keys of further steps.
-    """
-    text = torch.arange(count, device=starts.device) <= starts[:, None]
-    own = torch.eye(len(starts), dtype=torch.bool, device=starts.device)
-    return torch.cat([text, *[own] * step], dim=1)[None, None]
 
 
 class LayersStudent(Student):
@@ -153,10 +142,10 @@ class LayersStudent(Student):
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
     def loss(self, example: Example, turn: int) -> Tensor:
-        example = example.trimmed()
+        end = int(example.weight.any(0).nonzero().max()) + 1  # nothing is learned further on
         with self.in_bfloat16():
-            guesses = output_of(self.module, example.ids, example.encoder_states).logits
-        losses = divergence(example.choices, example.chances, guesses) * example.weight
+            guesses = output_of(self.module, example.ids[:, :end], example.encoder_states).logits
+        losses = divergence(example.choices[:, :end], example.chances[:, :end], guesses) * example.weight[:, :end]
         return losses.sum() / example.weight.sum()
 
     @torch.no_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models import LanguageModel
 
-LIKELIEST = 32  # tokens that are learned of a distribution
+_LIKELIEST = 32  # tokens that are learned of a distribution
 CACHE_GIB = 4.0  # of disk, for each cache
 _KEPT = "kept"  # the field of a record that is true once it was written
 _CHUNK = 256  # distributions at once, whose logits fit into a CPU's cache
@@ -38,23 +39,12 @@ class Example:
     weight: Tensor
     encoder_states: Tensor | None = None
 
-    def trimmed(self) -> Example:
-        """Without the tokens after the last one with a weight in any row."""
-        end = int(self.weight.any(0).nonzero().max()) + 1
-        rows = ("ids", "states", "choices", "chances", "weight")
-        return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
-
     def padded(self, ids: Tensor) -> Example:
         """For longer texts `ids` `[rows, tokens]`, whose further tokens get weight 0."""
         more = ids.shape[1] - self.ids.shape[1]
-        longer = {name: F.pad(getattr(self, name), [0, 0, 0, more]) for name in ("choices", "chances")}
-        return replace(
-            self,
-            ids=ids,
-            states=F.pad(self.states, [0, 0, 0, 0, 0, more]),
-            weight=F.pad(self.weight, [0, more]),
-            **longer,
-        )
+        choices, chances = (F.pad(tensor, [0, 0, 0, more]) for tensor in (self.choices, self.chances))
+        states, weight = F.pad(self.states, [0, 0, 0, 0, 0, more]), F.pad(self.weight, [0, more])
+        return Example(ids, states, choices, chances, weight, self.encoder_states)
 
 
 def output_of(model: Any, ids: Tensor, encoder_states: Tensor | None, **more: Any) -> Any:
@@ -70,11 +60,6 @@ class Teacher:
 
     def __init__(self, target: LanguageModel, reads: Sequence[int], vocabulary: Tensor | None) -> None:
         self.target, self.reads, self.vocabulary = target, tuple(reads), vocabulary
-
-    @property
-    def likeliest(self) -> int:
-        """How many tokens of each distribution an example has."""
-        return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     @torch.no_grad()
     def forward(self, ids: Tensor, encoder_states: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -97,7 +82,7 @@ class Teacher:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
         whole = logits.float()
         known = whole if self.vocabulary is None else whole[:, self.vocabulary]
-        top, choices = known.topk(self.likeliest)
+        top, choices = known.topk(min(_LIKELIEST, known.shape[-1]))
         return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
@@ -106,9 +91,11 @@ class DiskCache:
 
     def __init__(self, file: Path, count: int, limit: int) -> None:
         self._file, self._count, self._limit = file, count, limit
-        self._records: Any = _opened(file)
-        if self._records is not None and len(self._records) != self._room(self._records.dtype):
-            self._records = None  # made for another count or limit
+        self._records: Any = None
+        with suppress(OSError, ValueError):  # it is missing or broken
+            found = np.lib.format.open_memmap(file, "r+")
+            if len(found) == self._room(found.dtype):  # not made for another count or limit
+                self._records = found
 
     def get(self, number: int) -> dict[str, Tensor] | None:
         """Record `number` as tensors of one row each; None if it was not stored."""
@@ -139,14 +126,6 @@ class DiskCache:
         self._file.unlink(missing_ok=True)
 
 
-def _opened(file: Path) -> Any:
-    """The records in a file; None if it is missing or broken."""
-    try:
-        return np.lib.format.open_memmap(file, "r+")
-    except (OSError, ValueError):
-        return None
-
-
 class ExampleCache:
     """The examples of numbered windows, each made once by `label` and stored on disk.
 
@@ -160,16 +139,14 @@ class ExampleCache:
 
     def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
         """The example of windows `numbers` with `ids` `[rows, tokens]`."""
-        rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
+        rows = []
+        for number, row in zip(numbers, torch.split(ids, 1), strict=True):
+            if (example := self._disk.get(number)) is None:
+                made = vars(self._label(number, row))
+                example = {name: value for name, value in made.items() if name != "ids" and value is not None}
+                self._disk.put(number, example)
+            rows.append(example)
         return Example(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
-
-    def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        if (kept := self._disk.get(number)) is not None:
-            return kept
-        made = vars(self._label(number, ids))
-        example = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        self._disk.put(number, example)
-        return example
 
 
 def _array(tensor: Tensor) -> np.ndarray:

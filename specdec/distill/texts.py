@@ -31,6 +31,8 @@ _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
 EVALUATIONS = 8  # held-out texts
 _EVALUATION_PROMPT, _EVALUATION_NEW = 128, 64  # tokens
+MayContinue = Callable[[int, int, float], bool]
+"""Whether to go on, after `done` of `total` parts and so many seconds."""
 
 
 def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
@@ -64,14 +66,6 @@ class Evaluation:
     ids: list[int]
     first: int
     features: Tensor | None = None
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The arguments of `generate` with which the target writes this text."""
-        prompt = [self.ids[: self.first]]
-        if self.features is None:
-            return {"prompt": prompt}
-        return {"input_features": self.features, "decoder_input_ids": prompt}
 
 
 @dataclass(frozen=True)
@@ -139,17 +133,15 @@ class Writer:
     file: Path
     seed: int
 
-    def write(
-        self, prompts: Sequence[list[int]], may_continue: Callable[[int, int, float], bool]
-    ) -> tuple[np.ndarray, float]:
+    def write(self, prompts: Sequence[list[int]], may_continue: MayContinue) -> tuple[np.ndarray, float]:
         """Prompts with their continuations, some of them sampled, as one stream, and the seconds that they took.
 
-        Before every batch, `may_continue(done, total, seconds)` decides whether to go on.
+        Before every batch but the first, `may_continue(done, total, seconds)` decides whether to go on.
         """
         lines = [json.loads(line) for line in whole_lines(self.file)]
         seconds = lines[-1]["seconds"] if lines else 0.0
         while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
-            if not may_continue(done, len(prompts), seconds):
+            if not may_continue(done, len(prompts), seconds) and done:
                 break
             start = time.perf_counter()
             batch = list(prompts[done : done + _ROWS])

@@ -8,6 +8,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from specdec.errors import OptionError
+
 
 class Rule(NamedTuple):
     """A field without effect in specdec: its values without effect in transformers either, and the reason or
@@ -180,6 +182,12 @@ def is_list(value: object) -> bool:
 def is_whole(value: object) -> bool:
     """Whether `value` is an integer of Python, numpy or torch, not a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the former is faster
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raises OptionError unless the argument `name` is an integer of at least `least`."""
+    if not is_whole(value) or value < least:
+        raise OptionError.of(name, f"a whole number of at least {least}", value)
 
 
 def is_number(value: object) -> bool:

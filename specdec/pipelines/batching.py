@@ -10,6 +10,7 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
+from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
 
@@ -47,8 +48,7 @@ def make_generator(
 
 def check_call(batch_size: int, options: Mapping[str, Any]) -> None:
     """Raises OptionError for a wrong batch size and for options whose outputs a pipeline does not return."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+    check_whole("batch_size", batch_size)
     if options.get("prediction") is not None:
         raise OptionError("`prediction` goes with one prompt, and a pipeline makes its own: call SpecGenerator for it")
     for name, value in options.items():

@@ -57,7 +57,11 @@ class Text:
         `SpecGenerator.generate`. Raises OptionError.
         """
         check_call(batch_size, options)
-        _check_form(return_full_text, return_text, return_tensors)
+        forms = {"return_full_text": return_full_text, "return_text": return_text, "return_tensors": return_tensors}
+        if len(named := [name for name, value in forms.items() if value is not None]) > 1:  # as in transformers
+            raise OptionError(f"`{named[0]}` and `{named[1]}` each say what is returned: pass one of them")
+        if return_text is False:
+            raise OptionError("`return_text`=False leaves nothing to return: pass `return_tensors=True`")
         if stop_sequence is not None:
             options["stop_strings"] = stop_sequence if isinstance(stop_sequence, str) else list(stop_sequence)
         items, alone = _items(inputs)
@@ -69,18 +73,19 @@ class Text:
         prompts = [self._ids(item, continue_final_message, tools) or listed(resolved.bos_token_id) for item in items]
         given = {name: value for name, value in options.items() if name != "seed"}
         out = decode(self.generator, prompts, given, batch_size=batch_size, seeds=row_seeds(resolved, len(prompts)))
-        how = {
-            "skip_special_tokens": skip_special_tokens,
-            "clean_up_tokenization_spaces": clean_up_tokenization_spaces,
-        }
-        records = []
-        for item, prompt, copies in zip(items, prompts, out.new, strict=True):
+
+        def record(item: Any, prompt: list[int], new: list[int]) -> dict[str, Any]:
             if return_tensors:
-                records.append([{"generated_token_ids": [*prompt, *new]} for new in copies])
-                continue
-            texts = [self._tokenizer.decode(new, **how) for new in copies]
-            full = return_full_text is not False
-            records.append([{"generated_text": _whole(item, t, continue_final_message) if full else t} for t in texts])
+                return {"generated_token_ids": [*prompt, *new]}
+            text = self._tokenizer.decode(
+                new,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=clean_up_tokenization_spaces,
+            )
+            return {"generated_text": text if return_full_text is False else _whole(item, text, continue_final_message)}
+
+        rows = zip(items, prompts, out.new, strict=True)
+        records = [[record(item, prompt, new) for new in copies] for item, prompt, copies in rows]
         return records[0] if alone else records
 
     def _ids(self, item: Any, go_on: bool | None, tools: Sequence[Any] | None) -> list[int]:
@@ -96,36 +101,19 @@ class Text:
             raise OptionError(f"the model's chat template refused the messages: {error}") from error
 
 
-def _check_form(full: bool | None, text: bool | None, tensors: bool | None) -> None:
-    """Raises OptionError where these contradict, as in transformers."""
-    given = {"return_full_text": full, "return_text": text, "return_tensors": tensors}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise OptionError(f"`{named[0]}` and `{named[1]}` each say what is returned: pass one of them")
-    if text is False:
-        raise OptionError("`return_text`=False leaves nothing to return: pass `return_tensors=True`")
-
-
 def _items(inputs: Any) -> tuple[list[Any], bool]:
     """Texts and conversations as a list, and whether `inputs` is a single one."""
     if isinstance(inputs, str):
         return [inputs], True
-    items = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | Mapping) else None
-    if items and all(isinstance(item, Mapping) for item in items):
-        _check_messages(items)
-        return [items], True
-    if items is None or not all(isinstance(item, str | list | tuple) for item in items):
+    items = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | Mapping) else [None]
+    alone = bool(items) and all(isinstance(item, Mapping) for item in items)
+    items = [items] if alone else items
+    if not all(isinstance(item, str | list | tuple) for item in items):
         raise OptionError.of("inputs", "text, messages, or a list of either", type(inputs).__name__)
-    for item in items:
-        if not isinstance(item, str):
-            _check_messages(item)
-    return items, False
-
-
-def _check_messages(messages: Sequence[Any]) -> None:
-    named = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
-    if not messages or not named:
-        raise OptionError.of("inputs", 'messages like {"role": "user", "content": "…"}', messages)
+    for messages in (item for item in items if not isinstance(item, str)):
+        if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+            raise OptionError.of("inputs", 'messages like {"role": "user", "content": "…"}', messages)
+    return items, alone
 
 
 def _goes_on(messages: Sequence[Message], asked: bool | None) -> bool:

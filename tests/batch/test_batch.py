@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 from specdec import EngineError, SpecGenerator
 from specdec.batch import BatchSpec, Source, embedded
 from specdec.batch import run as run_batch
-from specdec.batch.answer import Worker
 from specdec.batch.rows import Row
 from specdec.batch.run import failure_of
+from specdec.batch.tasks import Worker
 from specdec.cli.commands import run
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
@@ -90,7 +90,8 @@ def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: py
     """Rows that cannot be read or answered say why, the others are answered, and the exit code is 1."""
     rows = ["no JSON", [1], {"id": 1}, {"prompt": 5}, {"prompt": [70000]}, {"prompt": "x", "options": {"top_q": 1}}]
     right = {"prompt": "good", "options": {"max_new_tokens": 2, "top_p": None}}
-    source = write(tmp_path / "in.jsonl", [*rows, "", right, {"prompt": [5, 6], "note": "\ud800"}])
+    odd = '{"prompt": [5, 6], "note": "\\ud800", "options": ["x"], "score": NaN, "more": {"at": [1, Infinity]}}'
+    source = write(tmp_path / "in.jsonl", [*rows, "", right, odd])
     out = tmp_path / "out.jsonl"
     with source.open("ab") as file:
         file.write(b'{"prompt": "\xff"}\n')
@@ -102,7 +103,8 @@ def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: py
         assert row["output"] is row["finish_reason"] is row["usage"] is None
     assert found[3]["prompt"] == 5
     assert found[6]["usage"]["completion_tokens"] == 2
-    assert (found[7]["error"], found[7]["note"]) == (None, "\ud800")
+    assert (found[7]["error"], found[7]["note"], found[7]["options"]) == (None, "\ud800", ["x"])
+    assert (found[7]["score"], found[7]["more"]) == (None, {"at": [1, None]})  # what JSON has no word for
     assert "UTF-8" in found[8]["error"]
     assert len(found) == 9
     assert sum(failure_of(line) is not None for line in out.read_bytes().splitlines()) == 7
@@ -185,36 +187,27 @@ def test_lines_of_text_and_parquet(models: list[str], tmp_path: Path) -> None:
 
 
 def test_values_that_do_not_fit_into_a_column(models: list[str], tmp_path: Path) -> None:
-    """Parquet found them when all rows were done, and the run ended without a file."""
-    pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    rows = [{"id": 1, "prompt": "a"}, {"id": "two", "prompt": "b"}, {"id": 3.5, "prompt": "c"}, {"id": 2**70}]
-    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
-    assert batch(source, out, *models, *NEW) == 1
-    found = pq.read_table(out).to_pylist()
-    assert [row["id"] for row in found] == [1.0, None, 3.5, None]
-    assert [row["error"] is None for row in found] == [True, False, True, False]
-    assert "`id` does not fit into the column" in found[1]["error"]
-    assert [row["output"] is None for row in found] == [False, True, False, True]
-
-
-def test_rows_of_several_kinds_in_one_table(models: list[str], tmp_path: Path) -> None:
-    """Lists beside single texts, objects without fields, half characters: some ended the run without a file."""
+    """They are errors of their rows, beside empty objects and several texts. (The run ended without a file.)"""
     pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     several = {"do_sample": True, "num_return_sequences": 2}
     rows = [
-        {"prompt": "a", "more": {}, "usage": "mine"},
-        {"prompt": "b", "options": several, "more": {}, "usage": "mine"},
-        {"prompt": 5, "more": {}, "usage": "mine"},
-        {"prompt": "d", "more": {}, "half": "\ud800"},
+        {"id": 1, "prompt": "a", "more": {}, "usage": "mine"},
+        {"id": "two", "prompt": "b", "more": {}},
+        {"id": 3.5, "prompt": "c", "options": several, "more": {}},
+        {"id": 2**70, "prompt": "d", "more": {}},
+        {"id": 5, "prompt": "e", "more": {}, "half": "\ud800"},
     ]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
     assert batch(source, out, *models, *NEW) == 1
     found = pq.read_table(out).to_pylist()
-    assert [row["output"] and len(row["output"]) for row in found] == [1, 2, None, None]
-    assert [row["finish_reason"] and len(row["finish_reason"]) for row in found] == [1, 2, None, None]
-    assert [row["more"] for row in found] == [None] * 4
-    assert [row["usage"] is None for row in found] == [False, False, True, True]
-    assert "`half` does not fit" in found[3]["error"]
+    assert [row["id"] for row in found] == [1.0, None, 3.5, None, 5.0]
+    assert [row["error"] is None for row in found] == [True, False, True, False, False]
+    assert "`id` does not fit into the column" in found[1]["error"]
+    assert "`half` does not fit" in found[4]["error"]
+    assert [row["output"] and len(row["output"]) for row in found] == [1, None, 2, None, None]
+    assert [row["finish_reason"] and len(row["finish_reason"]) for row in found] == [1, None, 2, None, None]
+    assert [row["more"] for row in found] == [None] * 5
+    assert [row["usage"] is None for row in found] == [False, True, False, True, True]
 
 
 def test_columns_are_known_before_any_work(
@@ -232,29 +225,16 @@ def test_columns_are_known_before_any_work(
         assert not list(tmp_path.glob(f"{name}.parquet*"))
 
 
-def test_columns_that_happen_to_be_called_options(models: list[str], tmp_path: Path) -> None:
-    """A list of choices is carried along; what JSON has no word for is written as null."""
-    rows = ['{"prompt": "a", "options": ["x", "y"], "score": NaN, "more": {"at": [1, Infinity]}, "half": "\\ud800"}']
-    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert batch(source, out, *models, *NEW) == 0
-    [line] = out.read_bytes().splitlines()
-    found = json.loads(line, parse_constant=lambda word: pytest.fail(word))
-    assert (found["options"], found["score"], found["more"]) == (["x", "y"], None, {"at": [1, None]})
-    assert (found["half"], found["error"]) == ("\ud800", None)
-
-
 @pytest.mark.filterwarnings("default:row:UserWarning")
-def test_options_beside_the_field_for_them(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_beside_their_field(models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are data, and the first row that has one is told. (A limit in a row was passed over without a word.)"""
     rows = [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 3}, {"prompt": "c", "max_new_tokens": 2, "stop": "x"}]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     assert run(["batch", str(source), str(out), *models, *NEW]) == 0
-    err = capsys.readouterr().err
+    err = " ".join(capsys.readouterr().err.split())
     assert err.count("sets no option") == 2
-    assert "row 2: its field `max_new_tokens` sets no option" in " ".join(err.split())
-    assert "row 3: its field `stop` sets no option" in " ".join(err.split())
+    assert "row 2: its field `max_new_tokens` sets no option" in err
+    assert "row 3: its field `stop` sets no option" in err
     assert [row["usage"]["completion_tokens"] for row in read(out)] == [8, 8, 8]
 
 
@@ -283,15 +263,11 @@ def test_chats(models: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert batch(source, out, *models, *NEW, "--task", "chat", "--system", "be brief") == 1
     one, other, wrong = read(out)
-    alone = SpecGenerator.from_pretrained(models[1]).generate(
-        messages=[{"role": "system", "content": "be brief"}, *said], max_new_tokens=8
-    )
+    messages = [{"role": "system", "content": "be brief"}, *said]
+    alone = SpecGenerator.from_pretrained(models[1]).generate(messages=messages, max_new_tokens=8)
     assert one["output"] == other["output"] == alone.texts[0]
-    assert (
-        one["usage"]["prompt_tokens"]
-        == other["usage"]["prompt_tokens"]
-        == alone.sequences.shape[1] - alone.stats.lengths[0]
-    )
+    assert one["usage"] == other["usage"]
+    assert one["usage"]["prompt_tokens"] == alone.sequences.shape[1] - alone.stats.lengths[0]
     assert wrong["error"]
 
 
@@ -406,6 +382,6 @@ def test_what_is_no_row_s_fault_ends_the_run() -> None:
     worker = Worker(BatchSpec("generate", "nowhere"), Broken())  # type: ignore[arg-type]
     rows = [Row(n, {"n": n}) for n in range(30)]
     told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
-    assert all(line.failed for line in told)
+    assert all(failure_of(line.data) for line in told)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
         worker(rows[17])

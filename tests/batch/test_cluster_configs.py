@@ -1,8 +1,7 @@
-"""The configs for clusters: what Ray Serve, Kubernetes and the server itself would say of them."""
+"""The configs for clusters: what Ray Serve and the server itself would say of them."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from specdec.errors import OptionError
 from specdec.server import read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
-RAY = yaml.safe_load((CONFIGS / "ray.yaml").read_text())
-KUBERAY = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())
+RAY, KUBERAY = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in ("ray", "kuberay"))
 BOTH = {"ray": RAY, "kuberay": yaml.safe_load(KUBERAY["spec"]["serveConfigV2"])}
 
 
@@ -41,56 +39,27 @@ def test_ray_accepts_the_config(name: str) -> None:
         schema.ServeDeploySchema.model_validate({"applications": [{"name": "x", "import_path": "no path"}]})
 
 
-def test_kubernetes_accepts_the_manifest() -> None:
-    """By KubeRay's definition of a RayService, which is a megabyte: KUBERAY_CRD names the file.
-
-    It is helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml in github.com/ray-project/kuberay.
-    """
-    file = os.environ.get("KUBERAY_CRD")
-    if file is None:
-        pytest.skip("KUBERAY_CRD does not name the definition of a RayService")
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    definition = yaml.load(Path(file).read_text(), yaml.CSafeLoader)
-    [version] = [v for v in definition["spec"]["versions"] if f"ray.io/{v['name']}" == KUBERAY["apiVersion"]]
-    schema = strict(version["schema"]["openAPIV3Schema"])
-    jsonschema.validate(KUBERAY, schema)
-    KUBERAY["spec"]["rayClusterConfig"]["headGroupSpec"]["templates"] = {}
-    with pytest.raises(jsonschema.ValidationError, match="templates"):
-        jsonschema.validate(KUBERAY, schema)
-
-
-def strict(schema: Any) -> Any:
-    """The schema as `kubectl --validate=strict` has it: fields that it does not name are errors."""
-    if not isinstance(schema, dict):
-        return schema
-    made = {name: strict(value) for name, value in schema.items()}
-    if "properties" in made:
-        made["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
-        known = schema["properties"].keys() == {"apiVersion", "kind"}
-        made.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields") or known))
-    return made
-
-
 def test_replicas_are_read() -> None:
-    """A number, a range, or auto."""
-    assert (Replicas.of("3").options(8)["num_replicas"], Replicas.of(3).most) == (3, 3)
-    scale = Replicas.of("2-5").options(8)["autoscaling_config"]
+    """A number, a range, or auto; what is left are keys of the server."""
+    assert Replicas.of_keys({"replicas": 3}).options(8)["num_replicas"] == 3
+    scale = Replicas.of_keys({"replicas": "2-5"}).options(8)["autoscaling_config"]
     delays = {"upscale_delay_s": 30.0, "downscale_delay_s": 600.0, "look_back_period_s": 30.0}
     assert scale == {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4.0, **delays}
-    assert (Replicas.of("auto").least, Replicas.of(None).most) == (1, None)
-    for wrong in ("0", "4-2", "many", "-1"):
-        with pytest.raises(OptionError, match="replicas"):
-            Replicas.of(wrong)
-    for unsound in (0, -1.0, "soon", float("nan")):
-        with pytest.raises(OptionError, match="replica_up_seconds"):
-            Replicas.of("1-2", up_seconds=unsound)
-
-
-def test_keys_of_replicas_are_taken_out() -> None:
-    """What is left are keys of the server."""
+    auto = Replicas.of_keys({"replicas": "auto"})
+    assert (auto.least, auto.most) == (1, None)
     keys: dict[str, Any] = {"replicas": "1-2", "replica_up_seconds": 2, "replica_surge": True, "port": 1}
-    replicas = Replicas.of_keys(keys)
+    options = Replicas.of_keys(keys).options(8)
     assert keys == {"port": 1}
-    assert (replicas.most, replicas.up_seconds, replicas.down_seconds, replicas.surge) == (2, 2, 600.0, True)
-    assert replicas.options(8)["max_surge_percent"] == 1
-    assert replicas.options(8)["autoscaling_config"]["look_back_period_s"] == 2
+    assert options["max_surge_percent"] == 1
+    assert options["autoscaling_config"]["look_back_period_s"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("replicas", count) for count in ("0", "4-2", "many", "-1"))]
+    + [("replica_up_seconds", seconds) for seconds in (0, -1.0, "soon", float("nan"))],
+)
+def test_wrong_keys_of_replicas(name: str, value: Any) -> None:
+    """Each is named."""
+    with pytest.raises(OptionError, match=name):
+        Replicas.of_keys({"replicas": "1-2", name: value})

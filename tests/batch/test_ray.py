@@ -256,17 +256,3 @@ def test_replicas_are_replaced_while_clients_ask(client: Any, text: str, replica
     wait_for(lambda: not set(before) & set(processes(b"ServeReplica")))  # Ray forgets them, and then ends them
     for _ in range(4):
         assert client.models.list().data[0].model_dump()["max_model_len"] == context
-
-
-def test_replicas_come_and_go_with_load(client: Any, text: str) -> None:
-    """`auto` on two nodes: a second one while several ask, and one when nobody does."""
-    limits = {"running": 2}  # more than half of them under way are worth another replica
-    keys = {"models": [CODE], "limits": limits, "replicas": "auto", "replica_up_seconds": 1, "replica_down_seconds": 3}
-    replicas = Replicas.of_keys(keys)
-    deploy({**keys, **KEYS}, replicas, "local")
-    wait_for(lambda: states() == {"RUNNING": 1})
-    with asking(client, *[answer] * 6) as ends:
-        wait_for(lambda: states().get("RUNNING") == 2)
-    wait_for(lambda: states() == {"RUNNING": 1})
-    assert set(ends) == {text}
-    assert answer(client) == text

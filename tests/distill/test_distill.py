@@ -18,7 +18,7 @@ from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
 from specdec.distill.recordings import Labeller, find_sounds
-from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
+from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers
 from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
@@ -80,9 +80,11 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     student.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = student.teacher.forward(ids)
+        states, logits = student.teacher.forward(ids)
         begins = torch.tensor([0, 4, 9])
         steps = list(student._unrolled(ids, states[:, :-1], begins))
+    wanted, hits = logits[0].argmax(-1), student.hits(ids)
+    assert hits.shape == (1, 16 - STEPS, STEPS)
     features = reference.features(states[0])
     for number, begin in enumerate(begins.tolist()):
         own = features[: begin + 1]
@@ -91,26 +93,8 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
             guess = reference.logits(written[-1])[::2]
             found = steps[step][0, number if step else begin]
             torch.testing.assert_close(found, guess, rtol=1e-4, atol=1e-4)
+            assert hits[0, begin, step] == (2 * guess.argmax() == wanted[begin + 1 + step])
             own = torch.cat([own, written[-1:]])
-
-
-def test_chains_see_their_own_steps_alone() -> None:
-    """Beside the text up to where they start."""
-    assert unrolled_mask(3, torch.tensor([0, 2]), 1)[0, 0].int().tolist() == [[1, 0, 0, 1, 0], [1, 1, 1, 0, 1]]
-
-
-def test_hits_follow_chains() -> None:
-    """Whole chains at every start are the steps of a training whose chains start there."""
-    student, ids = EagleStudent(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
-    wanted = student.teacher.forward(ids)[1].argmax(-1)
-    with torch.no_grad():
-        states = student.teacher.forward(ids)[0]
-        steps = list(student._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
-    hits = student.hits(ids)
-    assert hits.shape == (2, 12 - STEPS, STEPS)
-    for step in range(STEPS):
-        guesses = 2 * (steps[step] if step else steps[0][:, [3, 5]]).argmax(-1)
-        assert torch.equal(hits[:, [3, 5], step], guesses == wanted[:, [4 + step, 6 + step]])
 
 
 def test_divergence_and_its_gradient() -> None:
@@ -165,26 +149,21 @@ def test_every_window_is_read_once_before_any_is_read_again() -> None:
 
 
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
-    """Stopped after some steps and begun again, with text and prompts: the weights of one that was never stopped."""
+    """Stopped after some steps and begun again: the weights of one that was never stopped. Whole batches of
+    continuations are not written again.
+    """
     given: dict[str, Any] = {"text": [text], "prompts": PROMPTS, "steps": 6}
     train(tmp_path / "whole", **given)
+    continuations = tmp_path / "parts" / "training" / "continuations.jsonl"
     assert train(tmp_path / "parts", **given, **stopped_after(3))["steps"] == 3
+    written = continuations.read_bytes()
+    continuations.write_bytes(written + written[:40])  # a kill in the middle of a batch
     assert train(tmp_path / "parts", **given)["steps"] == 6
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert continuations.read_bytes() == written
     assert train(tmp_path / "parts", **{**given, "steps": 8})["steps"] == 8  # beyond its end
-
-
-def test_batches_of_prompts_are_written_once(tmp_path: Path, text: Path) -> None:
-    """A batch of continuations that was cut off is written again, whole ones are not."""
-    train(tmp_path, prompts=PROMPTS, steps=1)
-    file = tmp_path / "training" / "continuations.jsonl"
-    (tmp_path / "training" / "state.pt").unlink()
-    whole = file.read_bytes()
-    file.write_bytes(whole + whole[:40])
-    train(tmp_path, prompts=PROMPTS, steps=1)
-    assert file.read_bytes() == whole
 
 
 def test_layers_are_copies() -> None:
@@ -307,57 +286,35 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
     listed.unlink()
 
 
-class Noting(Teacher):
-    """A teacher that notes how long the texts are that it is asked about."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.lengths: list[int] = []
-
-    def label(self, ids: torch.Tensor, encoder_states: torch.Tensor | None = None) -> Example:
-        self.lengths.append(ids.shape[1])
-        return super().label(ids, encoder_states)
-
-
-def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
-    """The weight of a example is that of the tokens that the target wrote, and about no others it is asked."""
-    parts = processor()
+def test_windows_are_encoded_and_transcribed_once(
+    tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other few of them with timestamps; their examples are about the same sound, and have the weight of the
+    tokens that the target wrote.
+    """
+    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
+    parts, encoded, encode = processor(), [], LanguageModel.encode
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
-    found = find_sounds([recordings])
-    labeller = Labeller(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
-    sounds = labeller.write(lambda done, total: True)
-    assert (sounds.size, len(sounds.evaluations)) == (4, 1)
-    assert labeller.write(lambda done, total: True) == sounds
+    monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
+    files, notes = find_sounds([recordings]), tmp_path / "transcripts.jsonl"
+    labeller = Labeller(generator, parts.feature_extractor, notes, files, 1 << 20)
+    sounds, _ = labeller.write(lambda *_: True)
+    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
+    assert len(sounds.evaluations) == 1
+    without = generator.target.model.generation_config.no_timestamps_token_id
+    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
     numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
         labelled = sounds.learned[number]
-        teacher = Noting(generator.target, (), None)
-        example = sounds.label(teacher, number, ids[row : row + 1])
-        assert teacher.lengths == [len(labelled.ids) - 1]
+        example = sounds.label(Teacher(generator.target, (), None), number, ids[row : row + 1])
         assert example.choices.shape[:2] == example.chances.shape[:2] == example.states.shape[:2] == (1, ids.shape[1])
         asked = example.weight[0].nonzero()[:, 0].tolist()
         assert asked == list(range(labelled.first - 1, len(labelled.ids) - 1))
         assert ids[row, : len(labelled.ids)].tolist() == labelled.ids
-
-
-def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When they are written down, every other few of them with timestamps; examples are about the same sound."""
-    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
-    parts, encoded = processor(), []
-    generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
-    encode = LanguageModel.encode
-    monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
-    labeller = Labeller(
-        generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings]), 1 << 20
-    )
-    sounds = labeller.write(lambda done, total: True)
-    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
-    without = generator.target.model.generation_config.no_timestamps_token_id
-    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
     encoder_states = sounds.encoder_states([0, 1, 2, 3])
-    assert len(encoded) == 5
-    again = replace(labeller).write(lambda done, total: True)  # after a kill
+    again, _ = replace(labeller).write(lambda *_: True)  # after a kill
+    assert again.learned == sounds.learned
     assert torch.equal(again.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 5
     sounds.close()

@@ -29,7 +29,7 @@ from specdec.models.cache import recurrent_state
 from specdec.models.cache.buffers import KvLayer
 from specdec.models.hf import device_hooks, private_api
 from specdec.models.hf.positions import Lookup, Scaling
-from specdec.pipelines.speech.word_times import attention_maps
+from specdec.pipelines.speech.whisper import attention_maps
 from tests.folders import saved_gguf
 from tests.models.test_rotary import LONG
 from tests.tiny import tiny
@@ -190,7 +190,7 @@ CONTRACTS: list[tuple[str, str, str, Callable[[], bool]]] = [
        lambda name=name, count=count: vars(tiny(name).config)[count] == 2)
       for name, count in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("t5", "num_decoder_layers"))),
     ("transformers", "`encoder_attn`, its projections, `scaling`, `num_heads` or `head_dim`",
-     "pipelines/speech/word_times", attention_of_whisper),
+     "pipelines/speech/whisper", attention_of_whisper),
     ("transformers", "the convolutions of Whisper's encoder", "pipelines/speech/whisper",
      lambda: tiny("whisper").get_encoder().conv1.stride[0] * tiny("whisper").get_encoder().conv2.stride[0] == 2),
     ("transformers", "the tables of `tokenization_whisper`", "pipelines/speech/whisper",

@@ -10,16 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import TASKS, BatchSpec, OutputLine, encoded
-from specdec.batch.parquet import pyarrow_module
 from specdec.batch.ray import between, ray_module
-from specdec.batch.rows import Row, windows
+from specdec.batch.rows import Row, pyarrow_module, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
+from specdec.batch.tasks import TASKS, BatchSpec, OutputLine, encoded
 from specdec.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
     import pyarrow
-    from ray.data import ActorPoolStrategy, Dataset
+    from ray.data import Dataset
 
 _CALLS = 4  # blocks in flight per actor, so that passes stay full while one finishes
 _MOST_ROWS = 128  # of a block
@@ -55,47 +54,29 @@ class Pool:
         cpus = self.cpus or (1.0 if held else max(1.0, known.get("CPU", 1) // most))
         return replace(self, least=self.least or most, most=most, cpus=cpus, gpus=held)
 
-    @property
-    def strategy(self) -> ActorPoolStrategy:
-        """The pool as Ray Data's strategy."""
-        from ray.data import ActorPoolStrategy
-
-        more = {"max_concurrent_calls_per_actor": _CALLS, "enable_true_multi_threading": True}
-        return ActorPoolStrategy(min_size=self.least, max_size=self.most, max_tasks_in_flight_per_actor=_CALLS, **more)
-
-    @property
-    def resources(self) -> dict[str, Any]:
-        """The resources of a worker, and the retries of lost blocks."""
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": -1, "max_task_retries": _RETRIES}
-
 
 def over_ray(pool: Pool, total: int) -> Start:
     """Workers of the connected cluster, for `total` rows; another worker repeats a lost worker's blocks."""
 
     def start(spec: BatchSpec) -> Answers:
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
-            own = pool.settled()
+            ray, own = ray_module(), pool.settled()
             size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
             ordered = by_length(rows, spec, _MOST_ROWS * own.at_once)
-            blocks = [ray_module().put(_block(some)) for some in windows(ordered, size)]
-            yield from _answered(spec, own, blocks, stop)
+            blocks = [ray.put(_block(some)) for some in windows(ordered, size)]
+            found = _mapped(ray.data.from_arrow_refs(blocks), own, _Lines, (spec, own.at_once))
+            try:
+                for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                    if stop():
+                        return
+                    yield from (OutputLine(**line) for line in batch.to_pylist())
+            except ray.exceptions.RayError as error:
+                cause = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
+                raise EngineError(f"the cluster gave up ({cause}); the same command goes on") from error
 
         return answers
 
     return start
-
-
-def _answered(spec: BatchSpec, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[OutputLine]:
-    """The lines of blocks as they finish."""
-    ray = ray_module()
-    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (spec, pool.at_once))
-    try:
-        for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            if stop():
-                return
-            yield from (OutputLine(**line) for line in batch.to_pylist())
-    except ray.exceptions.RayError as error:
-        raise EngineError(f"the cluster gave up ({_cause(error)}); the same command goes on") from error
 
 
 def map_batches(
@@ -132,7 +113,17 @@ def map_batches(
 
 def _mapped(dataset: Dataset, pool: Pool, worker: type, given: tuple[Any, ...], size: int | None = None) -> Dataset:
     """The dataset mapped by `worker(*given)` in batches of `size` rows (None: blocks)."""
-    how: dict[str, Any] = {"batch_size": size, "batch_format": "pyarrow", "compute": pool.strategy, **pool.resources}
+    from ray.data import ActorPoolStrategy
+
+    actors = ActorPoolStrategy(
+        min_size=pool.least,
+        max_size=pool.most,
+        max_tasks_in_flight_per_actor=_CALLS,
+        max_concurrent_calls_per_actor=_CALLS,
+        enable_true_multi_threading=True,
+    )
+    held = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "max_restarts": -1, "max_task_retries": _RETRIES}
+    how: dict[str, Any] = {"batch_size": size, "batch_format": "pyarrow", "compute": actors, **held}
     with warnings.catch_warnings():  # Ray has no other argument for retries
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         return dataset.map_batches(worker, fn_constructor_args=given, **how)
@@ -191,9 +182,3 @@ def _block(rows: list[Row]) -> pyarrow.Table:
     """Rows as a table, their fields as JSON."""
     sent = [encoded({"fields": row.fields, "error": row.error}) for row in rows]
     return pyarrow_module().table({"number": [row.number for row in rows], "row": sent})
-
-
-def _cause(error: BaseException) -> str:
-    """The last line of a worker's error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from specdec.batch.ray import between, connect, ray_module
 from specdec.errors import EngineError, OptionError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 NAME = "specdec"
-AUTO = "auto"
 _BUSY = 0.5  # share of a replica's running requests above which another replica starts
 _WINDOW_SECONDS = 30.0  # over which requests in flight are averaged, unless replicas come and go faster
 _CHECK_SECONDS = 15.0  # between two health checks; each may take twice as long
@@ -40,7 +40,8 @@ class Replica:
         """The application; Ray Serve calls this once the models are loaded."""
         app = create_app(self._settings, self._models)
         self._state: State = app.state.server
-        Exporter(self._state.metrics.registry).start()
+        registry = self._state.metrics.registry
+        threading.Thread(target=export_metrics, args=(registry,), name="specdec-metrics", daemon=True).start()
         return app
 
     async def check_health(self) -> None:
@@ -50,38 +51,19 @@ class Replica:
                 raise RuntimeError(f"the model {name!r} does not decode")
 
 
-class Exporter:
-    """Copies a server's metrics to Ray's, by replica, every few seconds."""
+def export_metrics(registry: CollectorRegistry) -> NoReturn:
+    """Copies a server's metrics, without buckets of histograms, to Ray's by replica, every few seconds and for ever."""
+    from ray.serve.metrics import Gauge
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._gauges: dict[str, Any] = {}
-
-    def start(self) -> None:
-        """Starts the copying."""
-        threading.Thread(target=self._run, name="specdec-metrics", daemon=True).start()
-
-    def export(self) -> None:
-        """Copies the present values."""
-        from ray.serve.metrics import Gauge
-
-        for name, labels, value in samples(self._registry):
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(name, description=name, tag_keys=tuple(labels))
-            self._gauges[name].set(value, tags=labels)
-
-    def _run(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_METRICS_SECONDS):
-            self.export()
-
-
-def samples(registry: CollectorRegistry) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Names, labels and values of a registry, without buckets of histograms."""
-    for family in registry.collect():
-        for sample in family.samples:
-            if not sample.name.endswith(("_bucket", "_created")):
-                yield sample.name, dict(sample.labels), sample.value
+    gauges: dict[str, Gauge] = {}
+    while True:
+        time.sleep(_METRICS_SECONDS)
+        for sample in (sample for family in registry.collect() for sample in family.samples):
+            if sample.name.endswith(("_bucket", "_created")):
+                continue
+            if sample.name not in gauges:
+                gauges[sample.name] = Gauge(sample.name, description=sample.name, tag_keys=tuple(sample.labels))
+            gauges[sample.name].set(sample.value, tags=dict(sample.labels))
 
 
 @dataclass(frozen=True)
@@ -107,19 +89,14 @@ class Replicas:
                 raise OptionError.of(f"replica_{name}", "a number above 0", found)
 
     @classmethod
-    def of(cls, count: int | str | None, **more: Any) -> Replicas:
-        """Replicas for 4, "1-4" or "auto"; `more`: the other fields, None for unset ones."""
-        given = {name: value for name, value in more.items() if value is not None}
-        if count in (None, AUTO):
-            return cls(**given)
-        least, most = between("replicas", str(count), f"a number, two as in 1-4, or {AUTO}")
-        return cls(least, most, **given)
-
-    @classmethod
     def of_keys(cls, keys: dict[str, Any]) -> Replicas:
-        """Pops the fields from `keys`: `replicas`, and `replica_cpus` and so on for the others."""
-        more = {name: keys.pop(f"replica_{name}", None) for name in OF_EACH}
-        return cls.of(keys.pop("replicas", None), **more)
+        """Pops the fields from `keys`: `replicas` (4, "1-4" or "auto"), and `replica_cpus` and so on for the others."""
+        each = ("cpus", "gpus", "up_seconds", "down_seconds", "surge")
+        given = {name: value for name in each if (value := keys.pop(f"replica_{name}", None)) is not None}
+        if (count := keys.pop("replicas", None)) in (None, "auto"):
+            return cls(**given)
+        least, most = between("replicas", str(count), "a number, two as in 1-4, or auto")
+        return cls(least, most, **given)
 
     def options(self, running: int) -> dict[str, Any]:
         """Ray Serve's options, for replicas that run `running` requests at a time."""
@@ -138,10 +115,6 @@ class Replicas:
             "look_back_period_s": min(_WINDOW_SECONDS, self.up_seconds, self.down_seconds),
         }
         return {"autoscaling_config": scale, **taken}
-
-
-OF_EACH = ("cpus", "gpus", "up_seconds", "down_seconds", "surge")
-"""Fields of `Replicas` with keys `replica_cpus` and so on in a config."""
 
 
 def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:

@@ -170,15 +170,13 @@ def long_features(samples: Samples, extractor: Any) -> Tensor:
     found = torch.empty(filters.shape[0], frames)
     for begin in range(0, frames, _FRAMES):
         end = min(begin + _FRAMES, frames)
-        piece = _around(samples, begin * hop - size // 2, (end - 1) * hop + size - size // 2)
-        stft = torch.stft(torch.from_numpy(piece), size, hop, window=window, center=False, return_complex=True)
+        first, last = begin * hop - size // 2, (end - 1) * hop + size - size // 2
+        piece = samples[max(first, 0) : last]
+        if first < 0 or last > len(samples):  # the ends are mirrored
+            piece = np.pad(piece, (max(-first, 0), max(last - len(samples), 0)), mode="reflect")
+        stft = torch.stft(
+            torch.from_numpy(np.ascontiguousarray(piece)), size, hop, window=window, center=False, return_complex=True
+        )
         found[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
     torch.maximum(found, found.max() - 8.0, out=found)
     return found.add_(4.0).div_(4.0)
-
-
-def _around(samples: Samples, begin: int, end: int) -> Samples:
-    """Samples from `begin` to `end`, mirrored at the ends of the recording."""
-    before, after = max(-begin, 0), max(end - len(samples), 0)
-    piece = samples[max(begin, 0) : end]
-    return np.pad(piece, (before, after), mode="reflect") if before or after else np.ascontiguousarray(piece)

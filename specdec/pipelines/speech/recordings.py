@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from specdec.errors import OptionError
+from specdec.models.hf.private_api import transcript
 from specdec.pipelines.speech.audio import long_features, read_audio, window_features
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, Whisper
-from specdec.pipelines.speech.windows import Segment, Track
+from specdec.pipelines.speech.windows import Track
 
 Chunks = list[dict[str, Any]]
 
@@ -80,26 +83,22 @@ class Recording:
         if not len(samples):
             return
         if chunking is not None:
-            self.strides = []
+            self.strides, before = [], None
             for begin, end, left, right in chunking.cut(len(samples)):
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
                 features, heard = window_features(samples[begin:end], extractor), -(-(end - begin) // hop)
                 again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
-                track = Track(number + len(self.tracks), features, heard, timestamps, pace)
-                if begin:
-                    track.before, track.shared_from = self.tracks[-1], 1 - again / chunking.length
-                yield self._add(track)
+                track = Track(number, features, heard, timestamps, pace, before=before)
+                track.shared_from = 1 - again / chunking.length
+                number, before = number + 1, track
+                yield track
         elif len(samples) <= extractor.n_samples:
-            yield self._add(Track(number, window_features(samples, extractor), -(-len(samples) // hop), timestamps))
+            yield Track(number, window_features(samples, extractor), -(-len(samples) // hop), timestamps)
         else:
             features = long_features(samples, extractor)
             del audio, samples  # an hour of them is a quarter of a gigabyte
-            yield self._add(Track(number, features, features.shape[1], True))
-
-    def _add(self, track: Track) -> Track:
-        self.tracks.append(track)
-        return track
+            yield Track(number, features, features.shape[1], True)
 
     def text(
         self, whisper: Whisper, *, timestamps: bool | str | None, language: bool, seconds: float
@@ -111,7 +110,8 @@ class Recording:
             text, chunks = self._segments(whisper, bool(timestamps), language)
         else:
             pieces = [self._piece(i, whisper, timestamps, language) for i in range(len(self.tracks))]
-            text, found = whisper.merged(pieces, timestamps=timestamps, language=language, seconds=seconds)
+            how: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
+            text, found = transcript(whisper.tokenizer, pieces, **how)
             chunks = found.get("chunks", [])
         return {"text": text, **({"chunks": chunks} if timestamps or language else {}), **self._extra()}
 
@@ -126,26 +126,23 @@ class Recording:
         if not timestamps:
             text = whisper.decode(track.tokens)
             return text, [{**named, "text": text}] if text else []
-        chunks = [
-            {**named, "timestamp": (round(s.start, 2), round(self._end(s, whisper), 2)), "text": text}
-            for s in track.segments
-            if (text := whisper.decode(s.tokens))
-        ]
+        chunks = []
+        for segment in track.segments:
+            start, end = segment.start, segment.end
+            if not segment.tokens or segment.tokens[-1] < whisper.timestamp_begin:  # the end of the window
+                end = max(min(end, self.duration), start)
+            if text := whisper.decode(segment.tokens):
+                chunks.append({**named, "timestamp": (round(start, 2), round(end, 2)), "text": text})
         return "".join(chunk["text"] for chunk in chunks), chunks
-
-    def _end(self, segment: Segment, whisper: Whisper) -> float:
-        """A segment's end in seconds; without a closing timestamp the end of the window, or of the recording."""
-        stamped = segment.tokens[-1] >= whisper.timestamp_begin
-        return segment.end if stamped else max(min(segment.end, self.duration), segment.start)
 
     def _piece(self, i: int, whisper: Whisper, timestamps: bool | str | None, language: bool) -> dict[str, Any]:
         """A track in the form that transformers merges."""
         track = self.tracks[i]
         heard = whisper.language_token(track.opening) if language else []
-        piece: dict[str, Any] = {"tokens": heard + track.tokens}
+        piece: dict[str, Any] = {"tokens": np.array([heard + track.tokens])}
         if self.strides is not None:
             piece["stride"] = self.strides[i]
         if timestamps == "word":
             times = [time for segment in track.segments for time in segment.token_times or ()]
-            piece["token_timestamps"] = [0.0] * len(heard) + times
+            piece["token_timestamps"] = np.array([[0.0] * len(heard) + times])
         return piece

@@ -55,8 +55,9 @@ class Settings:
 
     def distrusts(self, tokens: Sequence[int], log_prob: float | None, vocab_size: int) -> bool:
         """Whether a text must be decoded again: it is too repetitive, or its mean log-probability too low."""
-        limit = self.compression_ratio_threshold
-        return self._unlikely(log_prob) or (limit is not None and compression_ratio(tokens, vocab_size) > limit)
+        width = int(log2(vocab_size) / 8) + 1
+        ids, limit = b"".join(token.to_bytes(width, "little") for token in tokens), self.compression_ratio_threshold
+        return self._unlikely(log_prob) or (limit is not None and len(ids) / len(zlib.compress(ids)) > limit)
 
     def skips(self, silence: float | None, log_prob: float | None) -> bool:
         """Whether a window is skipped as silent."""
@@ -94,10 +95,3 @@ def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
         raise OptionError("`prompt_condition_type='all-segments'` needs `condition_on_prev_tokens=True`: set both")
     whisper.check(settings.language, settings.task, settings.return_timestamps, settings.is_multilingual)
     return settings
-
-
-def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
-    """The length of the ids over their length compressed by zlib; high for repetitive text."""
-    width = int(log2(vocab_size) / 8) + 1
-    ids = b"".join(token.to_bytes(width, "little") for token in tokens)
-    return len(ids) / len(zlib.compress(ids))

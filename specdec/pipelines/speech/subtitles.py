@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from html import escape
 from typing import Any
 
 
@@ -14,7 +15,7 @@ def srt(chunks: Iterable[Mapping[str, Any]]) -> str:
 
 def vtt(chunks: Iterable[Mapping[str, Any]]) -> str:
     """WebVTT: cues with `HH:MM:SS.mmm`, reserved characters escaped."""
-    cues = [f"{times}\n{_escaped(text)}\n\n" for times, text in _cues(chunks, ".")]
+    cues = [f"{times}\n{escape(text, quote=False)}\n\n" for times, text in _cues(chunks, ".")]
     return "WEBVTT\n\n" + "".join(cues)
 
 
@@ -37,7 +38,3 @@ def _clock(seconds: float, mark: str) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{rest:02}{mark}{thousandths:03}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

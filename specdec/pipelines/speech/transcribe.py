@@ -17,9 +17,9 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
-from specdec.models import LanguageModel
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
+from specdec.options.fields import check_whole
 from specdec.options.load import check_loaded
 from specdec.pipelines.batching import total
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
@@ -61,13 +61,15 @@ class Transcription(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Request:
-    """The options of a call; `options` are those of `SpecGenerator.generate`."""
+    """The arguments of a call; `options` are those of `SpecGenerator.generate`."""
 
     settings: Settings
     chunking: Chunking | None
     batch_size: int
     return_language: bool
     options: dict[str, Any]
+    progress: Progress | None
+    on_error: OnError | None
 
 
 class Transcriber:
@@ -141,12 +143,12 @@ class Transcriber:
         Raises OptionError for wrong options before decoding, and for an unreadable recording when it is reached; with
         `on_error(input, error)` its result is None instead, and the others are transcribed.
         """
-        request = self._request(options)
+        request = self._request(options, progress, on_error)
         if isinstance(inputs, list | tuple):
-            return self._transcribe(inputs, request, progress, on_error)
+            return self._transcribe(inputs, request)
         if isinstance(inputs, Iterator) and not hasattr(inputs, "read"):
-            return self._stream(inputs, request, progress, on_error)
-        return self._transcribe([inputs], request, progress, on_error)[0]
+            return self._stream(inputs, request)
+        return self._transcribe([inputs], request)[0]
 
     def stream(
         self, source: Any, *, progress: Progress | None = None, **options: Any
@@ -156,10 +158,10 @@ class Transcriber:
         Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, yielded = self._request(options), ""
+        request, yielded = self._request(options, progress), ""
         recordings, found = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
-        for _ in self._windows([source], recordings, found, request, progress, None):
+        for _ in self._windows([source], recordings, found, request):
             text = self._text(recordings[0], request)["text"] if is_final else ""
             if text != yielded and text.startswith(yielded):
                 yield text[len(yielded) :]
@@ -185,9 +187,16 @@ class Transcriber:
             raise OptionError.of("feature_extractor", expected, heard)
         drafter = self.generator.drafter
         for model in drafter.models if drafter is not None else ():
-            _check_draft(model, whisper)
+            if not model.is_encoder_decoder or model.config.model_type != "whisper":
+                continue
+            heard = (model.config.num_mel_bins, model.config.max_source_positions)
+            if heard != (whisper.mels, whisper.positions):
+                reads = f"{whisper.mels} mels and {whisper.positions} positions"
+                raise OptionError.of("draft", f"a model that reads {reads}, as the target does", heard)
 
-    def _request(self, given: Mapping[str, Any]) -> _Request:
+    def _request(
+        self, given: Mapping[str, Any], progress: Progress | None = None, on_error: OnError | None = None
+    ) -> _Request:
         """A call's options over the defaults, checked."""
         options = {**self._defaults, **given}
         options = {**(options.pop("generate_kwargs", None) or {}), **options}
@@ -207,23 +216,19 @@ class Transcriber:
                 "`num_return_sequences` above 1 is not supported by a Transcriber: call SpecGenerator for it"
             )
         batch_size = own.get("batch_size", 1)
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+        check_whole("batch_size", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
         settings = read_settings(own_settings, self._whisper)
-        return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)
+        language = bool(own.get("return_language"))
+        return _Request(settings, chunking, batch_size, language, options, progress, on_error)
 
-    def _stream(
-        self, inputs: Iterator[Any], request: _Request, progress: Progress | None, on_error: OnError | None
-    ) -> Iterator[Transcription | None]:
+    def _stream(self, inputs: Iterator[Any], request: _Request) -> Iterator[Transcription | None]:
         while batch := list(islice(inputs, request.batch_size)):
-            yield from self._transcribe(batch, request, progress, on_error)
+            yield from self._transcribe(batch, request)
 
-    def _transcribe(
-        self, inputs: Iterable[Any], request: _Request, progress: Progress | None, on_error: OnError | None
-    ) -> list[Transcription | None]:
+    def _transcribe(self, inputs: Iterable[Any], request: _Request) -> list[Transcription | None]:
         found: list[Transcription | None] = []
-        for _ in self._windows(inputs, [], found, request, progress, on_error):
+        for _ in self._windows(inputs, [], found, request):
             pass
         return found
 
@@ -233,8 +238,6 @@ class Transcriber:
         recordings: list[Recording],
         found: list[Transcription | None],
         request: _Request,
-        progress: Progress | None,
-        on_error: OnError | None,
     ) -> Iterator[None]:
         """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`."""
         began, done = clock(), 0.0
@@ -242,8 +245,8 @@ class Transcriber:
         def report(seconds: float) -> None:
             nonlocal done
             done += seconds
-            if progress is not None:
-                progress(done, sum(recording.duration for recording in recordings))
+            if request.progress is not None:
+                request.progress(done, sum(recording.duration for recording in recordings))
 
         def tracks() -> Iterator[Track]:
             number, stamped = 0, bool(request.settings.return_timestamps)
@@ -251,13 +254,14 @@ class Transcriber:
                 recordings.append(Recording())
                 try:
                     for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                        recordings[-1].tracks.append(track)
                         number += 1
                         yield track
                 except SpecdecError as error:
-                    if on_error is None:
+                    if request.on_error is None:
                         raise
                     recordings[-1].failed = True
-                    on_error(source, error)
+                    request.on_error(source, error)
 
         listener = Listener(self.generator, self._whisper, request.settings, request.options, report)
         yield from listener.listen(tracks(), request.batch_size)
@@ -294,10 +298,8 @@ class Transcriber:
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The processor in the folder or hub repository of a Whisper model; UnsupportedError where it is none."""
     check_folder(target, "target")
-    name, hub = (
-        bundled_models.locate(str(target), "target"),
-        {"revision": revision, "trust_remote_code": trust_remote_code},
-    )
+    name = bundled_models.locate(str(target), "target")
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with explained(name, "target"):
         kind = AutoConfig.from_pretrained(name, **hub).model_type
     if kind != "whisper":
@@ -309,13 +311,3 @@ def processor_beside(target: Any, revision: str | None = None, *, trust_remote_c
         return AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"no processor lies beside {str(target)!r} ({error}): pass `processor=`") from None
-
-
-def _check_draft(model: LanguageModel, whisper: Whisper) -> None:
-    """Raises OptionError where a draft's own encoder reads other features than the target's."""
-    if not model.is_encoder_decoder or model.config.model_type != "whisper":
-        return
-    heard = (model.config.num_mel_bins, model.config.max_source_positions)
-    if heard != (whisper.mels, whisper.positions):
-        expected = f"a model that reads {whisper.mels} mels and {whisper.positions} positions, as the target does"
-        raise OptionError.of("draft", expected, heard)

@@ -1,12 +1,14 @@
-"""What only Whisper models have: windows, prompts of language and task, a token for silence, alignment heads."""
+"""What only Whisper models have: windows, prompts of language and task, a token for silence, times of words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
@@ -14,9 +16,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 from specdec.decoding.processors import Timestamps
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
-from specdec.models.hf.private_api import transcript
 from specdec.models.language_model import LanguageModel
-from specdec.pipelines.speech.word_times import attention_maps, token_times
 
 TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
 FRAME_SECONDS = 0.01
@@ -50,13 +50,6 @@ class Whisper:
         """The token of 0.00 seconds; an id beyond the vocabulary where the checkpoint does not name it."""
         without = self.setting("no_timestamps_token_id")
         return self.model.vocab_size + 1 if without is None else int(without) + 1
-
-    @property
-    def start_of_previous(self) -> int | None:
-        """The token that precedes the text of earlier windows in a prompt."""
-        suppressed = self.setting("suppress_tokens") or []
-        named: int | None = self.setting("prev_sot_token_id")
-        return suppressed[-2] if named is None and len(suppressed) >= 2 else named
 
     def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
         """Raises OptionError for options that the checkpoint cannot serve."""
@@ -110,18 +103,20 @@ class Whisper:
         """
         language, task = language or self.setting("language"), task or self.setting("task")
         begin: list[int | None] = [self.settings.decoder_start_token_id]
-        if language is None and task is None:
-            begin += self._forced()
+        if language is None and task is None:  # older checkpoints force the tokens after the start
+            forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
+            begin += [token for _, token in sorted(forced, key=lambda pair: pair[0])]
         rows = [list(begin) for _ in range(len(encoding))]
         if language is not None:
             found: Sequence[int | None] = [self.language_id(language)] * len(rows)
         elif self.setting("lang_to_id") is not None and (len(begin) == 1 or begin[1] is None):
-            found = self.detect(encoding)
+            heard = BaseModelOutput(last_hidden_state=encoding.hidden)
+            found = self.model.model.detect_language(encoder_outputs=heard, generation_config=self.settings).tolist()
         else:
             found = [row[1] if len(row) > 1 else None for row in rows]
         return [
-            self._prompt([*row[:1], heard, *row[2:]], task, stamped)
-            for row, heard, stamped in zip(rows, found, timestamps, strict=True)
+            self._prompt([*row[:1], spoken, *row[2:]], task, stamped)
+            for row, spoken, stamped in zip(rows, found, timestamps, strict=True)
         ]
 
     def _prompt(self, row: list[int | None], task: str | None, timestamps: bool) -> list[int]:
@@ -136,19 +131,6 @@ class Whisper:
         elif not timestamps and without is not None and row[-1] != without:
             row.append(without)
         return [token for token in row if token is not None]
-
-    def _forced(self) -> list[int | None]:
-        """The tokens after the start that older checkpoints force."""
-        forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
-        return [token for _, token in sorted(forced, key=lambda pair: pair[0])]
-
-    def detect(self, encoding: Encoding) -> list[int]:
-        """The token of the likeliest language, for each row."""
-        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-        found: list[int] = self.model.model.detect_language(
-            encoder_outputs=heard, generation_config=self.settings
-        ).tolist()
-        return found
 
     @torch.no_grad()
     def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
@@ -191,18 +173,83 @@ class Whisper:
         text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
         return text
 
-    def merged(
-        self, pieces: Sequence[Mapping[str, Any]], *, timestamps: bool | str | None, language: bool, seconds: float
-    ) -> tuple[str, dict[str, Any]]:
-        """Text and chunks of overlapping pieces, merged by transformers; `seconds` per timestamp token."""
-        outputs = [
-            {name: np.array([value]) if name in ("tokens", "token_timestamps") else value for name, value in p.items()}
-            for p in pieces
-        ]
-        return transcript(self.tokenizer, outputs, timestamps=timestamps, language=language, seconds=seconds)
-
     def normalizer(self, language: str | None) -> Any:
         """The normaliser of texts before words are compared: Whisper's English rules, or those for other languages."""
         if language not in (None, "english"):
             return BasicTextNormalizer()
         return EnglishTextNormalizer(getattr(self.tokenizer, "english_spelling_normalizer", None) or {})
+
+
+@torch.no_grad()
+def attention_maps(model: Any, hidden: Tensor, ids: Tensor, heads: Sequence[Sequence[int]]) -> Tensor:
+    """Cross-attention `[heads, tokens, positions]` of `(layer, head)` pairs in a pass over `ids` `[1, tokens]`.
+
+    `hidden`: the encoder's output. Hooks compute it, since not every attention implementation returns attentions.
+    """
+    layers = model.get_decoder().layers
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            found[layer] = _attention(module, args[0] if args else given["hidden_states"], hidden)
+
+        return hook
+
+    hooks = [
+        layers[layer].encoder_attn.register_forward_pre_hook(keep(layer), with_kwargs=True)
+        for layer in {layer for layer, _ in heads}
+    ]
+    try:
+        model(encoder_outputs=BaseModelOutput(last_hidden_state=hidden), decoder_input_ids=ids, use_cache=False)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return torch.stack([found[layer][head] for layer, head in heads])
+
+
+def _attention(module: nn.Module, states: Tensor, hidden: Tensor) -> Tensor:
+    """The weights `[heads, tokens, positions]` with which `states` `[1, tokens, width]` attend to `hidden`."""
+    attend: Any = module
+    query = (attend.q_proj(states) * attend.scaling).view(-1, attend.num_heads, attend.head_dim).transpose(0, 1)
+    key = attend.k_proj(hidden).view(-1, attend.num_heads, attend.head_dim).transpose(0, 1)
+    return (query @ key.transpose(1, 2)).softmax(-1)
+
+
+def token_times(maps: Tensor, width: int) -> np.ndarray[Any, Any]:
+    """The position of each token, from attention `[heads, tokens, positions]` smoothed over `width` positions."""
+    if maps.shape[1] == 0:
+        return np.empty(0)
+    maps = maps.float()
+    maps = (maps - maps.mean(-2, keepdim=True)) / maps.std(-2, keepdim=True, unbiased=False)
+    if maps.shape[-1] > (side := width // 2):  # the median of each value and its neighbours, mirrored at the ends
+        beside = functional.pad(maps, (side, side, 0, 0), mode="reflect").unfold(-1, width, 1)
+        maps = beside.sort(-1).values[..., side]
+    tokens, positions = _warped(-maps.mean(0).double().cpu().numpy())
+    first = np.diff(tokens, prepend=-1).astype(bool)
+    return positions[first]
+
+
+def _warped(costs: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The cheapest monotonic path through `costs` `[tokens, positions]` (dynamic time warping), as pairs of indices.
+
+    Computed diagonal by diagonal; of equal paths the step along the positions is taken, as in Whisper.
+    """
+    rows, columns = costs.shape
+    total = np.full((rows + 1, columns + 1), np.inf, dtype=np.float32)
+    total[0, 0] = 0
+    came = np.zeros((rows + 1, columns + 1), dtype=np.int8)
+    came[0], came[:, 0] = 2, 1
+    for diagonal in range(2, rows + columns + 1):
+        i = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
+        j = diagonal - i
+        both, up, left = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
+        way = np.where((both < up) & (both < left), 0, np.where((up < both) & (up < left), 1, 2))
+        total[i, j] = costs[i - 1, j - 1] + np.choose(way, (both, up, left))
+        came[i, j] = way
+    path, i, j = [], rows, columns
+    while i > 0 or j > 0:
+        path.append((i - 1, j - 1))
+        way = came[i, j]
+        i, j = i - (way != 2), j - (way != 1)
+    steps = np.array(path[::-1])
+    return steps[:, 0], steps[:, 1]

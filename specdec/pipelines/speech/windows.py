@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
@@ -182,10 +182,9 @@ class Listener:
         self._open(tracks, encoding)
         prompts = [self._prompt(track) for track in tracks]
         kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
+        whole = _Batch(list(tracks), features, encoding, prompts)
         for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
-            rows = list(group)
-            chosen, starts = [tracks[i] for i in rows], [prompts[i] for i in rows]
-            batch = _Batch(chosen, features[rows], encoding.select(rows), starts)
+            batch = whole.select(list(group))
             for i, heard in enumerate(self._heard(batch)):
                 self._advance(batch, i, heard)
         if self._progress is not None:
@@ -206,10 +205,15 @@ class Listener:
         s, whisper = self._settings, self._whisper
         given = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
-        before = whisper.start_of_previous
+        before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
+        if before is None and len(suppressed) >= 2:  # where older checkpoints have it
+            before = suppressed[-2]
         if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
             return [*given, *track.opening]
-        context = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
+        context: list[int] = []
+        for tokens in (segment.tokens for segment in track.segments):
+            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
+            context += tokens[:-1] if twice else tokens
         if first:
             context = given[given[:1] == [before] :] + context
         start = given if given and not first else [] if before is None else [before]
@@ -295,12 +299,9 @@ class Listener:
         track.segments += segments
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
-        track.ahead = [whisper.timestamp_begin, *self._sooner(rest, covered)] if rest else []
-
-    def _sooner(self, tokens: list[int], frames: int) -> list[int]:
-        """The tokens, with timestamps `frames` earlier."""
-        begin, steps = self._whisper.timestamp_begin, frames // self._whisper.stride
-        return [token if token < begin else max(token - steps, begin) for token in tokens]
+        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
+        earlier = [token if token < begin else max(token - steps, begin) for token in rest]
+        track.ahead = [begin, *earlier] if rest else []
 
 
 @dataclass(frozen=True)
@@ -315,18 +316,8 @@ class _Batch:
     def select(self, rows: Sequence[int]) -> _Batch:
         if len(rows) == len(self.tracks):
             return self
-        return replace(
-            self,
-            tracks=[self.tracks[row] for row in rows],
-            features=self.features[list(rows)],
-            encoding=self.encoding.select(rows),
-            prompts=[self.prompts[row] for row in rows],
-        )
-
-
-def _once(tokens: list[int], begin: int) -> list[int]:
-    """A segment's tokens as context: without the second of two timestamps at the end."""
-    return tokens[:-1] if len(tokens) > 2 and tokens[-2] >= begin else tokens
+        tracks, prompts = [self.tracks[row] for row in rows], [self.prompts[row] for row in rows]
+        return _Batch(tracks, self.features[list(rows)], self.encoding.select(rows), prompts)
 
 
 def _mean_log_prob(out: Generation, row: int, tokens: Sequence[int], temperature: float) -> float:

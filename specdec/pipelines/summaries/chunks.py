@@ -56,7 +56,10 @@ def chunked(text: str, budget: int, count: Count, *, even: bool = True) -> list[
     sizes = [size - around for size in count(pieces)]
     room = budget - around
     while True:
-        limit = _narrowest(sizes, room) if even else room
+        limit = room
+        if even:  # the smallest limit that needs no more pieces
+            fewest = len(_packed(sizes, room))
+            limit = bisect_left(range(room), True, key=lambda narrow: len(_packed(sizes, narrow)) <= fewest)
         chunks = [chunk for group in _packed(sizes, limit) if (chunk := "".join(pieces[group]).strip())]
         excess = max(count(chunks)) - budget
         if excess <= 0 or len(chunks) == len(pieces):
@@ -70,18 +73,13 @@ def _cut(piece: str, budget: int, count: Count) -> list[str]:
         return [piece]
     if len(piece) < 2:
         raise OptionError(f"{budget} tokens leave no room for text: a single character takes {count([piece])[0]}")
-    at = _middle(piece)
+    at = half = len(piece) // 2
+    for pattern in _BREAKS:  # a line end, else a space, nearest to the middle and within the middle half
+        ends = (m.end() for m in pattern.finditer(piece, half // 2, len(piece) - half // 2) if m.end() < len(piece))
+        if (found := min(ends, key=lambda end: abs(end - half), default=None)) is not None:
+            at = found
+            break
     return _cut(piece[:at], budget, count) + _cut(piece[at:], budget, count)
-
-
-def _middle(piece: str) -> int:
-    """The index to cut at: after the line end, else the space, nearest to the middle, within the middle half."""
-    half = len(piece) // 2
-    for pattern in _BREAKS:
-        found = [m.end() for m in pattern.finditer(piece, half // 2, len(piece) - half // 2) if m.end() < len(piece)]
-        if found:
-            return min(found, key=lambda at: abs(at - half))
-    return half
 
 
 def _packed(sizes: Sequence[int], limit: int) -> list[slice]:
@@ -93,9 +91,3 @@ def _packed(sizes: Sequence[int], limit: int) -> list[slice]:
             begin, total = i, 0
         total += size
     return [*runs, slice(begin, len(sizes))]
-
-
-def _narrowest(sizes: Sequence[int], limit: int) -> int:
-    """The smallest limit that needs no more runs than `limit`."""
-    fewest = len(_packed(sizes, limit))
-    return bisect_left(range(limit), True, key=lambda narrow: len(_packed(sizes, narrow)) <= fewest)

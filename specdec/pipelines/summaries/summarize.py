@@ -15,6 +15,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import ids_of
+from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
 from specdec.pipelines.summaries.chunks import chunked
@@ -82,8 +83,8 @@ class Summarizer:
     ) -> None:
         if template is not None and (not isinstance(template, str) or PLACE not in template):
             raise OptionError.of("template", f"text with {PLACE} in it", template)
-        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
-            raise OptionError.of("chunk_tokens", "a whole number of at least 1", chunk_tokens)
+        if chunk_tokens is not None:
+            check_whole("chunk_tokens", chunk_tokens)
         self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
@@ -152,9 +153,19 @@ class Summarizer:
             raise OptionError.of("truncation", f"one of {', '.join(map(repr, (*_CUT, *_WHOLE)))}", truncation)
         check_call(batch_size, options)
         plan = self._plan(options, truncation in _CUT, batch_size, clean_up_tokenization_spaces)
-        self._check_least(texts, options)
+        if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
+            for number, length in enumerate(self._count(texts)):
+                if options[name] > length:
+                    raise OptionError(
+                        f"`{name}`={options[name]} asks for more tokens than text {number} has ({length}): lower it"
+                    )
         parts = [self._parts(text, plan) for text in texts]
-        self._check_shrinks(max(map(len, parts), default=1), plan)
+        most, budget = max(map(len, parts), default=1), plan.budget
+        if most > 1 and budget is not None and self._count([""])[0] + 2 * plan.limit > budget:
+            raise OptionError(
+                f"a text is read in {most} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
+                f"into the {budget} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
+            )
         return self._reduced(parts, plan)
 
     def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
@@ -203,9 +214,8 @@ class Summarizer:
         """The target's input ids for each text; an encoder's are cut to `most` tokens."""
         filled = [self.template.replace(PLACE, text) for text in texts]
         if not self._chat:
-            cut = (
-                {} if most is None or not self._target.is_encoder_decoder else {"truncation": True, "max_length": most}
-            )
+            is_cut = most is not None and self._target.is_encoder_decoder
+            cut = {"truncation": True, "max_length": most} if is_cut else {}
             return [ids_of(self._tokenizer, text, verbose=False, **cut) for text in filled]
         chats = [[{"role": "user", "content": text}] for text in filled]
         processor = self.generator.processor
@@ -213,9 +223,7 @@ class Summarizer:
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
-        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": plan.clean_up}
-        text: str = self._tokenizer.decode(ids, **how)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=plan.clean_up))
 
     def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
         """The call's options; lengths count the summary alone."""
@@ -247,29 +255,10 @@ class Summarizer:
         """The pieces of a text; only the first when it is truncated, which for an encoder its tokenizer does."""
         if plan.budget is None or (plan.truncate and self._target.is_encoder_decoder):
             return [text]
-        if self._count([text])[0] <= plan.budget:
+        if self._count([text])[0] <= plan.budget:  # as it is, with the whitespace around it
             return [text]
         parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
-
-    def _check_shrinks(self, parts: int, plan: _Plan) -> None:
-        """Raises OptionError where the summaries of two pieces do not fit into one."""
-        if parts > 1 and plan.budget is not None and self._count([""])[0] + 2 * plan.limit > plan.budget:
-            raise OptionError(
-                f"a text is read in {parts} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
-                f"into the {plan.budget} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
-            )
-
-    def _check_least(self, texts: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Raises OptionError where the least length is more than the text has."""
-        name = next((name for name in ("min_length", "min_new_tokens") if given.get(name)), None)
-        if name is None:
-            return
-        for number, length in enumerate(self._count(texts)):
-            if given[name] > length:
-                raise OptionError(
-                    f"`{name}`={given[name]} asks for more tokens than text {number} has ({length}): lower it"
-                )
 
 
 def _checked(documents: Any) -> list[str]:
