@@ -28,17 +28,15 @@ class Odds:
     gap: float | None = None
     nodes: float = 4.0
 
-    def text_rate(self, confidence: Sequence[float]) -> float:
-        """Tokens per second if the text draft's nodes are verified."""
-        return _expected(confidence) / (self.gap or 1.0)
+    def prefer_model(self, limit: int, copied: Sequence[float]) -> bool:
+        """Whether the model's usual number of nodes, at most `limit`, brings more tokens per second than copies do.
 
-    def model_rate(self, limit: int) -> float:
-        """Tokens per second if the model drafts its usual number of nodes, at most `limit`."""
-        count = max(1, min(limit, round(self.nodes)))
-        gap = self.gap or 1.0
+        `copied`: the confidence of the text draft's nodes.
+        """
+        count, gap = max(1, min(limit, round(self.nodes))), self.gap or 1.0
         # Until it is measured, a draft pass is assumed to cost a fifth of the target's.
         seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
-        return _expected([self.acceptance.mean] * count) / (gap + count * seconds)
+        return _expected([self.acceptance.mean] * count) / (gap + count * seconds) > _expected(copied) / gap
 
     def outcome(self, guess: Tree, emitted: Sequence[int]) -> None:
         """Updates the acceptance with a model draft and the tokens that were emitted."""
@@ -145,7 +143,7 @@ class HybridProposer(Proposer):
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens or not tree.tokens:
             return True
-        return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
+        return self._odds.prefer_model(limit, tree.confidence or [])
 
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()

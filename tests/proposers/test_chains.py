@@ -44,7 +44,7 @@ class Chaining(FakeSession):
 
     draft_chains, calls = True, 0
 
-    def draft_chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
+    def draft_chain(self, rows: Any, texts: Any, rules: Sequence[ChainRule], embeds: None = None) -> Chained:
         self.calls += 1
         found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
         return Chained([guesses for guesses, _ in found], [q for _, q in found])

@@ -15,7 +15,6 @@ from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers import ModelDraft, TextBridge, VocabularyIntersection
-from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 TEXT = (

@@ -75,7 +75,7 @@ class MtpStage(Stage):
         if self.rotary_emb is not None:
             kind = {} if self.turned_as is None else {"layer_type": self.turned_as}
             angles = self.rotary_emb(embeds, position_ids=positions, **kind)
-        written: Tensor = self.layer(
+        written = self.layer(
             embeds,
             features,
             position_embeddings=angles,
@@ -87,8 +87,7 @@ class MtpStage(Stage):
 
     def guess(self, written: Tensor) -> Tensor:
         """Logits through the target's output layer, scaled and sliced as in transformers."""
-        logits: Tensor = MtpModel._project_to_logits(self, written)
-        return logits
+        return MtpModel._project_to_logits(self, written)
 
 
 def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
@@ -104,8 +103,12 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
         )
     if target.is_sharded:
         raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
+    # A shallow copy without embeddings and output layer, whose packed weights no checkpoint has.
+    inner = shallow_copy(target.model)
+    inner.set_input_embeddings(nn.Identity())
+    inner.set_output_embeddings(nn.Identity())
     with explained(name, argument):
-        model = MtpModel.from_pretrained(_without_ends(target.model), device_map={"": target.device})
+        model = MtpModel.from_pretrained(inner, device_map={"": target.device})
     model.tie_with_main_model(target.model)
     vocabulary = None
     if choose is not None:
@@ -113,14 +116,6 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
         model.shared_head = cut(model.shared_head, vocabulary)
     stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
     return Head(stages, [target.num_layers], backend="auto" if target.backend == "eager" else target.backend)
-
-
-def _without_ends(model: Any) -> Any:
-    """A shallow copy of the target without embeddings and output layer, whose packed weights no checkpoint has."""
-    other = shallow_copy(model)
-    other.set_input_embeddings(nn.Identity())
-    other.set_output_embeddings(nn.Identity())
-    return other
 
 
 class _SharedLinear(nn.Module):
