@@ -127,8 +127,10 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
     """
     found = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
-        drawn = _drawn(scores[i], end, share, address)
-        found += [(i, _child(end, order, token, q)) for order, (token, q) in enumerate(drawn)]
+        for order, (token, q) in enumerate(_drawn(scores[i], end, share, address)):
+            chance = _order_chance(order)
+            child = Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
+            found.append((i, child))
     return sorted(found, key=lambda child: -child[1].score)
 
 
@@ -146,12 +148,6 @@ def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[
     tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
     count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
     return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
-
-
-def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:
-    """The n-th child of `end`."""
-    chance = _order_chance(order)
-    return Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
 
 
 def _order_chance(order: int) -> float:

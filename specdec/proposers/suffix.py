@@ -105,8 +105,5 @@ class SuffixDraft(TextDraft):
     source = "suffix"
     reads_encoder = True
 
-    def __repr__(self) -> str:
-        return "SuffixDraft()"
-
     def index(self) -> SuffixAutomaton:
         return SuffixAutomaton()

@@ -175,13 +175,13 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
 def test_shared_tokens_go_by_string() -> None:
     """Ids differ, order differs, the sign for a space differs: equal strings find each other, specials specials."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("spaces-200")
-    shared = shared_tokens(ours, theirs)
+    shared = VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
     assert len(shared) > 30
     for a, b in shared.items():
         left, right = ours.convert_ids_to_tokens(a), theirs.convert_ids_to_tokens(b)
         assert left.replace("Ġ", " ") == right.replace("▁", " ")
     assert shared[ours.eos_token_id] == theirs.eos_token_id
-    same = shared_tokens(ours, ours)
+    same = VocabularyIntersection(ModelDraft(FakeModel()), ours, ours).to_draft
     assert same == {i: i for i in range(len(ours))}
 
 
@@ -222,7 +222,9 @@ def test_ends_are_translated() -> None:
 def test_intersection_reads_foreign_tokens_through_their_text() -> None:
     """Text that the draft lacks tokens for is re-encoded; a forced foreign token is proposed and ends the chain."""
     ours, theirs = tokenizer("bytes-420"), tokenizer("bytes-320")
-    foreign = next(i for i in range(len(ours)) if i not in shared_tokens(ours, theirs))
+    foreign = next(
+        i for i in range(len(ours)) if i not in VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
+    )
 
     class Forced(Greedy):
         def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]

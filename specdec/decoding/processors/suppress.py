@@ -29,17 +29,14 @@ class Suppress:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tokens})"
 
-    def acts(self, ids: Tensor | None) -> bool:
-        """Whether it suppresses after texts `ids` `[n, length]`."""
-        return True
-
     def acts_on(self, length: int) -> tuple[float, float]:
         """The range of tokens after a text of `length` where it suppresses: first, and one past the last, from 0."""
         return 0, math.inf
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` with the tokens at -inf; the same tensor where it does not suppress."""
-        if not self.acts(ids):
+        first, end = self.acts_on(0 if ids is None else ids.shape[-1])
+        if not first <= 0 < end:
             return logits
         vocab = logits.shape[-1]
         if vocab not in self._known:
@@ -56,9 +53,6 @@ class SuppressAtBegin(Suppress):
         super().__init__(tokens, device)
         self.begin = begin
 
-    def acts(self, ids: Tensor | None) -> bool:
-        return ids is not None and ids.shape[-1] == self.begin
-
     def acts_on(self, length: int) -> tuple[float, float]:
         return self.begin - length, self.begin - length + 1
 
@@ -71,9 +65,6 @@ class MinLength(Suppress):
     def __init__(self, least: int, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu") -> None:
         super().__init__(tokens, device)
         self.least = least
-
-    def acts(self, ids: Tensor | None) -> bool:
-        return ids is not None and ids.shape[-1] < self.least
 
     def acts_on(self, length: int) -> tuple[float, float]:
         return 0, self.least - length

@@ -70,20 +70,16 @@ class RowPrefix:
     def _ids(self, text: Tensor, width: int) -> Any:
         """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
         found = self.allowed(self.row, text)
-        if not (hasattr(found, "__len__") and len(found) and _are_ids(found, width)):
+        try:
+            ids = torch.as_tensor(found)
+            valid = len(found) and not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
+        except (TypeError, ValueError, RuntimeError):
+            valid = False
+        if not valid:
             way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
             expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
             raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
         return found
-
-
-def _are_ids(found: Any, width: int) -> bool:
-    """Whether `found` is a list or tensor of ids from 0 to below `width`."""
-    try:
-        ids = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
@@ -146,11 +142,7 @@ PROCESSORS: tuple[Entry, ...] = (
         EncoderPenalty,
         lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids),
     ),
-    (
-        "repetition_penalty",
-        stock.RepetitionPenaltyLogitsProcessor,
-        lambda r, v: None if v == 1.0 else (_number(v),),
-    ),
+    ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
     ("frequency_penalty", OutputPenalty, lambda r, v: (r.own_length, 0.0, v) if v else None),
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
@@ -197,22 +189,18 @@ WARPERS: tuple[Entry, ...] = (
 )
 """After the user's own, and only when sampling."""
 
-WATERMARK: tuple[Entry, ...] = (
+LAST: tuple[Entry, ...] = (
     (
         "watermarking_config",
         lambda config, width, device: config.construct_processor(width, device),
         lambda r, v: (v, r.vocab_size, r.device),
     ),
+    ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )
 """After the warpers."""
 
-NORMALIZE: tuple[Entry, ...] = (
-    ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
-)
-"""Always last."""
-
 WITHOUT_IDS: frozenset[Any] = frozenset(
-    {kind for _, kind, _ in (*WARPERS, *NORMALIZE)}
+    {kind for _, kind, _ in (*WARPERS, *LAST[1:])}
     | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
     | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor}
     | {Suppress, stock.SuppressTokensLogitsProcessor}

@@ -25,7 +25,6 @@ from specdec.decoding.strategies.beam_scoring import (
     Beams,
     Candidates,
     Hypothesis,
-    Pool,
     Scoring,
     best_of,
     best_of_leaves,
@@ -119,8 +118,12 @@ class BeamSearch(Scoring):
         finished = list(state.finished)
         full = len(finished) == beams
         if not (pool.done or (full and self.early_stopping is True)):
-            ended = [self._hypothesis(pool, found, i, end) for i, end in enumerate(ends[:beams]) if end is not None]
-            finished = sorted([*finished, *ended], key=lambda h: -h.score)[:beams]
+            for i, end in enumerate(ends[:beams]):
+                if end is not None:
+                    beam = pool.extend(found, i)
+                    score = self._penalised(beam.score, len(beam.tokens))
+                    finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
+            finished = sorted(finished, key=lambda h: -h.score)[:beams]
         full = len(finished) == beams
         judged = full and self.early_stopping != "exhaustive"
         best = self._penalised(live[0].score, self.horizon(length))
@@ -132,10 +135,6 @@ class BeamSearch(Scoring):
     @np.errstate(divide="ignore", over="ignore")  # extreme penalties, as in transformers
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
-
-    def _hypothesis(self, pool: Pool, found: Candidates, i: int, reason: str) -> Hypothesis:
-        beam = pool.extend(found, i)
-        return Hypothesis(beam.tokens, self._penalised(beam.score, len(beam.tokens)), beam.origins, reason)
 
 
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:

@@ -240,7 +240,11 @@ class Scoring(StrategyBase):
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
         if len(drafting):
-            scores = drafting(_texts(seq, ends) if drafting.reads_ids else None, scores)
+            texts = None
+            if drafting.reads_ids:
+                text, tails = seq.prefix().expand(len(ends), -1), torch.tensor([end.tokens for end in ends]).long()
+                texts = torch.cat((text, tails.to(text.device)), dim=1)
+            scores = drafting(texts, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
 
@@ -299,10 +303,3 @@ def best_totals(total: Tensor, count: int) -> Candidates:
 def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """`[candidates, length + 1]`: the rows `parents` of `ids` `[beams, length]`, each followed by one of `tokens`."""
     return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
-
-
-def _texts(seq: SequenceView, ends: Sequence[Branch]) -> Tensor:
-    """The texts of all `ends` `[ends, length]`."""
-    tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
-    text = seq.prefix().expand(len(ends), -1)
-    return torch.cat((text, tails.to(text.device)), dim=1)

@@ -52,16 +52,9 @@ class _Stop:
 
     node: int
     weight: float
-    processed: Tensor
     children: Iterator[tuple[int, Tensor]]
     left: Tensor
     p: Tensor
-
-    @classmethod
-    def at(cls, tree: Tree, node: int, weight: float, processed: Tensor) -> _Stop:
-        """`node` when the path first reaches it."""
-        children = iter(drawn_children(tree, node))
-        return cls(node, weight, processed, children, processed, torch.softmax(processed, dim=-1))
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
@@ -97,7 +90,8 @@ class Block(Rejection):
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         verdict: _Verdict | None = out.cache.get("verdict")
         if verdict is None:
-            if not _is_drawn(out.tree, node):
+            after = range(node + 1, len(out.tree))
+            if not after or any(draft_distribution(out.tree, one) is None for one in after):
                 return super().emit(seq, new, out, node)
             out.cache["verdict"] = verdict = self._judge(seq, new, out, node)
         at = len(new) - verdict.base
@@ -123,7 +117,8 @@ class Block(Rejection):
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
             processed = self.processed(seq, new + path, out, node) if verdict.copies is None else None
-            return _Stop.at(tree, node, weight, verdict.near(node, processed))
+            left = verdict.near(node, processed)
+            return _Stop(node, weight, iter(drawn_children(tree, node)), left, torch.softmax(left, dim=-1))
 
         way, path = [stop(root, 1.0, [])], list[int]()
         while True:
@@ -155,9 +150,3 @@ def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
     own = dict(zip((node for node, _ in drawn), torch.cat(parts[len(kinds) :]), strict=True))
     none = parts[0].new_empty(0)
     return replace(tree, q=[own.get(node, none) for node in range(len(tree))]), *parts[: len(kinds)]
-
-
-def _is_drawn(tree: Tree, node: int) -> bool:
-    """Whether nodes follow `node`, and all of them were drawn."""
-    after = range(node + 1, len(tree))
-    return bool(after) and all(draft_distribution(tree, one) is not None for one in after)

@@ -91,10 +91,13 @@ class Contrastive(StrategyBase):
             after = self._ask(seq, Contrast(context=_directions(views[0])), views[0])
             return Advance(after, [0] * len(after.candidates), list(after.candidates), None, shown=self._shown(0))
         ahead = torch.cat([_directions(view) for view in views])
-        pick = self._pick(state, ahead)
-        tokens = (*state.tokens, state.candidates[pick])
         step, scores = state.step, state.scores
         assert step is not None
+        assert state.probs is not None
+        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
+        # The best candidate, of equals the likeliest.
+        pick = int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
+        tokens = (*state.tokens, state.candidates[pick])
         step = Step(tokens[-1], step.logits, step.scores)
         if step.scores is not None:
             scores = (*scores, step.scores[None])
@@ -117,13 +120,6 @@ class Contrastive(StrategyBase):
             processed.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
-
-    def _pick(self, state: Contrast, ahead: Tensor) -> int:
-        """The best candidate, given directions `ahead` `[candidates, width]`; of equals the likeliest."""
-        assert state.context is not None
-        assert state.probs is not None
-        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
-        return int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
 
     def _shown(self, leaf: int) -> tuple[int, ...]:
         return (leaf,) if self.keep_traces else ()

@@ -194,10 +194,8 @@ class Checkpoint:
                     f"target's {have}: use a head that was trained for {theirs or own}"
                 )
         # Two hub ids may be of different models; folders may have any name.
-        ids = [
-            one.rpartition("/")[2].lower() for one in (name, theirs) if one.count("/") == 1 and not Path(one).exists()
-        ]
-        if (made and own not in made) or len({*ids}) == 2:
+        ids = [one for one in (name, theirs) if one.count("/") == 1 and not Path(one).exists()]
+        if (made and own not in made) or len({one.rpartition("/")[2].lower() for one in ids}) == 2:
             raise OptionError(
                 f"`{self.argument}` {self.source!r} was made for {name or made[0]!r}, and the target is "
                 f"{theirs or own!r}: use that target, or if they are the same, correct `verifier` in its config.json"

@@ -22,7 +22,6 @@ from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
 
-
 KINDS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
     "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),

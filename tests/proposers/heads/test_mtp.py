@@ -20,7 +20,7 @@ from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
-from specdec.proposers.heads import load_mtp
+from specdec.proposers.heads.mtp import load_mtp
 from specdec.proposers.heads.proposer import HeadProposer
 from tests.matrix import endless
 from tests.tiny import GQA, tiny
