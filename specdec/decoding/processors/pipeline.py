@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from specdec.core.drafts import Choice, Filter
 from specdec.decoding.processors import table
 from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor
 from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
-from specdec.decoding.processors.table import PrefixFn, ProcessorSetup
+from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
 
@@ -99,46 +99,21 @@ class Processors:
         return Processors(tuple(filter(_is_pure, self.items)), self.device)
 
 
-def build_processors(
-    options: Any,
-    *,
-    prompt_length: int,
-    padding: int = 0,
-    eos_ids: Sequence[int] = (),
-    encoder_ids: Tensor | None = None,
-    extra: Sequence[Any] = (),
-    prefix_allowed_tokens_fn: PrefixFn | None = None,
-    row: int = 0,
-    device: torch.device | str = "cpu",
-    vocab_size: int = 0,
-) -> Processors:
-    """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
+def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -> Processors:
+    """The processors of one row, of which `given` are the other fields of `ProcessorSetup`; guidance is not made here.
 
-    `prompt_length` includes `padding` tokens on the left, which later ids lack: lengths mean the same as in
-    transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
     `extra`: the user's processors; one of a kind that the options make replaces it, others follow, before the warpers.
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. Guidance is
-    not made here.
-
     Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
     logits.
     """
-    setup = ProcessorSetup(
-        options,
-        prompt_length,
-        padding,
-        eos_ids,
-        encoder_ids if encoder_ids is not None and not bool((encoder_ids < 0).any()) else None,
-        prefix_allowed_tokens_fn,
-        row,
-        device,
-        vocab_size,
-    )
+    setup = ProcessorSetup(options=options, **given)
+    if setup.encoder_ids is not None and bool((setup.encoder_ids < 0).any()):
+        setup = replace(setup, encoder_ids=None)
     _check(options, extra)
     items = _merge(table.build(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, setup)
-    return Processors(tuple(items + table.build(table.LAST, setup)), device)
+    return Processors(tuple(items + table.build(table.LAST, setup)), setup.device)
 
 
 def _is_pure(item: Any) -> bool:

@@ -19,21 +19,23 @@ PrefixFn = Callable[[int, Tensor], list[int]]
 _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """One row, as arguments of processors depend on it.
+    """One row, as arguments of processors depend on it; `options`: an object with `GenerationConfig`'s attribute names.
 
-    `prompt_length` includes `padding` tokens, which the row's ids lack, as transformers counts.
+    `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
+    transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides.
     """
 
     options: Any
     prompt_length: int
-    padding: int
-    eos_ids: Sequence[int]
-    encoder_ids: Tensor | None
-    prefix_allowed_tokens_fn: PrefixFn | None
-    row: int
-    device: torch.device | str
+    padding: int = 0
+    eos_ids: Sequence[int] = ()
+    encoder_ids: Tensor | None = None
+    prefix_allowed_tokens_fn: PrefixFn | None = None
+    row: int = 0
+    device: torch.device | str = "cpu"
     vocab_size: int = 0
 
     @property

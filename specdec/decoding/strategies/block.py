@@ -30,17 +30,9 @@ class _Verdict:
     `copies` `[nodes, vocab]`: the processed logits in the CPU's memory, if they had to be copied.
     """
 
-    out: Logits
     base: int
     tokens: list[int] = field(default_factory=list)
     copies: Tensor | None = None
-
-    def near(self, node: int, processed: Tensor | None) -> Tensor:
-        """The copy of the logits `[vocab]` at `node` if there are copies, else `processed`."""
-        if self.copies is not None:
-            return self.copies[node - self.out.first]
-        assert processed is not None
-        return processed
 
 
 @dataclass
@@ -101,7 +93,8 @@ class Block(Rejection):
         # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
         # judged already and may not be used again.
         key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
-        return self.step(noise.draw(verdict.near(node, processed), key), out, node, processed)
+        near = processed if verdict.copies is None else verdict.copies[node - out.first]
+        return self.step(noise.draw(near, key), out, node, processed)
 
     def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> _Verdict:
         """The tokens after `root`, before which this round has emitted `new`.
@@ -109,7 +102,7 @@ class Block(Rejection):
         The path goes down to first children, and back up where it does not end. Each step depends on values of the one
         before, so logits on an accelerator are copied first, in one read.
         """
-        tree, start, verdict = out.tree, generated(seq), _Verdict(out, len(new))
+        tree, start, verdict = out.tree, generated(seq), _Verdict(len(new))
         if self.reads_once(out):
             kinds = [self.all_processed(seq, out), *([out.logits.float()] if self.ranked else [])]
             tree, verdict.copies, *own = _copied(tree, out.first, kinds)
