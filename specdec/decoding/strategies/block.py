@@ -109,8 +109,8 @@ class Block(Rejection):
             out.cache.update(zip(["own"], own, strict=False))
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
-            processed = self.processed(seq, new + path, out, node) if verdict.copies is None else None
-            left = verdict.near(node, processed)
+            near = verdict.copies
+            left = self.processed(seq, new + path, out, node) if near is None else near[node - out.first]
             return _Stop(node, weight, iter(drawn_children(tree, node)), left, torch.softmax(left, dim=-1))
 
         way, path = [stop(root, 1.0, [])], list[int]()
