@@ -1,4 +1,4 @@
-"""Writes group.json, constrained.json and contrastive.json. Run from the repository root, under transformers 4.49:
+"""Answers the cases of group.json, constrained.json and contrastive.json anew, with transformers 4.49. From the root:
 
 python -m tests.golden.make
 """
@@ -20,13 +20,14 @@ from transformers.generation import utils
 from transformers.generation.beam_constraints import ConstraintListState
 from transformers.generation.beam_search import BeamSearchScorer, ConstrainedBeamSearchScorer
 
-from tests.golden import cases, models
+from tests.golden import models
 
 HERE = Path(__file__).parent
 VERSION = "4.49.0"
 JITTER = 1e-5  # relative noise on every weight; a case that it changes was decided by a near-tie
 STEPS, TOP = (0, 1, 4), 3  # of `scores`: which steps, and how many of the largest entries
 SCORED = 3  # every third case keeps entries of `scores`
+CRASHED = "4.49 raises RuntimeError here (beams with and without indices); made without beam_indices"
 
 
 def main() -> None:
@@ -37,12 +38,15 @@ def main() -> None:
     torch.set_num_threads(1)
     plain = {name: models.build(name) for name in models.NAMES}
     shaken = [{name: _shaken(model, seed) for name, model in plain.items()} for seed in range(3)]
-    checks = {name: models.check(model, models.prompts(name)[0]) for name, model in plain.items()}
+    checks: dict[str, list[float]] = {}
     for strategy in ("group", "constrained", "contrastive"):
         kept = []
-        for number, case in enumerate(getattr(cases, strategy.upper())):
-            result = _run(plain[case["model"]], case, strategy)
-            again = [_run(side[case["model"]], case, strategy) for side in shaken]
+        for number, case in enumerate(json.loads((HERE / f"{strategy}.json").read_text())["cases"]):
+            name = case["model"]
+            if name not in checks:
+                checks[name] = models.check(plain[name], case)
+            result = _run(plain[name], case, strategy)
+            again = [_run(side[name], case, strategy) for side in shaken]
             if any(_decisions(other) != _decisions(result) for other in again):
                 print(f"{strategy} {number}: a near-tie, dropped")
                 continue
@@ -102,13 +106,11 @@ class ConstrainedScorer(ConstrainedBeamSearchScorer):
             return super().finalize(*args, beam_indices=None, **kwargs)
 
 
-def _run(model: Any, case: cases.Case, strategy: str) -> dict[str, Any]:
+def _run(model: Any, case: dict[str, Any], strategy: str) -> dict[str, Any]:
     kwargs = dict(case["kwargs"])
     if "constraints" in kwargs:
         kwargs["constraints"] = _constraints(kwargs["constraints"])
-    inputs = models.tensors(models.prompts(case["model"])[case["prompt"]])
-    if case["decoder"]:
-        inputs["decoder_input_ids"] = torch.tensor(case["decoder"])
+    inputs = models.inputs(case)
     watch = GroupScorer.watch = ConstrainedScorer.watch = Watch()
     model._temporary_reorder_cache = partial(watch.reorder, model)
     if model.config.is_encoder_decoder:
@@ -121,15 +123,20 @@ def _run(model: Any, case: cases.Case, strategy: str) -> dict[str, Any]:
         return_dict_in_generate=True,
         output_scores=True,
     )
-    start = _start(model, inputs)
-    eos = _eos(model, kwargs)
+    start = inputs["input_ids"].shape[1]  # where generated tokens begin
+    if model.config.is_encoder_decoder:
+        start = inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
+    eos = kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
     result: dict[str, Any] = {"sequences": out.sequences.tolist(), "scores": out.scores}
     if strategy == "contrastive":
         result["transition_scores"] = _chosen(out, start, eos)
         result["lengths"] = [len(entries) for entries in result["transition_scores"]]
         return result
     result["sequences_scores"] = out.sequences_scores.tolist()
-    result["beam_indices"] = None if out.beam_indices is None else [_trim(row) for row in out.beam_indices.tolist()]
+    result["beam_indices"] = (
+        None if out.beam_indices is None else [[i for i in row if i >= 0] for row in out.beam_indices.tolist()]
+    )
     result["crashed"] = watch.crashed
     result |= _paths(result, watch, start, eos, kwargs, cumulative=strategy == "constrained")
     group = kwargs["num_beams"] // kwargs.get("num_beam_groups", 1)
@@ -208,18 +215,11 @@ def _chosen(out: Any, start: int, eos: list[int]) -> list[list[float]]:
     return entries
 
 
-def _record(case: cases.Case, result: dict[str, Any], scores: bool) -> dict[str, Any]:
-    comments = [case["comment"]] if case["comment"] else []
-    if result.get("crashed"):
-        comments.append("4.49 raises RuntimeError here (beams with and without indices); made without beam_indices")
-    prompt = models.prompts(case["model"])[case["prompt"]]
-    record: dict[str, Any] = {"model": case["model"], "kwargs": case["kwargs"], "prompt": prompt["input_ids"]}
-    if "attention_mask" in prompt:
-        record["attention_mask"] = prompt["attention_mask"]
-    if case["decoder"]:
-        record["decoder_prompt"] = case["decoder"]
-    if comments:
-        record["comment"] = "; ".join(comments)
+def _record(case: dict[str, Any], result: dict[str, Any], scores: bool) -> dict[str, Any]:
+    asked = ("model", "kwargs", "prompt", "attention_mask", "decoder_prompt", "comment")
+    record: dict[str, Any] = {key: case[key] for key in asked if key in case}
+    if result.get("crashed") and CRASHED not in case.get("comment", ""):
+        record["comment"] = "; ".join([*([case["comment"]] if "comment" in case else []), CRASHED])
     for key in ("sequences", "sequences_scores", "beam_indices", "paths", "transition_scores", "fulfilled"):
         if key in result:
             record[key] = _rounded(result[key])
@@ -277,22 +277,6 @@ def _fulfilled(kwargs: dict[str, Any], sequence: list[int]) -> bool:
     state = ConstraintListState(wanted)
     state.reset(sequence)
     return state.completed
-
-
-def _start(model: Any, inputs: dict[str, Tensor]) -> int:
-    """Where generated tokens begin."""
-    if not model.config.is_encoder_decoder:
-        return inputs["input_ids"].shape[1]
-    return inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
-
-
-def _eos(model: Any, kwargs: dict[str, Any]) -> list[int]:
-    eos = kwargs.get("eos_token_id", model.generation_config.eos_token_id)
-    return [] if eos is None else [eos] if isinstance(eos, int) else eos
-
-
-def _trim(row: list[int]) -> list[int]:
-    return [index for index in row if index >= 0]
 
 
 def _rounded(value: Any) -> Any:
