@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from specdec.core.tree import Tree
-from specdec.proposers import EarlyExitDraft, ModelDraft
+from specdec.proposers import ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
@@ -97,26 +96,6 @@ def test_a_proposal_of_which_nothing_was_heard_is_forgotten() -> None:
     row.tokens += [9, 9]
     assert one(session, row, 4) == model.greedy(row.tokens, 4)
     assert sum(map(sum, model.fed)) == 2 + 3 + 1 + 3 + 2 + 3
-
-
-def test_hears_of_rounds_without_a_proposal_of_its_own() -> None:
-    """Another draft's nodes became text: this one reads them like any text. So for rows that it does not know."""
-    model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDraft(model).start(50)
-    follow(session, row, [5, 6, 7], 2, 8)
-    follow(session, row, one(session, row), 5, 8)
-    session.propose([row], [FakePlan(0)])
-    follow(session, row, [5, 6, 7], 3, 8)
-    assert one(session, row) == model.greedy(row.tokens, 5)
-
-
-def test_the_text_may_end_inside_what_the_cache_holds() -> None:
-    """A proposal cut elsewhere whose next token came true: the last token is fed again, for its logits."""
-    model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDraft(model).start(50)
-    follow(session, row, one(session, row, 5), 2)
-    for _ in range(2):
-        assert one(session, row, 3) == model.greedy(row.tokens, 3)
 
 
 def test_no_pass_without_a_plan() -> None:
@@ -349,12 +328,3 @@ def test_decoder_only_draft_ignores_the_encoding() -> None:
     model = FakeModel()
     row = FakeSequence([0], encoding=FakeEncoding([3]))
     assert one(ModelDraft(model).start(50), row, 2) == model.greedy([0], 2)
-
-
-def test_early_exit_drafts_with_the_first_layers() -> None:
-    """Early exit is a model draft over the target's own truncated model."""
-    drafter = EarlyExitDraft(FakeModel(50), 2)  # type: ignore[arg-type]
-    [tree] = drafter.start(50).propose([FakeSequence([1])], [FakePlan(2)])
-    assert tree.tokens == FakeModel(52).greedy([1], 2) or len(tree) == 2
-    assert tree.source == "early_exit:2"
-    assert isinstance(tree, Tree)
