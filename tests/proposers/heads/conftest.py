@@ -62,8 +62,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tup
         model, folder = target(), tmp_path / "head"
         if kind in ("dflash", "anchor"):
             return model, dflash_folder(folder, model, sample_from_anchor=kind == "anchor")
-        return model, eagle_folder(
-            folder, **(PEAGLE if kind == "peagle" else KINDS["two" if kind == "two" else "plain"])
-        )
+        return model, eagle_folder(folder, **(PEAGLE if kind == "peagle" else KINDS.get(kind, {})))
 
     return make
