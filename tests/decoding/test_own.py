@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from specdec.decoding.processors import Timestamps
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
 TEXTS = st.integers(1, 3).flatmap(

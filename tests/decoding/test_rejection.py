@@ -14,8 +14,7 @@ from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
 from specdec.decoding.strategies import Block, Coupled, Match, Rejection
-from specdec.decoding.strategies.block import child_weight, without_child
-from specdec.decoding.strategies.sampling import drawn_children, residual
+from specdec.decoding.strategies.sampling import child_weight, drawn_children, residual, without_child
 from specdec.errors import OptionError
 from tests.decoding.toys import (
     NOTHING,

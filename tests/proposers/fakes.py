@@ -13,7 +13,7 @@ from specdec.core.drafts import Commit, DraftTask, Plan, Proposer, Sampler, Sequ
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
-from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.processors.own import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.cache.session import Session
 

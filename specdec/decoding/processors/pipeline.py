@@ -18,8 +18,14 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.core.drafts import Choice, Filter
 from specdec.decoding.processors import table
-from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
+from specdec.decoding.processors.own import (
+    HammingDiversityLogitsProcessor,
+    MinLength,
+    MinNewTokens,
+    Suppress,
+    SuppressAtBegin,
+    Timestamps,
+)
 from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError

@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor, OutputPenalty
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
+from specdec.decoding.processors.own import (
+    EncoderPenalty,
+    HammingDiversityLogitsProcessor,
+    MinLength,
+    MinNewTokens,
+    OutputPenalty,
+    PrefixFn,
+    RowPrefix,
+    Suppress,
+    SuppressAtBegin,
+    Timestamps,
+)
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
 
-PrefixFn = Callable[[int, Tensor], list[int]]
 _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 
@@ -52,46 +61,6 @@ class ProcessorSetup:
     def least(self) -> int:
         """How many tokens a warper must keep: with beams, at least one that ends no text."""
         return max(len(self.eos_ids), 1) + 1 if (getattr(self.options, "num_beams", None) or 1) > 1 else 1
-
-
-class RowPrefix:
-    """`prefix_allowed_tokens_fn` for one row, with its index in the batch."""
-
-    stands_for = stock.PrefixConstrainedLogitsProcessor
-
-    def __init__(self, allowed: PrefixFn, row: int) -> None:
-        self.allowed = allowed
-        self.row = row
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
-        width = logits.shape[1]
-        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
-        return constrained(ids, logits)
-
-    def _ids(self, text: Tensor, width: int) -> Any:
-        """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
-        found = self.allowed(self.row, text)
-        try:
-            ids = torch.as_tensor(found)
-            valid = len(found) and not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
-        except (TypeError, ValueError, RuntimeError):
-            valid = False
-        if not valid:
-            way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
-            expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
-            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
-        return found
-
-
-class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these."""
-
-    stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
-
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Processed `logits` `[n, vocab]`."""
-        return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
 
 
 def _number(value: Any) -> Any:
