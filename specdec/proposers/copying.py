@@ -143,7 +143,6 @@ class TextProposer(Proposer):
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per leaf, copied from an earlier occurrence of the text's end."""
         return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:

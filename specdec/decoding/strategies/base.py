@@ -46,19 +46,16 @@ class StrategySetup:
     guidance_scale: float | None = None
 
     @property
-    def max_new_tokens(self) -> int:
-        """The most tokens that may follow the prompt."""
-        return (self.stop.max_length or 0) - (len(self.prompt) - self.padding)
-
-    @property
     def end_id(self) -> int:
         """The token that ends a text."""
         return (self.options.eos_ids or [0])[0]
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of every strategy, besides processors."""
+        """Arguments of every strategy."""
         return {
+            "processors": self.processors,
+            "stop": self.stop,
             "width": self.width,
             "guidance_scale": self.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
@@ -122,7 +119,7 @@ class TextStrategy(StrategyBase):
         """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None
-        return cls(setup.processors, setup.seed, stop=setup.stop, ranked=ranked, top=top, **setup.common)
+        return cls(seed=setup.seed, ranked=ranked, top=top, **setup.common)
 
     @property
     def keeps(self) -> bool:

@@ -151,11 +151,9 @@ class Scoring(StrategyBase):
         """The common arguments of all searches over beams."""
         o = setup.options
         return {
-            "processors": setup.processors,
-            "stop": setup.stop,
             "num_beams": o.beams,
             "groups": o.groups,
-            "max_new_tokens": setup.max_new_tokens,
+            "max_new_tokens": (setup.stop.max_length or 0) - (len(setup.prompt) - setup.padding),
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,
             **setup.common,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,8 +79,7 @@ class Contrastive(StrategyBase):
     def of(cls, setup: StrategySetup) -> Contrastive:
         o = setup.options
         traces = bool(o.output_hidden_states or o.output_attentions)
-        parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}
-        return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **parts)
+        return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **setup.common)
 
     def begin(self) -> Contrast:
         return Contrast()

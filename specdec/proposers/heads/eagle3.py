@@ -94,7 +94,6 @@ class EagleStage(Stage):
             self.rotary_emb = rotary(config)
 
     def features(self, states: Tensor) -> Tensor:
-        """Projects hidden states `[tokens, layers, width]` to `[tokens, hidden]`."""
         if self.fc_norm is not None:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         together = states.flatten(1)
@@ -105,7 +104,6 @@ class EagleStage(Stage):
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The last layer's output."""
         common = {
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(features, positions),
@@ -118,7 +116,6 @@ class EagleStage(Stage):
         return self.norm(hidden) if self.norm_output else hidden
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits over the head's own vocabulary."""
         return self.lm_head(written if self.norm_output else self.norm(written))
 
 

@@ -64,13 +64,11 @@ class MtpStage(Stage):
         self.inputs.to(model.device, model.dtype)
 
     def features(self, states: Tensor) -> Tensor:
-        """The last hidden states `[tokens, 1, width]` as `[tokens, width]`."""
         return states[:, 0]
 
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The layer's output."""
         angles = None
         if self.rotary_emb is not None:
             kind = {} if self.turned_as is None else {"layer_type": self.turned_as}
