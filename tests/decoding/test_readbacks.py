@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -138,6 +139,15 @@ def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]
     assert len(looks) == 1
 
 
+def three_steps(search: BeamSearch, views: Callable[[list[list[int]]], list[View]]) -> Beams:
+    """The state after three steps, whose texts have these `views`."""
+    state = search.begin()
+    for _ in range(3):
+        texts = [[0, *beam.tokens] for beam in state.live[: 3 if state.length else 1]]
+        state = search.advance(FakeSequence([0]), state, views(texts), []).state
+    return state
+
+
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> None:
     """And returns the same as with local logits, with and without drawing."""
@@ -146,13 +156,12 @@ def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> N
         search = BeamSearch(
             processors=WARPED, stop=Stopping(max_length=6), num_beams=3, max_new_tokens=5, width=V, seed=seed
         )
-        state = search.begin()
-        for _ in range(3):
-            texts = [[0, *beam.tokens] for beam in state.live[: 1 if not state.length else 3]]
+
+        def views(texts: list[list[int]]) -> list[View]:
             out = logits_of(Tree.chain([0] * len(texts)), torch.stack([target(text) for text in texts]))
-            views = [View(out, at) for at in range(len(texts))]
-            state = search.advance(FakeSequence([0]), state, views, []).state
-        return state
+            return [View(out, at) for at in range(len(texts))]
+
+        return three_steps(search, views)
 
     here = steps(TARGET)
     looks.clear()
@@ -172,13 +181,7 @@ def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list
         search = BeamSearch(
             processors=processors, stop=Stopping(frozenset([2]), 9), num_beams=3, max_new_tokens=8, width=vocab
         )
-        state = search.begin()
-        for _ in range(3):
-            live = state.live if state.length else state.live[:1]
-            places = [texts.index([0, *beam.tokens]) for beam in live]
-            views = [View(whole, place) for place in places]
-            state = search.advance(FakeSequence([0]), state, views, []).state
-        return state
+        return three_steps(search, lambda found: [View(whole, texts.index(text)) for text in found])
 
     logits = torch.stack([target(text) for text in texts])
     here = steps(logits)

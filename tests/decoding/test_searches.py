@@ -76,20 +76,6 @@ def test_a_draft_saves_passes() -> None:
         assert out.stats.num_target_passes < 0.6 * plain.stats.num_target_passes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_equals_each_row_alone(kind: str) -> None:
-    """Ragged prompts in one batch."""
-    model, draft = tiny("llama", vocab=VOCAB), None if kind == "contrastive" else tiny("llama", vocab=VOCAB, seed=1)
-    together = generate(model, draft, RAGGED, KINDS[kind])
-    new, each = together.new_tokens(), KINDS[kind].get("num_return_sequences", 1)
-    for row, prompt in enumerate(RAGGED):
-        alone = generate(model, None, [prompt], KINDS[kind])
-        assert new[row * each : (row + 1) * each] == alone.new_tokens()
-        if each > 1:
-            scores = together.sequences_scores[row * each : (row + 1) * each]
-            assert torch.allclose(scores, alone.sequences_scores, atol=1e-4)
-
-
 def contrastive_reference(model: Any, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
     """The paper's rule, one whole text at a time, without any cache."""
 

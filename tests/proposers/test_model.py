@@ -203,11 +203,15 @@ def test_a_failure_leaves_the_session_usable() -> None:
     assert one(session, row) == model.greedy(row.tokens, 5)
 
 
-def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("_FEW", 4)):
+        monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_long_prompts_are_read_a_chunk_per_round() -> None:
     """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
@@ -225,11 +229,9 @@ def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch
     assert max(map(max, model.fed)) <= 4
 
 
-def test_a_long_prompt_alone_is_read_in_long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
     """Small ones are for those who would have to wait."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model, row = FakeModel(), FakeSequence(list(range(21)))
     session = ModelDraft(model).start(50)
     assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
@@ -259,11 +261,9 @@ def test_rows_of_one_source_read_it_once() -> None:
     assert read < 2 * 20 + 10 + 5 * 3 * 4
 
 
-def test_rows_of_one_long_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_of_one_long_source_read_it_once() -> None:
     """The others wait while the first reads its chunks."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session, ours = ModelDraft(model).start(50), task(source="ours")
     rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]

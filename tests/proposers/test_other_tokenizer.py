@@ -50,6 +50,9 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
+ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+
+
 class Oracle(Draft, Proposer):
     """Drafts the true text in its own tokens; notes what it was given."""
 
@@ -127,7 +130,6 @@ def test_any_text_passes_through(text: str, target: str, draft: str) -> None:
 
 def test_half_a_character_waits() -> None:
     """The draft sees a character once all its bytes are there, and its guess still continues the row's tokens."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     text = "dog 🙃 dog"
     true = ours.encode(text)
     cut = next(i for i in range(1, len(true)) if ours.decode(true[:i]).endswith("\ufffd"))
@@ -139,7 +141,6 @@ def test_half_a_character_waits() -> None:
 
 def test_begin_and_end_of_text_are_translated() -> None:
     """The target's beginning of text becomes the draft's, and a draft that ends the text proposes the target's end."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
 
     class Ending(Oracle):
         def _chain(self, row: SequenceView, limit: int) -> Tree:
@@ -155,7 +156,6 @@ def test_begin_and_end_of_text_are_translated() -> None:
 
 def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     """After an exception in the draft the rows are read anew."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model = FakeModel(len(theirs))
     session = TextBridge(ModelDraft(model), ours, theirs).start(len(ours))
     rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
@@ -187,7 +187,6 @@ def test_shared_tokens_go_by_string() -> None:
 
 def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> None:
     """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model, width = FakeModel(len(theirs)), len(ours) + 5
     drafter = VocabularyIntersection(ModelDraft(model), ours, theirs)
     session = drafter.start(width)
@@ -209,7 +208,6 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
 
 def test_ends_are_translated() -> None:
     """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
     drafter = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
     [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
