@@ -6,14 +6,13 @@ from collections import defaultdict
 
 import pytest
 import torch
-from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 
 from specdec.core.tree import Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
-from specdec.decoding.strategies import Block, Coupled, Match, Rejection
+from specdec.decoding.strategies import Block, Match, Rejection
 from specdec.decoding.strategies.sampling import child_weight, drawn_children, residual, without_child
 from specdec.errors import OptionError
 from tests.decoding.toys import (
@@ -204,18 +203,6 @@ def test_block_accepts_no_less_and_here_more(monkeypatch) -> None:
     assert accepted(monkeypatch, Block, TARGET) == pytest.approx(3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Coupled, Rejection, Block])
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_law_with_the_real_hash(kind, k) -> None:
-    """3,000 neighbouring seeds, first two tokens; chi-square with a false alarm in a million runs."""
-    draws, counts = 3000, defaultdict(int)
-    for seed in range(draws):
-        counts[decode(kind(NOTHING, seed, width=V), TARGET, DRAFTS["other"], length=2, k=k)[0]] += 1
-    law = target_law(TARGET, 2)
-    statistic = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in law.items())
-    assert statistic < chi2.ppf(1 - 1e-6, len(law) - 1)
-
-
 def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) -> Logits:
     tree = Tree.chain([0]).graft(Tree.chain(tokens, q=None if q is None else [torch.tensor(x) for x in q]))
     return logits_of(tree, torch.tensor([p] * len(tree)).log())
@@ -257,16 +244,6 @@ def test_draft_is_warped_once() -> None:
     token, sure, q = sampler.pick(FakeSequence([0]), [], logits)
     torch.testing.assert_close(q, (logits / 2).softmax(-1))
     assert sure == pytest.approx(float(q[token]))
-
-
-@pytest.mark.parametrize("width", [3, 6])
-def test_draft_of_another_width_is_fitted(width) -> None:
-    """A padded vocabulary is cropped or filled with impossible tokens; q has the target's width."""
-    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
-    _, _, q = Rejection(NOTHING, 0, width=width).sampler.pick(FakeSequence([0]), [], logits)
-    assert q.shape == (width,)
-    assert float(q.sum()) == pytest.approx(1)
-    assert (q[4:] == 0).all()
 
 
 def test_block_refuses_processors_it_may_not_ask_ahead() -> None:

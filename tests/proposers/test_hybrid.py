@@ -77,7 +77,7 @@ def test_copying_text_goes_to_the_text_draft(model: SlowModel) -> None:
 
 
 def test_changes_its_mind_with_the_text(model: SlowModel) -> None:
-    """Copying first, free text after, where the text draft has guesses as well: each goes to the draft that knows it."""
+    """Copying first, free text after, of which the text draft has guesses too: each goes to the draft that knows it."""
     model.seconds = 0.1
     trees = run(model, lambda text: text[-5] if len(text) < 150 else model.greedy(text, 1)[0], 80)
     assert {tree.source for tree in trees[10:20]} == {"suffix"}
