@@ -77,7 +77,9 @@ class PoolSearch(Scoring):
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
         leaves = [parents[i] if state.length else 0 for i in kept]
-        shown = self._shown(state.pools) if state.length else None
+        shown, numbers = None, count()
+        if state.length:  # the leaf of every beam; -1 in pools that are done
+            shown = [-1 if pool.done else next(numbers) for pool in state.pools for _ in pool.live]
         return Advance(after, leaves, [tokens[i] for i in kept], step, after.finish, shown)
 
     def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
@@ -138,11 +140,6 @@ class PoolSearch(Scoring):
         rows[:, self.pad_id : self.pad_id + 1] = 0.0
         rows[[pool.offset + i for pool in open_ for i in range(self.size)]] = values
         return rows
-
-    def _shown(self, pools: Sequence[Pool]) -> list[int]:
-        """The leaf of every beam; -1 in pools that are done."""
-        leaves = count()
-        return [-1 if pool.done else next(leaves) for pool in pools for _ in pool.live]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

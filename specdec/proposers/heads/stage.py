@@ -219,7 +219,14 @@ class Head:
         block: Block | None = None,
     ) -> None:
         self.hidden_layers, self.block = tuple(hidden_layers), block
-        self.stages = [_language_model(stage, backend) for stage in stages]
+        self.stages: list[LanguageModel] = []
+        for stage in stages:  # each owns its weights, so that they may be packed
+            capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
+            own = "packed" if backend == "compiled" and not stage.compiles else backend
+            language = LanguageModel(stage.eval(), backend=own, owned=True, capability=capability)
+            if language.ragged is not None and not stage.compiles:
+                language.ragged.compiled = None
+            self.stages.append(language)
         self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
         self.feature_width = stages[0].width
@@ -307,13 +314,3 @@ class Stages(Session):
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for stage in self.stages:
             stage.truncate(rows, lengths)
-
-
-def _language_model(stage: Stage, backend: str) -> LanguageModel:
-    """A stage as a language model that owns its weights, so that they may be packed."""
-    capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
-    backend = "packed" if backend == "compiled" and not stage.compiles else backend
-    language = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
-    if language.ragged is not None and not stage.compiles:
-        language.ragged.compiled = None
-    return language

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,30 +164,6 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
         out = generator.generate([prompt], **RUN)
         assert (out.stats.cached_prompt_tokens > 0) == kept
         assert out.sequences.tolist() == plain(model, [prompt])
-
-
-def test_chats_side_by_side(tmp_path: Path) -> None:
-    """Turns of several threads come and go in one engine; each goes on from its own, in strict arithmetic too."""
-    model, folder = target(), eagle_folder(tmp_path / "head")
-    for exactness in ("auto", "strict"):
-        generator = SpecGenerator(model, folder, exactness=exactness)
-        calm = SpecGenerator(generator.target, prefix_cache=False)
-
-        def chat(seed: int, generator: SpecGenerator = generator) -> tuple[list[list[int]], list[int]]:
-            turns, cached, prompt = [], [], [(seed + 3 * i) % 50 + 5 for i in range(30 + seed)]
-            for _ in range(3):
-                out = generator.generate([prompt], **RUN)
-                turns.append([*prompt, *out.new_tokens()[0]])
-                cached.append(out.stats.cached_prompt_tokens)
-                prompt = [*turns[-1], seed, 9]
-            return turns, cached
-
-        with ThreadPoolExecutor(4) as pool:
-            chats = list(pool.map(chat, range(4)))
-        for turns, cached in chats:
-            assert min(cached[1:]) > 30
-            for turn in turns:
-                assert calm.generate([turn[: -RUN["max_new_tokens"]]], **RUN).sequences[0].tolist() == turn
 
 
 def test_a_head_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,23 +235,6 @@ def test_a_head_that_is_right(tmp_path: Path) -> None:
     assert beams.stats.num_target_passes <= 8
 
 
-def test_rows_that_continue_another_one(tmp_path: Path, proposals: Proposals) -> None:
-    """Samples of one prompt share its reading, in the head too, and leave it to later calls; guesses are as if read."""
-    folder = eagle_folder(tmp_path / "head")
-    model, reference, prompt = target(), Eagle(folder), [list(range(5, 45))]
-    sampled = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
-    generator = SpecGenerator(model, folder)
-    out = generator.generate(prompt, **RUN, **sampled, schedule="constant", num_assistant_tokens=3)
-    assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN, **sampled).sequences.tolist()
-    assert out.stats.cached_prompt_tokens == 2 * 38
-    proposals.clear()
-    again = generator.generate(prompt, **RUN, schedule="constant", num_assistant_tokens=3)
-    assert again.stats.cached_prompt_tokens == 38
-    assert proposals
-    for text, tree in proposals:
-        assert tree.tokens == reference.chain(text, states_of(model, text[:-1]), len(tree))[0]
-
-
 @dataclass(frozen=True)
 class Late:
     """Drafts nothing before a text has so many tokens."""
