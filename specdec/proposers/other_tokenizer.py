@@ -181,7 +181,6 @@ class TextBridgeProposer(OtherTokenizerProposer):
                 draft.tokens = draft.tokens[:start] + tokens
 
     def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
-        """The guess in the target's tokens, as they continue the sequence."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
         if ended:

@@ -152,7 +152,6 @@ class OutputPenalty:
         self.length, self.presence, self.frequency = length, presence, frequency
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` after `ids` `[n, length]`."""
         written = ids[:, self.length :].to(logits.device)
         if not written.shape[1]:
             return logits
@@ -228,5 +227,4 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Processed `logits` `[n, vocab]`."""
         return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])

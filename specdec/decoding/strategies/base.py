@@ -47,12 +47,10 @@ class StrategySetup:
 
     @property
     def end_id(self) -> int:
-        """The token that ends a text."""
         return (self.options.eos_ids or [0])[0]
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of every strategy."""
         return {
             "processors": self.processors,
             "stop": self.stop,
@@ -116,7 +114,6 @@ class TextStrategy(StrategyBase):
 
     @classmethod
     def of(cls, setup: StrategySetup) -> TextStrategy:
-        """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None
         return cls(seed=setup.seed, ranked=ranked, top=top, **setup.common)
@@ -132,7 +129,6 @@ class TextStrategy(StrategyBase):
     def advance(
         self, seq: SequenceView, state: tuple[Tensor, ...] | None, views: Sequence[View], steps: Sequence[Step]
     ) -> Advance:
-        """Emits the token after the end of the text."""
         [view], new = views, [step.token for step in steps]
         step = self.emit(seq, new, view.out, view.out.first + view.at)
         if step.scores is not None:

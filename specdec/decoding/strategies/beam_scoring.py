@@ -88,11 +88,9 @@ class Pool:
 
     @property
     def running(self) -> list[float]:
-        """The live beams' scores."""
         return [beam.score for beam in self.live]
 
     def extend(self, found: Candidates, i: int) -> Beam:
-        """Candidate `i` as a beam."""
         at = found.parents[i]
         parent = self.live[at]
         return Beam((*parent.tokens, found.tokens[i]), found.scores[i], (*parent.origins, self.offset + at))
@@ -148,7 +146,6 @@ class Scoring(StrategyBase):
 
     @classmethod
     def parts(cls, setup: StrategySetup) -> dict[str, Any]:
-        """The common arguments of all searches over beams."""
         o = setup.options
         return {
             "num_beams": o.beams,
@@ -165,7 +162,6 @@ class Scoring(StrategyBase):
         return self.num_beams // self.groups
 
     def begin(self) -> Beams:
-        """The state before the first token."""
         return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
 
     @property

@@ -91,7 +91,6 @@ class DFlashStage(Stage):
         return F.pad(hidden, (0, 1))
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits of its own output layer, or else the target's."""
         normed = self.norm(written[..., :-1])
         return (self._whole[0] or self.lm_head)(normed)
 

@@ -124,5 +124,4 @@ class _SharedLinear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
         return F.linear(x, self.weight, self.bias)
