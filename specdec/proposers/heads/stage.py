@@ -168,9 +168,8 @@ class Embedding:
             if as_stored or table.scale is None:
                 self._look_up, self._stored = table.head.rows, table.head
         elif weight is not None and not weight.is_meta:
-            # Does the module return rows of its weight unchanged?
-            plain = type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
-            if as_stored or plain:
+            looks_up_alone = type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
+            if as_stored or looks_up_alone:
                 self._look_up, self._stored = partial(F.embedding, weight=weight), weight
 
     def __getstate__(self) -> dict[str, int]:
