@@ -26,8 +26,8 @@ from specdec.decoding.strategies.beam_scoring import (
     Candidates,
     Hypothesis,
     Scoring,
-    best_of,
     best_of_leaves,
+    best_totals,
     branches,
     extended,
     totals,
@@ -78,7 +78,7 @@ class BeamSearch(Scoring):
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_of(scores, running, ahead)
+            found = best_totals(totals(scores, running), ahead)
         else:
             length = len(seq.tokens) + len(ends[0].tokens) - seq.prompt_length
             count = self.candidates(self.num_beams)
@@ -103,7 +103,7 @@ class BeamSearch(Scoring):
         if leaves is not None:
             return best_of_leaves(leaves, running, count)
         if scores is not None:
-            return best_of(scores, running, count)
+            return best_totals(totals(scores, running), count)
         return best_of_leaves(self.leaders(self.logits(views, len(views)), None, count), running, count)
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:

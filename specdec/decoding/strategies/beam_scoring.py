@@ -277,11 +277,6 @@ def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branc
     return sorted(finite, key=lambda branch: -branch[1].score)
 
 
-def best_of(scores: Tensor, running: Sequence[float], count: int) -> Candidates:
-    """The `count` best entries of `scores` `[beams, vocab]` float32 plus `running`."""
-    return best_totals(totals(scores, running), count)
-
-
 def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
     """`scores` `[beams, vocab]` float32 plus every beam's sum so far."""
     return scores + torch.tensor(running, device=scores.device)[:, None]

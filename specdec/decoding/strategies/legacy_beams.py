@@ -25,7 +25,6 @@ from specdec.decoding.strategies.beam_scoring import (
     Hypothesis,
     Pool,
     Scoring,
-    best_of,
     best_totals,
     branches,
     extended,
@@ -182,7 +181,8 @@ class GroupSearch(PoolSearch):
             scores = own[mine]
             for token in chosen:
                 scores[:, token] -= self.diversity_penalty
-            best = best_of(scores, [ends[i].score for i in mine], max(self.ahead(plan) // self.groups, 1))
+            total = totals(scores, [ends[i].score for i in mine])
+            best = best_totals(total, max(self.ahead(plan) // self.groups, 1))
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
                 place = (mine[i], branch.tokens[-1])
@@ -203,7 +203,7 @@ class GroupSearch(PoolSearch):
             known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
             mine_ids = None if ids is None else ids[mine]
             scores = self.processors(mine_ids, own[mine], current_tokens=known, beam_group_idx=group)
-            found = best_of(scores, pool.running, self.candidates(self.size))
+            found = best_totals(totals(scores, pool.running), self.candidates(self.size))
             going, pool = self.walk(pool, found)
             best = found.part(going)
             yield Turn(self.step(pool, best, found.scores[0]), best, scores)
