@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers.heads.proposer import HeadProposer
+from tests.matrix import endless
+from tests.tiny import tiny
 
 Proposals = list[tuple[list[int], Tree]]
-
-
-def spy_on_proposals(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[SequenceView, Tree], bool]) -> Proposals:
-    """The text before every proposal of a head that is wanted, and the proposal."""
-    seen: Proposals = []
-    propose = HeadProposer.propose
-
-    def spied(self: HeadProposer, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, rows, plans)
-        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if wanted(row, tree))
-        return trees
-
-    monkeypatch.setattr(HeadProposer, "propose", spied)
-    return seen
+IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
+RUN = endless(14)
+THREE = {"num_hidden_layers": 3}
+PEAGLE = {"speculators_model_type": "peagle", "mask_token_id": 63}
 
 
 SIZES: dict[str, Any] = {
@@ -43,6 +32,32 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 READS = [0, 1, 2]
+
+
+def target(seed: int = 0) -> Any:
+    """A target for the checkpoints below."""
+    return tiny("llama", seed=seed, **THREE)
+
+
+def states_of(model: Any, tokens: Sequence[int], layers: Sequence[int] = READS) -> Tensor:
+    """The target's hidden states of a text `[tokens, layers, width]`."""
+    with torch.no_grad():
+        states = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
+    return torch.stack([states[layer][0] for layer in layers], dim=1)
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """The checkpoint with other fields in its config."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+def reweighed(folder: Path, **weights: Tensor | None) -> Path:
+    """The checkpoint with other weights, without those that are None."""
+    stored = {**load_file(folder / "model.safetensors"), **{n.replace("__", "."): t for n, t in weights.items()}}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
 
 
 def eagle_folder(folder: Path, *, seed: int = 0, kind: str = "llama", **given: Any) -> Path:
@@ -198,12 +213,15 @@ class Eagle:
         seen = distance >= 0
         if (self.layers.get("layer_types") or [""] * (layer + 1))[layer] == "sliding_attention":
             seen &= distance < self.layers["sliding_window"]
+        return self._seen(q, k, v, seen) @ self.weights[f"layers.{layer}.self_attn.o_proj.weight"].T
+
+    def _seen(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         out = []
         for head in range(q.shape[1]):
             kept = head * k.shape[1] // q.shape[1]
-            scores = (q[:, head] @ k[:, kept].T / width**0.5).masked_fill(~seen, float("-inf"))
+            scores = (q[:, head] @ k[:, kept].T / q.shape[-1] ** 0.5).masked_fill(~seen, float("-inf"))
             out.append(scores.softmax(-1) @ v[:, kept])
-        return torch.cat(out, dim=1) @ self.weights[f"layers.{layer}.self_attn.o_proj.weight"].T
+        return torch.cat(out, dim=1)
 
     def _turned(self, x: Tensor) -> Tensor:
         """Rotated by positions that begin at 1."""
@@ -275,9 +293,4 @@ class DFlash(Eagle):
             seen = (key >= n - self.layers["sliding_window"]) & ((key < n) | (key <= at))
             if self.config.get("sliding_window_non_causal"):
                 seen = (key >= n - self.layers["sliding_window"]).expand(len(x), -1)
-        out = []
-        for head in range(q.shape[1]):
-            kept = head * k.shape[1] // q.shape[1]
-            scores = (q[:, head] @ k[:, kept].T / width**0.5).masked_fill(~seen, float("-inf"))
-            out.append(scores.softmax(-1) @ v[:, kept])
-        return torch.cat(out, dim=1) @ self.weights[f"{name}o_proj.weight"].T
+        return self._seen(q, k, v, seen) @ self.weights[f"{name}o_proj.weight"].T

@@ -186,8 +186,7 @@ def _backend(role: str, model: LanguageModel) -> Finding:
 
 def _fit(generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
-    from specdec.proposers.model import ModelDraft
-    from specdec.proposers.other_tokenizer.by_text import TextBridge
+    from specdec.proposers import ModelDraft, TextBridge
 
     drafter, target = generator.drafter, generator.target
     assert drafter is not None

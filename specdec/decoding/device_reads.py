@@ -16,8 +16,7 @@ def is_local(values: Tensor) -> bool:
 def read(*parts: Tensor) -> list[list[float]]:
     """The values of several vectors of one length, in one transfer; float64 holds any float32 and token id exactly."""
     exact = torch.float32 if parts[0].device.type == "mps" else torch.float64
-    values: list[list[float]] = torch.stack([part.to(exact) for part in parts]).tolist()
-    return values
+    return torch.stack([part.to(exact) for part in parts]).tolist()
 
 
 def as_ints(numbers: Sequence[float]) -> list[int]:
@@ -34,5 +33,4 @@ def first_best(values: Tensor) -> int:
 
 def first_bests(values: Tensor) -> list[int]:
     """The same for every row of local `values` `[rows, vocab]`."""
-    best: list[int] = values.detach().float().numpy().argmax(axis=-1).tolist()
-    return best
+    return values.detach().float().numpy().argmax(axis=-1).tolist()

@@ -78,17 +78,14 @@ def _mix32(x: Tensor) -> Tensor:
     return x
 
 
-def _halves(address: int | Sequence[int], ids: Tensor) -> tuple[int | Tensor, int | Tensor]:
-    """The low and high 32 bits of one address, or of several as `[n, 1]` on the device of `ids`."""
-    if isinstance(address, int):
-        return address & _MASK32, address >> 32
-    both = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device)
-    return both[:, :1], both[:, 1:]
-
-
 def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
     """The hashes h and x (see the module) per token id, 32 bits each in int64."""
-    low, high = _halves(address, ids)
+    low: int | Tensor
+    high: int | Tensor
+    if isinstance(address, int):
+        low, high = address & _MASK32, address >> 32
+    else:
+        low, high = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device).T[..., None]
     x = _mix32((ids * _GOLDEN + low) & _MASK32)
     return _mix32(x ^ high), x
 

@@ -127,8 +127,10 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
     """
     found = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
-        drawn = _drawn(scores[i], end, share, address)
-        found += [(i, _child(end, order, token, q)) for order, (token, q) in enumerate(drawn)]
+        for order, (token, q) in enumerate(_drawn(scores[i], end, share, address)):
+            chance = _order_chance(order)
+            child = Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
+            found.append((i, child))
     return sorted(found, key=lambda child: -child[1].score)
 
 
@@ -146,12 +148,6 @@ def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[
     tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
     count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
     return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
-
-
-def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:
-    """The n-th child of `end`."""
-    chance = _order_chance(order)
-    return Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
 
 
 def _order_chance(order: int) -> float:
@@ -191,11 +187,9 @@ class GreedySampler:
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """The argmax of draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
         return *likeliest(self._after(seq, guesses, logits), confident=confident), None
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """The likeliest continuations of `ends`, from draft `logits` `[ends, vocab]`."""
         return likeliest_children(torch.log_softmax(self._after_all(seq, ends, logits), dim=-1), ends, plan)
 
     def _after(self, seq: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
@@ -214,19 +208,16 @@ class CoupledSampler(GreedySampler):
     seed: int = 0
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """The same with the target's noise."""
         choice = super().choice(seq)
         return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(seq))
 
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(guesses))
         return *drawn(self._after(seq, guesses, logits), address, confident=confident), None
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """The continuations of `ends` that the target's noise favours, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
         return likeliest_children(noisy(self._after_all(seq, ends, logits), address), ends, plan)
 
@@ -239,20 +230,17 @@ class DrawnSampler(GreedySampler):
     needs_q: ClassVar[bool] = True
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """The same with noise of its own."""
         choice = super().choice(seq)
         return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(seq)))
 
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
         scores = self._after(seq, guesses, logits)
         address = noise.key(self.seed, noise.DRAFT, generated(seq), len(guesses))
         token, prob = drawn(scores, address, confident=confident)
         return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """Draws without replacement after each of `ends`, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.DRAFT, generated(seq))
         return drawn_children(self._after_all(seq, ends, logits), ends, plan, address)

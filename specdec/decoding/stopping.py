@@ -19,23 +19,13 @@ _REASONS = (
 )
 
 
-def _reason(criterion: object) -> str:
-    """The finish reason that a criterion gives: its attribute `reason`, or that of its kind."""
-    known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
-    return str(getattr(criterion, "reason", known))
-
-
-def _holds(answer: Any) -> bool:
-    return bool(answer.any()) if isinstance(answer, Tensor) else bool(answer)
-
-
 @dataclass(frozen=True)
 class Stopping:
     """Ends a sequence at one of `eos_ids`, at `max_length` tokens (with the prompt, without padding), or by a
     criterion.
 
-    `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order.
-    One may have a `reason`.
+    `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order. One
+    may have a `reason`, else its kind has one.
     """
 
     eos_ids: frozenset[int] = frozenset()
@@ -71,7 +61,11 @@ class Stopping:
         reasons: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():
             answer = criterion(ids, scores)
-            each = answer.tolist() if isinstance(answer, Tensor) and answer.numel() == len(tokens) else None
-            ends = each if each is not None else [_holds(answer)] * len(tokens)
-            reasons = [_reason(criterion) if r is None and end else r for r, end in zip(reasons, ends, strict=True)]
+            if isinstance(answer, Tensor):
+                ends = answer.tolist() if answer.numel() == len(tokens) else [bool(answer.any())] * len(tokens)
+            else:
+                ends = [bool(answer)] * len(tokens)
+            known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
+            own = str(getattr(criterion, "reason", known))
+            reasons = [own if r is None and end else r for r, end in zip(reasons, ends, strict=True)]
         return [self._finish(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]

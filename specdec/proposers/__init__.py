@@ -16,8 +16,7 @@ from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.hybrid import HybridDraft
 from specdec.proposers.model import EarlyExitDraft, ModelDraft
 from specdec.proposers.ngram import NgramDraft
-from specdec.proposers.other_tokenizer.by_text import TextBridge
-from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
+from specdec.proposers.other_tokenizer import TextBridge, VocabularyIntersection
 from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
 from specdec.proposers.views import TextAloneDraft, best_branch
 

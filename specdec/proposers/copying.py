@@ -143,7 +143,6 @@ class TextProposer(Proposer):
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per leaf, copied from an earlier occurrence of the text's end."""
         return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
@@ -151,7 +150,10 @@ class TextProposer(Proposer):
         reading = self._readings.pop(seq.id, None)
         if reading is None or reading.text is not seq.tokens:  # new, or written anew
             reading = self._open(seq)
-        self._read(reading)
+        new = reading.text[reading.seen :]
+        self._calibration.learn(reading.guess, reading.match, new)
+        reading.index.extend(new)
+        reading.seen += len(new)
         found, reading.match = reading.index.lookup(max(limit, 1))
         reading.guess, confidence = self._usable(seq, found, reading.match)
         # Stored only now, so that after an exception the text is indexed anew.
@@ -186,12 +188,6 @@ class TextProposer(Proposer):
             prompt = seq.tokens[: seq.prompt_length]
             reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
-
-    def _read(self, reading: _Reading) -> None:
-        new = reading.text[reading.seen :]
-        self._calibration.learn(reading.guess, reading.match, new)
-        reading.index.extend(new)
-        reading.seen += len(new)
 
 
 def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:

@@ -64,18 +64,18 @@ class FunctionProposer(Proposer):
             proposal = proposal.tolist()
         if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
             raise DraftError(f"draft {self._name} must return a list of token ids, got {proposal!r}")
-        return [self._token(token) for token in proposal]
-
-    def _token(self, token: object) -> int:
-        try:
-            value = index(token)  # type: ignore[arg-type]
-        except (TypeError, ValueError, RuntimeError):
-            value = -1
-        if isinstance(token, bool) or not 0 <= value < self._vocab_size:
-            raise DraftError(
-                f"draft {self._name} must return token ids from 0 to {self._vocab_size - 1}, got {token!r} among them"
-            )
-        return value
+        tokens = []
+        for token in proposal:
+            try:
+                tokens.append(index(token))
+            except (TypeError, ValueError, RuntimeError):
+                tokens.append(-1)
+            if isinstance(token, bool) or not 0 <= tokens[-1] < self._vocab_size:
+                raise DraftError(
+                    f"draft {self._name} must return token ids from 0 to {self._vocab_size - 1}, got {token!r} among "
+                    "them"
+                )
+        return tokens
 
 
 def refuse_class(name: str, draft: object) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
-from specdec.core.work import Pictures, Work
+from specdec.core.work import Work
 from specdec.proposers.views import branch_tokens
 
 
@@ -85,23 +85,6 @@ class Feed(NamedTuple):
     seq: SequenceView
     cached: CachedText
     work: Work
-
-    @classmethod
-    def of(
-        cls,
-        seq: SequenceView,
-        cached: CachedText,
-        tree: Tree,
-        num_text: int,
-        num_logits: int = 0,
-        pictures: Pictures | None = None,
-    ) -> Feed:
-        """The tree begins with the cached branches, or `num_text` tokens of text; without logits it is a chunk of the
-        text, which begins with `pictures`.
-        """
-        work = Work(cached.cache_row, tree, num_logits, num_text, len(cached.branches.tokens), pictures=pictures)
-        work.text_length = 0 if num_logits else len(seq.tokens)
-        return cls(seq, cached, work)
 
 
 class Chain:
@@ -211,8 +194,10 @@ class Branches:
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
     def feed(self, tree: Tree) -> Feed:
-        """A pass over `tree`, with logits of the nodes from the first end on."""
-        return Feed.of(self.seq, self.cached, tree, self.num_as_text, len(tree) - min(self.at))
+        """A pass over `tree`, which begins with the cached branches, with logits of the nodes from the first end on."""
+        cached, num_logits = self.cached, len(tree) - min(self.at)
+        work = Work(cached.cache_row, tree, num_logits, self.num_as_text, len(cached.branches.tokens))
+        return Feed(self.seq, cached, work)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
@@ -242,13 +227,11 @@ class Branches:
         self.ends = [branch for _, _, branch in chosen]
         self.at = list(range(len(branches), len(branches) + len(chosen)))
         self._proposed = [node for node, _, _ in chosen]
-        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
+        # The branches of a search count as one path.
+        paths = [end.chances for end in self.ends if end.chances] or [self._levels]
+        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(paths, len(chosen)):
             return None
         return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
-
-    def _paths(self) -> list[Sequence[float]]:
-        """The confidence along each path that would go on; the branches of a search count as one path."""
-        return [end.chances for end in self.ends if end.chances] or [self._levels]
 
     def _best(self) -> Sequence[int]:
         """The nodes to propose: the `branches * limit` best; for a search, all."""

@@ -28,29 +28,6 @@ class Odds:
     gap: float | None = None
     nodes: float = 4.0
 
-    def text_rate(self, confidence: Sequence[float]) -> float:
-        """Tokens per second if the text draft's nodes are verified."""
-        return _expected(confidence) / (self.gap or 1.0)
-
-    def model_rate(self, limit: int) -> float:
-        """Tokens per second if the model drafts its usual number of nodes, at most `limit`."""
-        count = max(1, min(limit, round(self.nodes)))
-        gap = self.gap or 1.0
-        # Until it is measured, a draft pass is assumed to cost a fifth of the target's.
-        seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
-        return _expected([self.acceptance.mean] * count) / (gap + count * seconds)
-
-    def outcome(self, guess: Tree, emitted: Sequence[int]) -> None:
-        """Updates the acceptance with a model draft and the tokens that were emitted."""
-        right, missed = guess.follow(emitted)
-        tested = [(1.0, True)] * right + [(1.0, False)] * missed
-        self.acceptance = self.acceptance.after(tested, len(tested))
-
-    def drafted(self, seconds: float, nodes: int) -> None:
-        """Updates the cost of a pass: one proposal ran one per node of its longest chain."""
-        self.pass_seconds = _fading(self.pass_seconds, seconds / max(nodes, 1))
-        self.nodes = _fading(self.nodes, max(nodes, 1))
-
 
 class HybridDraft(Draft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
@@ -98,13 +75,16 @@ class HybridProposer(Proposer):
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
+        odds = self._odds
         if self._ended is not None:
-            self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
+            odds.gap = _fading(odds.gap, perf_counter() - self._ended)
         self._ended = None
         for seq in seqs:
             length, guess = self._pending.pop(seq.id, (0, EMPTY))
             if guess.tokens:
-                self._odds.outcome(guess, seq.tokens[length:])
+                right, missed = guess.follow(seq.tokens[length:])
+                tested = [(1.0, True)] * right + [(1.0, False)] * missed
+                odds.acceptance = odds.acceptance.after(tested, len(tested))
         trees = [
             cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
             for seq, plan in zip(seqs, plans, strict=True)
@@ -139,13 +119,19 @@ class HybridProposer(Proposer):
         self._model.drop(seq_ids)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
+        """Whether the model promises more tokens per second than the copies in `tree`."""
         limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens or not tree.tokens:
             return True
-        return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
+        # The model's usual number of nodes; until it is measured, its pass is assumed to cost a fifth of the target's.
+        odds, gap = self._odds, self._odds.gap or 1.0
+        count = max(1, min(limit, round(odds.nodes)))
+        seconds = 0.2 * gap if odds.pass_seconds is None else odds.pass_seconds
+        model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
+        return model_rate > _expected(tree.confidence or []) / gap
 
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
@@ -153,7 +139,10 @@ class HybridProposer(Proposer):
         seq_ids = {seq.id for seq in seqs}
         # A round in which the model reads a prompt does not measure one pass.
         if seq_ids <= self._read and any(trees):
-            self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
+            # One proposal ran one pass per node of its longest chain.
+            odds, nodes = self._odds, max(tree.depth for tree in trees)
+            odds.pass_seconds = _fading(odds.pass_seconds, (perf_counter() - began) / max(nodes, 1))
+            odds.nodes = _fading(odds.nodes, max(nodes, 1))
         self._read |= seq_ids
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)

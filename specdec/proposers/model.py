@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Chained, ChainRule, Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits
+from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed
@@ -189,8 +190,9 @@ class ModelProposer(Proposer):
         for seq in seqs:
             cached, pictures = self._cached[seq.id], self._unseen(seq)
             end = min(cached.text + chunk, self._end(seq)) if pictures is None else pictures.length
-            piece = seq.tokens[cached.text : end]
-            feeds.append(Feed.of(seq, cached, Tree.chain(piece), len(piece), pictures=pictures))
+            piece, length = seq.tokens[cached.text : end], len(seq.tokens)
+            work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
+            feeds.append(Feed(seq, cached, work))
         self._run(feeds)
         for feed in feeds:
             feed.cached.text += feed.work.num_text
@@ -263,23 +265,21 @@ class ModelProposer(Proposer):
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
-        if not chains or len(chains) < len(feeds):
-            return False
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
-        if len(rules) < len(chains):
+        if not feeds or len(rules) < len(feeds):
             return False
-        chained = self._draft_chain([growth.feed(text) for growth, text in chains], rules)
+        fed = [growth.feed(text) for growth, text in chains]
+        rows, texts = [feed.work.row for feed in fed], [feed.work.new_tokens for feed in fed]
+        chained = self._session.draft_chain(rows, texts, rules, self._embeds(fed))
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
-        """The guesses after texts, all in one call; None if the session cannot."""
-        return self._session.draft_chain(
-            [feed.cached.cache_row for feed in feeds], [feed.work.new_tokens for feed in feeds], rules
-        )
+    def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:
+        """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
+        return None
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""

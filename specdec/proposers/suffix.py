@@ -26,9 +26,15 @@ class SuffixAutomaton:
         self.whole = _ROOT
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends `tokens`."""
+        """Appends `tokens`; before each, records the end of the text as `latest`."""
+        link, latest = self.link, self.latest
         for token in tokens:
-            self._settle()
+            end, state = len(self.text) - 1, self.whole
+            for _ in range(_MAX_LINKS):
+                if state <= _ROOT:
+                    break
+                latest[state] = end
+                state = link[state]
             self._append(token)
             self.text.append(token)
 
@@ -43,16 +49,6 @@ class SuffixAutomaton:
                 state, length = self.next[state][token], length + 1
         return state, length
 
-    def _settle(self) -> None:
-        """Records the end of the text as `latest`, before a token is appended."""
-        end, state = len(self.text) - 1, self.whole
-        link, latest = self.link, self.latest
-        for _ in range(_MAX_LINKS):
-            if state <= _ROOT:
-                return
-            latest[state] = end
-            state = link[state]
-
     def _append(self, token: int) -> None:
         following, link = self.next, self.link
         end, before = len(self.text), self.whole
@@ -60,21 +56,17 @@ class SuffixAutomaton:
         while before >= 0 and token not in following[before]:
             following[before][token] = state
             before = link[before]
-        if before >= 0:
-            link[state] = self._longest_with(before, token)
-
-    def _longest_with(self, before: int, token: int) -> int:
-        """The state whose longest substring is that of `before` followed by `token`, split off if necessary."""
-        following, link = self.next, self.link
-        found = following[before][token]
+        if before < 0:
+            return
+        # The link is to the state whose longest substring is that of `before` followed by `token`.
+        found = link[state] = following[before][token]
         if self.length[found] == self.length[before] + 1:
-            return found
+            return
         split = self._state(self.length[before] + 1, link[found], following[found].copy(), self.latest[found])
         while before >= 0 and following[before].get(token) == found:
             following[before][token] = split
             before = link[before]
-        link[found] = split
-        return split
+        link[found] = link[state] = split
 
     def _state(self, length: int, link: int, following: dict[int, int], latest: int) -> int:
         self.next.append(following)
@@ -112,9 +104,6 @@ class SuffixDraft(TextDraft):
 
     source = "suffix"
     reads_encoder = True
-
-    def __repr__(self) -> str:
-        return "SuffixDraft()"
 
     def index(self) -> SuffixAutomaton:
         return SuffixAutomaton()

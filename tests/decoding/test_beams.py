@@ -159,33 +159,6 @@ def test_hidden_states_and_attentions(name: str) -> None:
                     assert torch.allclose(layer, theirs_, atol=1e-4), field
 
 
-def test_transition_scores() -> None:
-    """transformers' `compute_transition_scores` takes the result, and its sum is the hypothesis's score."""
-    model = tiny("llama", vocab=VOCAB)
-    inputs = prompt_for("llama")
-    case = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 9, "eos_token_id": 5, "length_penalty": 1.0}
-    out = ours(model, "suffix", inputs, case)
-    scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
-    lengths = torch.tensor(out.stats.lengths)
-    assert torch.allclose(scores.sum(1) / lengths, out.sequences_scores, atol=1e-4)
-
-
-def test_padding_may_be_zero() -> None:
-    """A text that ends early is padded with the padding id, also where that is 0. (transformers pads with EOS.)"""
-    model = tiny("llama", vocab=VOCAB)
-    for seed in range(40):
-        prompt = [[5 + seed, 9, 12]]
-        out = SpecGenerator(model).generate(
-            prompt, num_beams=3, num_return_sequences=3, max_new_tokens=12, eos_token_id=7, pad_token_id=0
-        )
-        short = [(row, n) for row, n in zip(out.sequences, out.stats.lengths, strict=True) if n < 12]
-        if short and max(out.stats.lengths) > min(out.stats.lengths):
-            row, n = min(short, key=lambda pair: pair[1])
-            assert set(row[3 + n :].tolist()) == {0}
-            return
-    pytest.fail("no text ended early")
-
-
 def test_exhaustive_goes_on_to_the_end() -> None:
     """`early_stopping="exhaustive"` keeps searching, and never ends with a worse best text than the others do."""
     model = tiny("gpt2", vocab=VOCAB)

@@ -11,7 +11,8 @@ from specdec.core.tree import Tree
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import Processors, TopK, TopP
 from specdec.decoding.strategies import Coupled, Greedy, Match
-from tests.decoding.toys import NOTHING, ToyRow, decode, logits_of, table, wrong
+from tests.decoding.toys import NOTHING, decode, logits_of, table, wrong
+from tests.proposers.fakes import FakeSequence
 
 V, LENGTH = 12, 24
 TARGET = table(11, V)
@@ -57,7 +58,7 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.4, 0.25, 0.15, 0.2])
     distance = float((p - q).abs().sum()) / 2
     scores = logits_of(Tree.chain([0]), p.log()[None])
-    row, agreed = ToyRow(), 0
+    row, agreed = FakeSequence([0]), 0
     for seed in range(2000):
         selector = Coupled(NOTHING, fold(3, seed))
         agreed += selector.emit(row, [], scores, 0).token == selector.sampler.pick(row, [], q.log())[0]
@@ -68,8 +69,8 @@ def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
 def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
     """Ties as torch.argmax breaks them; the draft's probability is its softmax."""
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
-    assert Greedy(NOTHING).emit(ToyRow(), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
-    token, sure, q = Greedy(NOTHING).sampler.pick(ToyRow(), [], logits.bfloat16())
+    assert Greedy(NOTHING).emit(FakeSequence([0]), [], logits_of(Tree.chain([0]), logits[None]), 0).token == 1
+    token, sure, q = Greedy(NOTHING).sampler.pick(FakeSequence([0]), [], logits.bfloat16())
     assert (token, q) == (1, None)
     assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
 
@@ -78,7 +79,7 @@ def test_first_says_where_the_logits_begin() -> None:
     """A prompt's inner positions are not kept: logits count from `first`."""
     logits = torch.eye(4)[[2, 3]]
     scores = logits_of(Tree.chain([9, 9, 9, 2]), logits)
-    assert [Greedy(NOTHING).emit(ToyRow(), [], scores, node).token for node in (2, 3)] == [2, 3]
+    assert [Greedy(NOTHING).emit(FakeSequence([0]), [], scores, node).token for node in (2, 3)] == [2, 3]
 
 
 @pytest.mark.parametrize("width", [3, 6])
@@ -86,7 +87,7 @@ def test_guesses_stay_within_the_targets_vocabulary(width) -> None:
     """A wider draft's best token may not exist for the target."""
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
     for sampler in (Greedy(NOTHING, width=width).sampler, Coupled(NOTHING, 1, width=width).sampler):
-        assert sampler.pick(ToyRow(), [], logits)[0] < min(width, 4)
+        assert sampler.pick(FakeSequence([0]), [], logits)[0] < min(width, 4)
 
 
 def test_guidance_equals_transformers() -> None:
@@ -96,7 +97,7 @@ def test_guidance_equals_transformers() -> None:
     theirs.get_unconditional_logits = lambda ids: unconditional[:1, None]
     expected = theirs(torch.tensor([[0]]), logits[:1])[0] / 0.5
     selector = Greedy(Processors((TemperatureLogitsWarper(0.5),)), guidance_scale=1.7, keep_scores=True)
-    step = selector.emit(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits, unconditional), 0)
+    step = selector.emit(FakeSequence([0]), [], logits_of(Tree.chain([0, 1]), logits, unconditional), 0)
     torch.testing.assert_close(step.scores, expected)
     assert step.token == int(expected.argmax())
     assert step.logits is None
@@ -105,7 +106,7 @@ def test_guidance_equals_transformers() -> None:
 def test_kept_scores_are_copies() -> None:
     """The pass's buffers may be written to again."""
     scores = logits_of(Tree.chain([0]), torch.randn(1, V))
-    step = Greedy(NOTHING, keep_scores=True, keep_logits=True).emit(ToyRow(), [], scores, 0)
+    step = Greedy(NOTHING, keep_scores=True, keep_logits=True).emit(FakeSequence([0]), [], scores, 0)
     for kept in (step.scores, step.logits):
         assert torch.equal(kept, scores.logits[0])
         assert kept.data_ptr() != scores.logits.data_ptr()

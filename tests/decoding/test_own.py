@@ -5,17 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors import Processors, Timestamps
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
-from specdec.decoding.strategies import Greedy
-from tests.decoding.toys import ToyRow, propose, sprout, table, verify, walk
+from specdec.decoding.processors import Timestamps
+from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
 TEXTS = st.integers(1, 3).flatmap(
@@ -87,29 +84,3 @@ def test_suppressed_tokens(length, tokens, seed, dtype, least) -> None:
         assert torch.equal(own(ids, logits), theirs(ids, logits))
         assert type(own).stands_for is type(theirs)
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("branches", [1, 3])
-def test_a_draft_meets_the_rules_of_plain_decoding(branches: int) -> None:
-    """Chains and trees of guesses, half of which are timestamps: the text is that of transformers' processors."""
-    target, draft = table(3, VOCAB), table(4, VOCAB)
-    theirs = Processors(
-        (
-            stock.SuppressTokensLogitsProcessor([3, 5]),
-            stock.SuppressTokensAtBeginLogitsProcessor([END, 2], 2),
-            stock.WhisperTimeStampLogitsProcessor(settings(max_initial_timestamp_index=4), 2),
-        )
-    )
-    own = Processors((Suppress([3, 5]), SuppressAtBegin([END, 2], 2), Timestamps(FIRST, 2, END, most_initial=4)))
-    assert own.pure
-    for tokens in ([1, 2], [1, 2, FIRST], [1, 2, FIRST, 4, FIRST + 2], [1, 2, FIRST, 4, FIRST + 2, FIRST + 2]):
-        row = ToyRow(tokens, 2)
-        found = []
-        for processors in (theirs, own):
-            strategy = Greedy(processors, width=VOCAB)
-            if branches == 1:
-                proposal = propose(strategy.sampler, row, draft, 5)
-            else:
-                proposal = sprout(strategy.sampler, row, draft, 3, branches)
-            found.append((walk(strategy, row, verify(row, proposal, target)), proposal.tokens, proposal.parents))
-        assert found[0] == found[1]

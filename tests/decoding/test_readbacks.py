@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -19,8 +20,9 @@ from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
 from specdec.decoding.samplers import likeliest_children
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
-from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, logits_of, propose, sprout, table, verify, walk
+from tests.decoding.toys import NOTHING, Table, ToyPlan, logits_of, propose, sprout, table, verify, walk
 from tests.matrix import in_pairs
+from tests.proposers.fakes import FakeSequence
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
@@ -74,7 +76,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @in_pairs(name=[*STRATEGIES], processors=[*PROCESSORS], branches=[1, 3])
 def test_one_look_in_a_round(name: str, processors: str, branches: int, looks: list[str]) -> None:
     """Chains and trees, with processors that read ids or do not; log-probabilities come with it."""
-    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](PROCESSORS[processors], ranked=True)
+    row, strategy = FakeSequence([0, 4, 7]), STRATEGIES[name](PROCESSORS[processors], ranked=True)
     if branches == 1:
         proposal = propose(strategy.sampler, row, far(TARGET), 5)
     else:
@@ -95,7 +97,7 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
         rounds = []
         for processors in (*PROCESSORS.values(), *[OWN] * (name != "block")):
             for length in range(1, 12):
-                row = ToyRow([0, *range(length)], 1)
+                row = FakeSequence([0, *range(length)])
                 sampler = strategy(processors).sampler
                 tree = propose(sampler, row, DRAFT, 4) if branches == 1 else sprout(sampler, row, DRAFT, 3, branches)
                 rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
@@ -111,7 +113,7 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
 def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) -> None:
     """Token, confidence and whether there is a guess at all come together."""
     sampler = STRATEGIES[name](WARPED).sampler
-    token, sure, _ = sampler.pick(ToyRow(), [], far(DRAFT)([0]), confident=confident)
+    token, sure, _ = sampler.pick(FakeSequence([0]), [], far(DRAFT)([0]), confident=confident)
     assert len(looks) == 1
     assert (sure == 1.0) != confident
     assert 0 <= token < V
@@ -125,16 +127,25 @@ def test_a_draft_that_overflowed_has_no_guess(
     monkeypatch.setattr(device_reads, "is_local", lambda values: local)
     logits = DRAFT([0]).clone()
     logits[5] = bad
-    assert math.isnan(STRATEGIES[name](NOTHING).sampler.pick(ToyRow(), [], logits, confident=confident)[1])
+    assert math.isnan(STRATEGIES[name](NOTHING).sampler.pick(FakeSequence([0]), [], logits, confident=confident)[1])
 
 
 @pytest.mark.parametrize("name", GUESSING)
 def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
     """The likeliest children are found together; those of one end are drawn without looking."""
     ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]
-    found = STRATEGIES[name](WARPED).sampler.expand(ToyRow(), ends, logits, ToyPlan(3, 3))
+    found = STRATEGIES[name](WARPED).sampler.expand(FakeSequence([0]), ends, logits, ToyPlan(3, 3))
     assert len(found) >= 3
     assert len(looks) == 1
+
+
+def three_steps(search: BeamSearch, views: Callable[[list[list[int]]], list[View]]) -> Beams:
+    """The state after three steps, whose texts have these `views`."""
+    state = search.begin()
+    for _ in range(3):
+        texts = [[0, *beam.tokens] for beam in state.live[: 3 if state.length else 1]]
+        state = search.advance(FakeSequence([0]), state, views(texts), []).state
+    return state
 
 
 @pytest.mark.parametrize("seed", [None, 4])
@@ -145,13 +156,12 @@ def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> N
         search = BeamSearch(
             processors=WARPED, stop=Stopping(max_length=6), num_beams=3, max_new_tokens=5, width=V, seed=seed
         )
-        state = search.begin()
-        for _ in range(3):
-            texts = [[0, *beam.tokens] for beam in state.live[: 1 if not state.length else 3]]
+
+        def views(texts: list[list[int]]) -> list[View]:
             out = logits_of(Tree.chain([0] * len(texts)), torch.stack([target(text) for text in texts]))
-            views = [View(out, at) for at in range(len(texts))]
-            state = search.advance(ToyRow(), state, views, []).state
-        return state
+            return [View(out, at) for at in range(len(texts))]
+
+        return three_steps(search, views)
 
     here = steps(TARGET)
     looks.clear()
@@ -171,13 +181,7 @@ def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list
         search = BeamSearch(
             processors=processors, stop=Stopping(frozenset([2]), 9), num_beams=3, max_new_tokens=8, width=vocab
         )
-        state = search.begin()
-        for _ in range(3):
-            live = state.live if state.length else state.live[:1]
-            places = [texts.index([0, *beam.tokens]) for beam in live]
-            views = [View(whole, place) for place in places]
-            state = search.advance(ToyRow(), state, views, []).state
-        return state
+        return three_steps(search, lambda found: [View(whole, texts.index(text)) for text in found])
 
     logits = torch.stack([target(text) for text in texts])
     here = steps(logits)
@@ -194,11 +198,11 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     nothing = torch.full((V,), -torch.inf)
     logits = torch.stack([DRAFT([0]), nothing])
     strategy = Coupled(NOTHING, 5)
-    token = strategy.emit(ToyRow(), [], logits_of(Tree.chain([0, 1]), logits), 0).token
+    token = strategy.emit(FakeSequence([0]), [], logits_of(Tree.chain([0, 1]), logits), 0).token
     out = logits_of(Tree.chain([0, token]), logits)
-    assert strategy.emit(ToyRow(), [], out, 0).token == token
+    assert strategy.emit(FakeSequence([0]), [], out, 0).token == token
     with pytest.raises(SpecdecError, match="no token is left"):
-        strategy.emit(ToyRow(), [token], out, 1)
+        strategy.emit(FakeSequence([0]), [token], out, 1)
 
 
 def test_likeliest_children_are_few() -> None:

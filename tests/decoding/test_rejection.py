@@ -6,21 +6,18 @@ from collections import defaultdict
 
 import pytest
 import torch
-from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 
 from specdec.core.tree import Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
-from specdec.decoding.strategies import Block, Coupled, Match, Rejection
-from specdec.decoding.strategies.block import child_weight, without_child
-from specdec.decoding.strategies.sampling import drawn_children, residual
+from specdec.decoding.strategies import Block, Match, Rejection
+from specdec.decoding.strategies.sampling import child_weight, drawn_children, residual, without_child
 from specdec.errors import OptionError
 from tests.decoding.toys import (
     NOTHING,
     Branching,
-    ToyRow,
     decode,
     logits_of,
     propose,
@@ -32,6 +29,7 @@ from tests.decoding.toys import (
     wrong,
 )
 from tests.matrix import in_pairs
+from tests.proposers.fakes import FakeSequence
 
 V = 3
 TARGET = table(1, V)
@@ -129,7 +127,7 @@ def test_law_where_branches_run_out_of_tokens(monkeypatch, kind, vocab, depth, b
         return logits.masked_fill(logits < logits.max() - margin, -torch.inf)
 
     def play():
-        selector, row = kind(NOTHING, 0, width=vocab), ToyRow()
+        selector, row = kind(NOTHING, 0, width=vocab), FakeSequence([0])
         tree = sprout(selector.sampler, row, narrow, depth, branches)
         trees[tuple(tree.tokens), tuple(tree.parents)] = tree
         return tuple(walk(selector, row, verify(row, tree, target))[0])
@@ -167,7 +165,7 @@ def continued(law, target, length) -> dict[tuple[int, ...], float]:
 
 def test_draws_that_do_not_pay_are_not_made() -> None:
     """A plan may forbid a draw by its odds alone; no drawn node is missing from the tree."""
-    sampler, row = Rejection(NOTHING, 0, width=V).sampler, ToyRow()
+    sampler, row = Rejection(NOTHING, 0, width=V).sampler, FakeSequence([0])
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.0)) == 3
     assert not sprout(sampler, row, TARGET, 1, 3, least=0.9).tokens
@@ -178,7 +176,7 @@ def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
     branching = Branching(monkeypatch)
 
     def play():
-        selector, row = kind(NOTHING, 0, width=V), ToyRow()
+        selector, row = kind(NOTHING, 0, width=V), FakeSequence([0])
         sampler = selector.sampler
         tree = propose(sampler, row, draft, k) if branches == 1 else sprout(sampler, row, draft, k, branches)
         return walk(selector, row, verify(row, tree, TARGET))[1]
@@ -205,18 +203,6 @@ def test_block_accepts_no_less_and_here_more(monkeypatch) -> None:
     assert accepted(monkeypatch, Block, TARGET) == pytest.approx(3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Coupled, Rejection, Block])
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_law_with_the_real_hash(kind, k) -> None:
-    """3,000 neighbouring seeds, first two tokens; chi-square with a false alarm in a million runs."""
-    draws, counts = 3000, defaultdict(int)
-    for seed in range(draws):
-        counts[decode(kind(NOTHING, seed, width=V), TARGET, DRAFTS["other"], length=2, k=k)[0]] += 1
-    law = target_law(TARGET, 2)
-    statistic = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in law.items())
-    assert statistic < chi2.ppf(1 - 1e-6, len(law) - 1)
-
-
 def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) -> Logits:
     tree = Tree.chain([0]).graft(Tree.chain(tokens, q=None if q is None else [torch.tensor(x) for x in q]))
     return logits_of(tree, torch.tensor([p] * len(tree)).log())
@@ -225,7 +211,7 @@ def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) ->
 def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
     """`r * q < p` is strict: with `<=`, r = 0 let a token of target probability 0 pass."""
     monkeypatch.setattr(noise, "uniform", lambda address: 0.0)
-    step = Rejection(NOTHING, 0).emit(ToyRow(), [], scores_of([0.0, 1.0], [0], [[1.0, 0.0]]), 0)
+    step = Rejection(NOTHING, 0).emit(FakeSequence([0]), [], scores_of([0.0, 1.0], [0], [[1.0, 0.0]]), 0)
     assert step.token == 1
 
 
@@ -233,7 +219,7 @@ def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
 def test_q_of_zero_divides_nothing(kind) -> None:
     """A draft token whose q is 0 raises nothing and yields no NaN."""
     for p, expected in (([0.0, 1.0], 1), ([1.0, 0.0], 0)):
-        assert kind(NOTHING, 0).emit(ToyRow(), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
+        assert kind(NOTHING, 0).emit(FakeSequence([0]), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
 
 
 def test_empty_residual_falls_back_to_p() -> None:
@@ -255,19 +241,9 @@ def test_draft_is_warped_once() -> None:
     """q is the draft's softmax after one pass of the processors, not two (T, not T squared)."""
     sampler = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0, width=4).sampler
     logits = torch.randn(4)
-    token, sure, q = sampler.pick(ToyRow(), [], logits)
+    token, sure, q = sampler.pick(FakeSequence([0]), [], logits)
     torch.testing.assert_close(q, (logits / 2).softmax(-1))
     assert sure == pytest.approx(float(q[token]))
-
-
-@pytest.mark.parametrize("width", [3, 6])
-def test_draft_of_another_width_is_fitted(width) -> None:
-    """A padded vocabulary is cropped or filled with impossible tokens; q has the target's width."""
-    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
-    _, _, q = Rejection(NOTHING, 0, width=width).sampler.pick(ToyRow(), [], logits)
-    assert q.shape == (width,)
-    assert float(q.sum()) == pytest.approx(1)
-    assert (q[4:] == 0).all()
 
 
 def test_block_refuses_processors_it_may_not_ask_ahead() -> None:
@@ -285,7 +261,7 @@ def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
     """The residual of a block may hold the very token that was drafted: the walk then goes on, past the verdict."""
     monkeypatch.setattr(noise, "uniform", lambda address: 0.999999)
     monkeypatch.setattr(noise, "draw", lambda logits, address: 1)
-    selector, row = Block(NOTHING, 0), ToyRow()
+    selector, row = Block(NOTHING, 0), FakeSequence([0])
     new, count = walk(selector, row, scores_of([0.4, 0.6], [1, 1], [[0.6, 0.4], [0.4, 0.6]]))
     assert (new, count) == ([1, 1, 1], 2)
 
@@ -293,7 +269,7 @@ def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
 @pytest.mark.parametrize("kind", [Rejection, Block])
 def test_long_chains_are_accepted_whole(kind) -> None:
     """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
-    selector, row = kind(NOTHING, 0, width=V), ToyRow()
+    selector, row = kind(NOTHING, 0, width=V), FakeSequence([0])
     ragged = lambda prefix: torch.zeros(V)  # noqa: E731
     scores = verify(row, propose(selector.sampler, row, ragged, 1200), ragged)
     assert walk(selector, row, scores)[1] == 1200
@@ -305,7 +281,7 @@ def test_same_seed_same_text_and_kept_scores() -> None:
         texts = {decode(kind(NOTHING, 7, width=V), TARGET, DRAFTS["other"], length=6, k=2)[0] for _ in range(2)}
         assert len(texts) == 1
         selector = kind(Processors((TemperatureLogitsWarper(0.5),)), 7, width=V, keep_scores=True, keep_logits=True)
-        row = ToyRow()
+        row = FakeSequence([0])
         scores = verify(row, propose(selector.sampler, row, TARGET, 2), TARGET)
         step = selector.emit(row, [], scores, 0)
         torch.testing.assert_close(step.scores, scores.logits[0] / 0.5)

@@ -149,16 +149,6 @@ def test_law_is_the_targets(sampling: str, schedule: str, branches: int | None) 
     assert_law(texts, exact_law(model, [1, 3], 0.9))
 
 
-@pytest.mark.parametrize(
-    "sampling", ["block", *(pytest.param(s, marks=pytest.mark.slow) for s in ("rejection", "match"))]
-)
-def test_law_with_one_hot_drafts(sampling: str) -> None:
-    """Drafts that are certain of a guess, right or wrong, leave the law alone (false alarm 1e-4)."""
-    generator = SpecGenerator(model := flat(), lambda tokens, k: [(tokens[-1] + 1) % VOCAB] * k)
-    run = endless(4, do_sample=True, sampling=sampling, top_k=0, seed=5)
-    assert_law(generator.generate([[1, 3]] * 2000, **run).new_tokens(), exact_law(model, [1, 3], 1.0))
-
-
 @pytest.mark.parametrize("sampling", [None, "coupled", "match", "rejection", "block"])
 def test_a_draft_that_overflows_is_left_out(sampling: str | None) -> None:
     """A draft whose logits are NaN drafts nothing. (It once ended the whole call with an error.)"""

@@ -19,7 +19,6 @@ from specdec import (
     PhrasalConstraint,
     SpecGenerator,
 )
-from specdec.decoding.strategies.constraints import Progress
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
@@ -75,20 +74,6 @@ def test_a_draft_saves_passes() -> None:
         out = generate(model, model, RAGGED[:1], options, max_new_tokens=24, eos_token_id=[])
         assert_same(out, plain)
         assert out.stats.num_target_passes < 0.6 * plain.stats.num_target_passes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_equals_each_row_alone(kind: str) -> None:
-    """Ragged prompts in one batch."""
-    model, draft = tiny("llama", vocab=VOCAB), None if kind == "contrastive" else tiny("llama", vocab=VOCAB, seed=1)
-    together = generate(model, draft, RAGGED, KINDS[kind])
-    new, each = together.new_tokens(), KINDS[kind].get("num_return_sequences", 1)
-    for row, prompt in enumerate(RAGGED):
-        alone = generate(model, None, [prompt], KINDS[kind])
-        assert new[row * each : (row + 1) * each] == alone.new_tokens()
-        if each > 1:
-            scores = together.sequences_scores[row * each : (row + 1) * each]
-            assert torch.allclose(scores, alone.sequences_scores, atol=1e-4)
 
 
 def contrastive_reference(model: Any, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
@@ -268,29 +253,6 @@ def test_hamming_diversity() -> None:
     for wrong in ((0.0, 4, 2), (1.0, 4, 3), (1.0, 4, 1)):
         with pytest.raises(OptionError):
             HammingDiversityLogitsProcessor(*wrong)
-
-
-def test_progress() -> None:
-    """Phrases are walked through one at a time; a break starts the phrase over, behind the others."""
-    phrase, either = PhrasalConstraint([1, 2, 3]), DisjunctiveConstraint([[4, 5], [4, 6], [7]])
-    start = Progress.of([phrase, either])
-    assert start.advance() == [1, 4, 7]
-    assert start.after([1, 2]).advance() == [3]
-    assert (start.after([1, 2]).bank, start.after([1, 2, 3]).bank, start.after([7]).bank) == (2, 3, 3)
-    broken = start.after([1, 2, 4])
-    assert broken.advance() == [4, 7, 1]
-    assert start.after([9, 1, 2, 3, 8, 4, 6]).fulfilled
-    assert not start.after([1, 1, 2, 3, 7]).fulfilled
-    assert start == Progress.of([phrase, either])
-
-
-def test_forced_steps_of_a_disjunction_share_a_list() -> None:
-    """4.49's copies do: what one tries the next find begun, and what these add counts for the first as well."""
-    breaks = Progress.of([DisjunctiveConstraint([[4, 5, 9], [4, 6, 9]])]).after([4])
-    assert [(token, after.bank) for token, after in breaks.forced()] == [(5, 2), (6, 0)]
-    completes = Progress.of([DisjunctiveConstraint([[3, 3, 16], [3, 16, 3]])]).after([3])
-    assert [(token, after.bank) for token, after in completes.forced()] == [(3, 3), (16, 3)]
-    assert [after.fulfilled for _, after in completes.forced()] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from specdec.decoding.stopping import Stopping
-from tests.decoding.toys import ToyRow
+from tests.proposers.fakes import FakeSequence
 
 
-def row() -> ToyRow:
-    return ToyRow(tokens=[1, 2, 3], prompt_length=2)
+def row() -> FakeSequence:
+    return FakeSequence([1, 2, 3], prompt_length=2)
 
 
 def test_eos_and_length_without_criteria() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
+from tests.proposers.fakes import FakeSequence
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -36,25 +37,7 @@ def wrong(target: Table) -> Table:
     return lambda prefix: -3 * target(prefix)
 
 
-@dataclass
-class ToyRow:
-    """One sequence."""
-
-    tokens: list[int] = field(default_factory=lambda: [0])
-    prompt_length: int = 1
-    key: int = 0
-    remaining: int = 99
-    encoder_tokens: list[int] | None = None
-    prediction: list[int] | None = None
-    tree: Tree = EMPTY
-    leaves: tuple[int, ...] = (-1,)
-    leaf_scores: tuple[float, ...] = (0.0,)
-
-    def prefix(self, extra=()) -> Tensor:
-        return torch.tensor([self.tokens + list(extra)])
-
-
-def propose(sampler: Any, row: ToyRow, draft: Table, k: int) -> Tree:
+def propose(sampler: Any, row: FakeSequence, draft: Table, k: int) -> Tree:
     """A chain of k tokens as a draft model makes it."""
     guesses: list[int] = []
     qs = []
@@ -77,7 +60,7 @@ class ToyPlan:
         return math.prod(chances) >= self.least
 
 
-def sprout(sampler: Any, row: ToyRow, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
+def sprout(sampler: Any, row: FakeSequence, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
     """A tree of k levels as a draft model grows it."""
     ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
     for _ in range(k):
@@ -93,7 +76,7 @@ def sprout(sampler: Any, row: ToyRow, draft: Table, k: int, branches: int, least
     return Tree([node.tokens[-1] for node in nodes], parents, [node.confidence for node in nodes], drawn or None)
 
 
-def verify(row: ToyRow, proposal: Tree, target: Table) -> Logits:
+def verify(row: FakeSequence, proposal: Tree, target: Table) -> Logits:
     """The target's logits after the last token and after every proposed one."""
     tree = Tree.chain(row.tokens[-1:]).graft(proposal)
     prefixes = [row.tokens + [tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
@@ -105,7 +88,7 @@ def logits_of(tree: Tree, logits: torch.Tensor, unconditional: torch.Tensor | No
     return Logits(Work(0, tree, len(logits)), logits, unconditional)
 
 
-def walk(selector: Any, row: ToyRow, out: Logits) -> tuple[list[int], int]:
+def walk(selector: Any, row: FakeSequence, out: Logits) -> tuple[list[int], int]:
     """The tokens of one round, and how many of them were proposed."""
     children, node, new = out.tree.children(), 0, []
     while True:
@@ -118,7 +101,7 @@ def walk(selector: Any, row: ToyRow, out: Logits) -> tuple[list[int], int]:
 
 def decode(selector: Any, target: Table, draft: Table | None, *, length: int, k: int, guesses: Any = None):
     """`length` tokens and the number of rounds; `guesses(row, k)` replaces the draft by a tree without a model."""
-    row, rounds = ToyRow(), 0
+    row, rounds = FakeSequence([0]), 0
     while len(row.tokens) <= length:
         room = min(k, length - len(row.tokens))
         if guesses is not None:

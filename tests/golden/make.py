@@ -1,4 +1,4 @@
-"""Writes group.json, constrained.json and contrastive.json. Run from the repository root, under transformers 4.49:
+"""Answers the cases of group.json, constrained.json and contrastive.json anew, with transformers 4.49. From the root:
 
 python -m tests.golden.make
 """
@@ -17,16 +17,16 @@ import transformers
 from torch import Tensor
 from transformers import DisjunctiveConstraint, PhrasalConstraint, StoppingCriteria
 from transformers.generation import utils
-from transformers.generation.beam_constraints import ConstraintListState
 from transformers.generation.beam_search import BeamSearchScorer, ConstrainedBeamSearchScorer
 
-from tests.golden import cases, models
+from tests.golden import models
 
 HERE = Path(__file__).parent
 VERSION = "4.49.0"
 JITTER = 1e-5  # relative noise on every weight; a case that it changes was decided by a near-tie
 STEPS, TOP = (0, 1, 4), 3  # of `scores`: which steps, and how many of the largest entries
 SCORED = 3  # every third case keeps entries of `scores`
+CRASHED = "4.49 raises RuntimeError here (beams with and without indices); made without beam_indices"
 
 
 def main() -> None:
@@ -37,12 +37,15 @@ def main() -> None:
     torch.set_num_threads(1)
     plain = {name: models.build(name) for name in models.NAMES}
     shaken = [{name: _shaken(model, seed) for name, model in plain.items()} for seed in range(3)]
-    checks = {name: models.check(model, models.prompts(name)[0]) for name, model in plain.items()}
+    checks: dict[str, list[float]] = {}
     for strategy in ("group", "constrained", "contrastive"):
         kept = []
-        for number, case in enumerate(getattr(cases, strategy.upper())):
-            result = _run(plain[case["model"]], case, strategy)
-            again = [_run(side[case["model"]], case, strategy) for side in shaken]
+        for number, case in enumerate(json.loads((HERE / f"{strategy}.json").read_text())["cases"]):
+            name = case["model"]
+            if name not in checks:
+                checks[name] = models.check(plain[name], case)
+            result = _run(plain[name], case, strategy)
+            again = [_run(side[name], case, strategy) for side in shaken]
             if any(_decisions(other) != _decisions(result) for other in again):
                 print(f"{strategy} {number}: a near-tie, dropped")
                 continue
@@ -102,13 +105,13 @@ class ConstrainedScorer(ConstrainedBeamSearchScorer):
             return super().finalize(*args, beam_indices=None, **kwargs)
 
 
-def _run(model: Any, case: cases.Case, strategy: str) -> dict[str, Any]:
+def _run(model: Any, case: dict[str, Any], strategy: str) -> dict[str, Any]:
     kwargs = dict(case["kwargs"])
     if "constraints" in kwargs:
-        kwargs["constraints"] = _constraints(kwargs["constraints"])
-    inputs = models.tensors(models.prompts(case["model"])[case["prompt"]])
-    if case["decoder"]:
-        inputs["decoder_input_ids"] = torch.tensor(case["decoder"])
+        words = kwargs["constraints"]
+        phrases = [PhrasalConstraint(ids) for ids in words.get("phrasal", [])]
+        kwargs["constraints"] = [*phrases, *(DisjunctiveConstraint(ids) for ids in words.get("disjunctive", []))]
+    inputs = models.inputs(case)
     watch = GroupScorer.watch = ConstrainedScorer.watch = Watch()
     model._temporary_reorder_cache = partial(watch.reorder, model)
     if model.config.is_encoder_decoder:
@@ -121,22 +124,22 @@ def _run(model: Any, case: cases.Case, strategy: str) -> dict[str, Any]:
         return_dict_in_generate=True,
         output_scores=True,
     )
-    start = _start(model, inputs)
-    eos = _eos(model, kwargs)
+    start = inputs["input_ids"].shape[1]  # where generated tokens begin
+    if model.config.is_encoder_decoder:
+        start = inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
+    eos = kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
     result: dict[str, Any] = {"sequences": out.sequences.tolist(), "scores": out.scores}
     if strategy == "contrastive":
-        result["transition_scores"] = _chosen(out, start, eos)
-        result["lengths"] = [len(entries) for entries in result["transition_scores"]]
+        ends = [[i for i, token in enumerate(row[start:], 1) if token in eos] for row in result["sequences"]]
+        result["lengths"] = [min([*found, len(out.scores)]) for found in ends]
         return result
     result["sequences_scores"] = out.sequences_scores.tolist()
-    result["beam_indices"] = None if out.beam_indices is None else [_trim(row) for row in out.beam_indices.tolist()]
     result["crashed"] = watch.crashed
-    result |= _paths(result, watch, start, eos, kwargs, cumulative=strategy == "constrained")
+    result["paths"] = _paths(result, watch, start, eos, kwargs, cumulative=strategy == "constrained")
     group = kwargs["num_beams"] // kwargs.get("num_beam_groups", 1)
     running = [sum(not step[row // group] for step in watch.done) for row in range(len(watch.parents[0]))]
     result["lengths"] = [min(steps + 1, len(out.scores)) for steps in running]
-    if strategy == "constrained":
-        result["fulfilled"] = [_fulfilled(case["kwargs"], row) for row in result["sequences"]]
     return result
 
 
@@ -148,15 +151,15 @@ def _masked(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 
 def _paths(
     result: dict[str, Any], watch: Watch, start: int, eos: list[int], kwargs: dict[str, Any], *, cumulative: bool
-) -> dict[str, Any]:
-    """For each returned sequence, the row of `scores[step]` each token came from, and its entry there.
+) -> list[list[int]]:
+    """For each returned sequence, the row of `scores[step]` each token came from.
 
     4.49's own beam_indices are wrong for groups. Here the beams are followed through the reordering of the cache,
     and of the beams that spell the sequence the one is taken whose scores give its sequence score.
     """
     beams, width = kwargs["num_beams"], kwargs.get("num_return_sequences", 1)
     group = beams // kwargs.get("num_beam_groups", 1)
-    paths, transitions, taken = [], [], []
+    paths, taken = [], []
     for number, (sequence, score) in enumerate(zip(result["sequences"], result["sequences_scores"], strict=True)):
         first = number // width * beams
         options = []
@@ -167,14 +170,13 @@ def _paths(
             total /= len(path) ** kwargs.get("length_penalty", 1.0)
             error = 0.0 if total == score else abs(total - score)  # both may be -inf
             if (path, tokens) not in taken:
-                options.append((round(error, 4), -path[-1], path, tokens, entries))
-        error, _, path, tokens, entries = min(options)  # of equal beams, those of later groups are returned first
+                options.append((round(error, 4), -path[-1], path, tokens))
+        error, _, path, tokens = min(options)  # of equal beams, those of later groups are returned first
         if error:
             raise AssertionError(f"no beam spells {sequence} with the score {score}")
         taken.append((path, tokens))
         paths.append(path)
-        transitions.append(entries)
-    return {"paths": paths, "transition_scores": transitions}
+    return paths
 
 
 def _spelling(
@@ -195,32 +197,12 @@ def _spelling(
                     yield [*paths[length][row], row], [*before, ending]
 
 
-def _chosen(out: Any, start: int, eos: list[int]) -> list[list[float]]:
-    """The processed logit of each token, up to and with the first EOS."""
-    entries = []
-    for row, sequence in enumerate(out.sequences.tolist()):
-        mine = []
-        for step, token in enumerate(sequence[start:]):
-            mine.append(float(out.scores[step][row, token]))
-            if token in eos:
-                break
-        entries.append(mine)
-    return entries
-
-
-def _record(case: cases.Case, result: dict[str, Any], scores: bool) -> dict[str, Any]:
-    comments = [case["comment"]] if case["comment"] else []
-    if result.get("crashed"):
-        comments.append("4.49 raises RuntimeError here (beams with and without indices); made without beam_indices")
-    prompt = models.prompts(case["model"])[case["prompt"]]
-    record: dict[str, Any] = {"model": case["model"], "kwargs": case["kwargs"], "prompt": prompt["input_ids"]}
-    if "attention_mask" in prompt:
-        record["attention_mask"] = prompt["attention_mask"]
-    if case["decoder"]:
-        record["decoder_prompt"] = case["decoder"]
-    if comments:
-        record["comment"] = "; ".join(comments)
-    for key in ("sequences", "sequences_scores", "beam_indices", "paths", "transition_scores", "fulfilled"):
+def _record(case: dict[str, Any], result: dict[str, Any], scores: bool) -> dict[str, Any]:
+    asked = ("model", "kwargs", "prompt", "attention_mask", "decoder_prompt", "comment")
+    record: dict[str, Any] = {key: case[key] for key in asked if key in case}
+    if result.get("crashed") and CRASHED not in case.get("comment", ""):
+        record["comment"] = "; ".join([*([case["comment"]] if "comment" in case else []), CRASHED])
+    for key in ("sequences", "sequences_scores", "paths"):
         if key in result:
             record[key] = _rounded(result[key])
     if scores:
@@ -262,37 +244,7 @@ def _single(model: Any, inputs: Any, outputs: Any) -> None:
 
 
 def _decisions(result: dict[str, Any]) -> tuple[Any, ...]:
-    return result["sequences"], result.get("paths"), result.get("beam_indices")
-
-
-def _constraints(words: dict[str, Any]) -> list[Any]:
-    phrases = [PhrasalConstraint(ids) for ids in words.get("phrasal", [])]
-    return [*phrases, *(DisjunctiveConstraint(ids) for ids in words.get("disjunctive", []))]
-
-
-def _fulfilled(kwargs: dict[str, Any], sequence: list[int]) -> bool:
-    wanted = _constraints(kwargs.get("constraints", {}))
-    for ids in kwargs.get("force_words_ids", []):
-        wanted.append(DisjunctiveConstraint(ids) if isinstance(ids[0], list) else PhrasalConstraint(ids))
-    state = ConstraintListState(wanted)
-    state.reset(sequence)
-    return state.completed
-
-
-def _start(model: Any, inputs: dict[str, Tensor]) -> int:
-    """Where generated tokens begin."""
-    if not model.config.is_encoder_decoder:
-        return inputs["input_ids"].shape[1]
-    return inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
-
-
-def _eos(model: Any, kwargs: dict[str, Any]) -> list[int]:
-    eos = kwargs.get("eos_token_id", model.generation_config.eos_token_id)
-    return [] if eos is None else [eos] if isinstance(eos, int) else eos
-
-
-def _trim(row: list[int]) -> list[int]:
-    return [index for index in row if index >= 0]
+    return result["sequences"], result.get("paths")
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Four tiny models that are the same under every transformers version, and prompts for them."""
+"""Four tiny models that are the same under every transformers version."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ SEED = {"gpt2": 3, "llama": 7, "t5": 11, "bart": 21}
 EMBEDDING = {"gpt2": 0.4, "llama": 0.6, "t5": 0.6, "bart": 0.6}
 LOUD = {"gpt2": 1.6, "llama": 1.6, "t5": 2.4, "bart": 1.6}
 
-Prompt = dict[str, list[list[int]]]  # input_ids [rows, length], attention_mask the same where a row is padded
-
 
 def build(name: str) -> PreTrainedModel:
     """The model `name` in float32 and eval mode; its generation config holds the special ids and nothing else."""
@@ -50,25 +48,19 @@ def build(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def prompts(name: str) -> list[Prompt]:
-    """Single rows of several lengths, then batches: padded left for decoders, right for encoder inputs."""
-    pad = IDS[name]["pad_token_id"]
-    rows = [_row(f"{name}.prompt.{i}", length) for i, length in enumerate((5, 3, 8, 4, 6, 7))]
-    singles: list[Prompt] = [{"input_ids": [row]} for row in rows]
-    return [*singles, _batch(rows[:2], pad, name), _batch(rows[2:5], pad, name), _batch(rows[1:6:2], pad, name)]
+def inputs(case: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments of a golden case: ids, and where it has them a mask and the decoder's ids."""
+    names = {"prompt": "input_ids", "attention_mask": "attention_mask", "decoder_prompt": "decoder_input_ids"}
+    return {name: torch.tensor(case[key]) for key, name in names.items() if key in case}
 
 
-def tensors(prompt: Prompt) -> dict[str, Tensor]:
-    return {key: torch.tensor(rows) for key, rows in prompt.items()}
-
-
-def check(model: PreTrainedModel, prompt: Prompt) -> list[float]:
+def check(model: PreTrainedModel, case: dict[str, Any]) -> list[float]:
     """The first eight logits at the last position; encoder-decoders see only their start token."""
-    inputs = tensors(prompt)
+    given = inputs(case)
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = torch.tensor([[model.config.decoder_start_token_id]])
+        given["decoder_input_ids"] = torch.tensor([[model.config.decoder_start_token_id]])
     with torch.no_grad():
-        logits = model(**inputs).logits
+        logits = model(**given).logits
     return [round(value, 6) for value in logits[0, -1, :8].tolist()]
 
 
@@ -110,25 +102,6 @@ def _values(name: str, key: str, shape: torch.Size) -> Tensor:
 
 
 def _noise(key: str, shape: torch.Size) -> Tensor:
-    gauss = _random(key).gauss
+    """From Python's generator, not torch's: its numbers do not depend on the build."""
+    gauss = random.Random(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")).gauss
     return torch.tensor([gauss(0, 1) for _ in range(shape.numel())]).view(shape)
-
-
-def _random(key: str) -> random.Random:
-    """Python's generator, not torch's: its numbers do not depend on the build."""
-    return random.Random(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
-
-
-def _row(key: str, length: int) -> list[int]:
-    return _random(key).choices(range(3, VOCAB), k=length)
-
-
-def _batch(rows: list[list[int]], pad: int, name: str) -> Prompt:
-    width = max(map(len, rows))
-    left = name in ("gpt2", "llama")
-    ids, mask = [], []
-    for row in rows:
-        gap = width - len(row)
-        ids.append([pad] * gap + row if left else row + [pad] * gap)
-        mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
-    return {"input_ids": ids, "attention_mask": mask}

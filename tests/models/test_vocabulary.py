@@ -15,10 +15,9 @@ from specdec.models.vocabulary import CutHead
 from specdec.proposers import DRAFTS, MtpDraft
 from specdec.proposers.model import ModelProposer
 from tests.folders import byte_tokenizer, saved, saved_model
-from tests.heads import dflash_folder, eagle_folder
+from tests.heads import dflash_folder, eagle_folder, target
 from tests.matrix import endless
 from tests.proposers.heads.test_blocks import PEAGLE, assistant
-from tests.proposers.heads.test_heads import target
 from tests.proposers.heads.test_mtp import checkpoint
 from tests.versions import OLD
 

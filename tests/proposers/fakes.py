@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from specdec.core.drafts import Commit, DraftTask, Plan, Proposer, Sampler, SequenceView
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
-from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.processors.own import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.cache.session import Session
+from specdec.proposers.views import ReadSequence
 
 
 @dataclass
@@ -81,22 +83,9 @@ def choosing(width: int) -> dict[str, GreedySampler]:
     }
 
 
-@dataclass
-class FakeSequence:
-    tokens: list[int]
-    id: int = 0
-    remaining: int = 1000
-    prompt_length: int = 1
-    encoder_tokens: list[int] | None = None
-    encoding: object | None = None
-    prediction: list[int] | None = None
-    tree: Tree = EMPTY
-    leaves: tuple[int, ...] = (-1,)
-    leaf_scores: tuple[float, ...] = (0.0,)
-    task: DraftTask = field(default_factory=task)
-
-    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
+class FakeSequence(ReadSequence):
+    def __init__(self, tokens: list[int], id: int = 0, *, prompt_length: int = 1, **more: Any) -> None:
+        super().__init__(id, tokens, prompt_length, more.pop("task", None) or task(), **more)
 
 
 class FakeModel:

@@ -22,8 +22,7 @@ from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
 from specdec.core.tree import EMPTY
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
-from specdec.decoding.processors.penalties import OutputPenalty
-from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.processors.own import MinLength, OutputPenalty, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.proposers import ModelDraft
 from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
@@ -44,7 +43,7 @@ class Chaining(FakeSession):
 
     draft_chains, calls = True, 0
 
-    def draft_chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
+    def draft_chain(self, rows: Any, texts: Any, rules: Sequence[ChainRule], embeds: None = None) -> Chained:
         self.calls += 1
         found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
         return Chained([guesses for guesses, _ in found], [q for _, q in found])

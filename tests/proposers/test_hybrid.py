@@ -24,8 +24,11 @@ class Clock:
 
 
 class SlowModel(FakeModel):
-    clock: Clock
     seconds = 0.5
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
 
     def session(self):  # type: ignore[no-untyped-def]
         session, clock, seconds = super().session(), self.clock, self.seconds
@@ -46,7 +49,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
+@pytest.fixture
+def model(clock: Clock) -> SlowModel:
+    return SlowModel(clock)
+
+
+def run(model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
     """Rounds of one second each over a text in which `next_token(text)` follows; the proposals."""
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row, trees = FakeSequence([1, 2, 3, 4, 5]), []
@@ -58,47 +66,33 @@ def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]: 
             accepted += 1
             new = next_token([*row.tokens, *tree.tokens[:accepted]])
         follow(session, row, tree.tokens, accepted, new)
-        clock.now += 1.0
+        model.clock.now += 1.0
     return trees
 
 
-def test_copying_text_goes_to_the_text_draft(clock: Clock) -> None:
+def test_copying_text_goes_to_the_text_draft(model: SlowModel) -> None:
     """Where the text repeats and the model is wrong, the model soon costs nothing."""
-    model = SlowModel()
-    model.clock = clock
-    trees = run(clock, model, lambda text: text[-5], 40)
+    trees = run(model, lambda text: text[-5], 40)
     assert {tree.source for tree in trees[-20:]} == {"suffix"}
 
 
-def test_free_text_goes_to_the_model(clock: Clock) -> None:
-    """Where the model is right and copying is not, the model drafts, though the text draft has guesses as well."""
-    model = SlowModel()
-    model.clock, model.seconds = clock, 0.1
-    trees = run(clock, model, lambda text: model.greedy(text, 1)[0], 60)
-    assert sum(tree.source == "model" for tree in trees[-30:]) > 25
-
-
-def test_changes_its_mind_with_the_text(clock: Clock) -> None:
-    """Copying first, free text after: each stretch goes to the draft that knows it."""
-    model = SlowModel()
-    model.clock, model.seconds = clock, 0.1
-    trees = run(clock, model, lambda text: text[-5] if len(text) < 150 else model.greedy(text, 1)[0], 80)
+def test_changes_its_mind_with_the_text(model: SlowModel) -> None:
+    """Copying first, free text after, of which the text draft has guesses too: each goes to the draft that knows it."""
+    model.seconds = 0.1
+    trees = run(model, lambda text: text[-5] if len(text) < 150 else model.greedy(text, 1)[0], 80)
     assert {tree.source for tree in trees[10:20]} == {"suffix"}
     assert sum(tree.source == "model" for tree in trees[-30:]) > 25
 
 
-def test_an_expensive_model_is_left_alone(clock: Clock) -> None:
+def test_an_expensive_model_is_left_alone(model: SlowModel) -> None:
     """A model that is always right but dearer than the target loses even against copies that often fail."""
-    model = SlowModel()
-    model.clock, model.seconds = clock, 2.0
-    trees = run(clock, model, lambda text: model.greedy(text, 1)[0] % 3, 60)
+    model.seconds = 2.0
+    trees = run(model, lambda text: model.greedy(text, 1)[0] % 3, 60)
     assert {tree.source for tree in trees[-20:]} == {"suffix"}
 
 
-def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
+def test_skipped_rounds_leave_the_model_exact(model: SlowModel, clock: Clock) -> None:
     """Whatever mixture of drafts ran before, the model's proposals are those of a fresh session."""
-    model = SlowModel()
-    model.clock = clock
     rng = random.Random(3)
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
@@ -139,10 +133,8 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     assert used == len(drawn)
 
 
-def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
+def test_what_was_written_anew_is_read_anew_by_both(model: SlowModel, clock: Clock) -> None:
     """Neither draft goes on from a text that is gone."""
-    model = SlowModel()
-    model.clock = clock
     session, row = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50), FakeSequence([1, 2, 3, 4])
     assert one(session, row) == model.greedy(row.tokens, 5)
     row.tokens = [1, 2, 7, 1, 2]
@@ -152,10 +144,8 @@ def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
     assert one(session, row) == model.greedy(row.tokens, 5)
 
 
-def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
+def test_a_failing_model_leaves_the_hybrid_usable(model: SlowModel) -> None:
     """An exception in the model draft does not spoil the next round."""
-    model = SlowModel()
-    model.clock = clock
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row = FakeSequence([1, 2, 3])
     model.fail_in = 1

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from specdec.core.tree import Tree
-from specdec.proposers import EarlyExitDraft, ModelDraft
+from specdec.proposers import ModelDraft
 from specdec.proposers import model as module
 from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
@@ -97,26 +96,6 @@ def test_a_proposal_of_which_nothing_was_heard_is_forgotten() -> None:
     row.tokens += [9, 9]
     assert one(session, row, 4) == model.greedy(row.tokens, 4)
     assert sum(map(sum, model.fed)) == 2 + 3 + 1 + 3 + 2 + 3
-
-
-def test_hears_of_rounds_without_a_proposal_of_its_own() -> None:
-    """Another draft's nodes became text: this one reads them like any text. So for rows that it does not know."""
-    model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDraft(model).start(50)
-    follow(session, row, [5, 6, 7], 2, 8)
-    follow(session, row, one(session, row), 5, 8)
-    session.propose([row], [FakePlan(0)])
-    follow(session, row, [5, 6, 7], 3, 8)
-    assert one(session, row) == model.greedy(row.tokens, 5)
-
-
-def test_the_text_may_end_inside_what_the_cache_holds() -> None:
-    """A proposal cut elsewhere whose next token came true: the last token is fed again, for its logits."""
-    model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDraft(model).start(50)
-    follow(session, row, one(session, row, 5), 2)
-    for _ in range(2):
-        assert one(session, row, 3) == model.greedy(row.tokens, 3)
 
 
 def test_no_pass_without_a_plan() -> None:
@@ -224,11 +203,15 @@ def test_a_failure_leaves_the_session_usable() -> None:
     assert one(session, row) == model.greedy(row.tokens, 5)
 
 
-def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("_FEW", 4)):
+        monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_long_prompts_are_read_a_chunk_per_round() -> None:
     """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
@@ -246,11 +229,9 @@ def test_long_prompts_are_read_a_chunk_per_round(monkeypatch: pytest.MonkeyPatch
     assert max(map(max, model.fed)) <= 4
 
 
-def test_a_long_prompt_alone_is_read_in_long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
     """Small ones are for those who would have to wait."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model, row = FakeModel(), FakeSequence(list(range(21)))
     session = ModelDraft(model).start(50)
     assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
@@ -280,11 +261,9 @@ def test_rows_of_one_source_read_it_once() -> None:
     assert read < 2 * 20 + 10 + 5 * 3 * 4
 
 
-def test_rows_of_one_long_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_of_one_long_source_read_it_once() -> None:
     """The others wait while the first reads its chunks."""
-    monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 4)
-    monkeypatch.setattr(module, "_FEW", 4)
     model = FakeModel()
     session, ours = ModelDraft(model).start(50), task(source="ours")
     rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]
@@ -349,12 +328,3 @@ def test_decoder_only_draft_ignores_the_encoding() -> None:
     model = FakeModel()
     row = FakeSequence([0], encoding=FakeEncoding([3]))
     assert one(ModelDraft(model).start(50), row, 2) == model.greedy([0], 2)
-
-
-def test_early_exit_drafts_with_the_first_layers() -> None:
-    """Early exit is a model draft over the target's own truncated model."""
-    drafter = EarlyExitDraft(FakeModel(50), 2)  # type: ignore[arg-type]
-    [tree] = drafter.start(50).propose([FakeSequence([1])], [FakePlan(2)])
-    assert tree.tokens == FakeModel(52).greedy([1], 2) or len(tree) == 2
-    assert tree.source == "early_exit:2"
-    assert isinstance(tree, Tree)

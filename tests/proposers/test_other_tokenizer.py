@@ -15,7 +15,6 @@ from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers import ModelDraft, TextBridge, VocabularyIntersection
-from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 TEXT = (
@@ -49,6 +48,9 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     )
     raw.train_from_iterator([TEXT.replace("🙃", "")], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
 
 
 class Oracle(Draft, Proposer):
@@ -128,7 +130,6 @@ def test_any_text_passes_through(text: str, target: str, draft: str) -> None:
 
 def test_half_a_character_waits() -> None:
     """The draft sees a character once all its bytes are there, and its guess still continues the row's tokens."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     text = "dog 🙃 dog"
     true = ours.encode(text)
     cut = next(i for i in range(1, len(true)) if ours.decode(true[:i]).endswith("\ufffd"))
@@ -140,7 +141,6 @@ def test_half_a_character_waits() -> None:
 
 def test_begin_and_end_of_text_are_translated() -> None:
     """The target's beginning of text becomes the draft's, and a draft that ends the text proposes the target's end."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
 
     class Ending(Oracle):
         def _chain(self, row: SequenceView, limit: int) -> Tree:
@@ -156,7 +156,6 @@ def test_begin_and_end_of_text_are_translated() -> None:
 
 def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     """After an exception in the draft the rows are read anew."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model = FakeModel(len(theirs))
     session = TextBridge(ModelDraft(model), ours, theirs).start(len(ours))
     rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
@@ -176,19 +175,18 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
 def test_shared_tokens_go_by_string() -> None:
     """Ids differ, order differs, the sign for a space differs: equal strings find each other, specials specials."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("spaces-200")
-    shared = shared_tokens(ours, theirs)
+    shared = VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
     assert len(shared) > 30
     for a, b in shared.items():
         left, right = ours.convert_ids_to_tokens(a), theirs.convert_ids_to_tokens(b)
         assert left.replace("Ġ", " ") == right.replace("▁", " ")
     assert shared[ours.eos_token_id] == theirs.eos_token_id
-    same = shared_tokens(ours, ours)
+    same = VocabularyIntersection(ModelDraft(FakeModel()), ours, ours).to_draft
     assert same == {i: i for i in range(len(ours))}
 
 
 def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> None:
     """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model, width = FakeModel(len(theirs)), len(ours) + 5
     drafter = VocabularyIntersection(ModelDraft(model), ours, theirs)
     session = drafter.start(width)
@@ -210,7 +208,6 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
 
 def test_ends_are_translated() -> None:
     """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
     drafter = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
     [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
@@ -223,7 +220,9 @@ def test_ends_are_translated() -> None:
 def test_intersection_reads_foreign_tokens_through_their_text() -> None:
     """Text that the draft lacks tokens for is re-encoded; a forced foreign token is proposed and ends the chain."""
     ours, theirs = tokenizer("bytes-420"), tokenizer("bytes-320")
-    foreign = next(i for i in range(len(ours)) if i not in shared_tokens(ours, theirs))
+    foreign = next(
+        i for i in range(len(ours)) if i not in VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
+    )
 
     class Forced(Greedy):
         def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]

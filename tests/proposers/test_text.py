@@ -15,8 +15,13 @@ from specdec.proposers import NgramDraft, SuffixAutomaton, SuffixDraft
 from specdec.proposers.copying import Calibration, TextDraft
 from tests.proposers.fakes import FakePlan, FakeSequence, one, task
 
-DRAFTERS = [NgramDraft, SuffixDraft]
+Make = type[NgramDraft] | type[SuffixDraft]
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@pytest.fixture(params=[NgramDraft, SuffixDraft])
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
 
 
 @given(texts, st.integers(1, 4), st.integers(1, 6))
@@ -30,8 +35,7 @@ def test_prompt_lookup_is_the_references(text: list[int], max_ngram: int, num_to
     assert one(session, FakeSequence(text), 100) == expected
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_reading_in_pieces_equals_reading_at_once(make) -> None:  # type: ignore[no-untyped-def]
+def test_reading_in_pieces_equals_reading_at_once(make: Make) -> None:
     """Rows that grow by one to four tokens a round draft what a new session drafts, each for itself."""
     rng = random.Random(1)
     session = make().start(50)
@@ -46,8 +50,7 @@ def test_reading_in_pieces_equals_reading_at_once(make) -> None:  # type: ignore
             assert tree.q is None
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_cuts_to_the_plan_and_to_the_end(make) -> None:  # type: ignore[no-untyped-def]
+def test_cuts_to_the_plan_and_to_the_end(make: Make) -> None:
     """No more than the limit, than the tokens that may come but one, and than what the plan keeps."""
     text = list(range(9)) * 3
     assert one(make().start(50), FakeSequence(text), 4) == [0, 1, 2, 3]
@@ -57,8 +60,7 @@ def test_cuts_to_the_plan_and_to_the_end(make) -> None:  # type: ignore[no-untyp
     assert not make().start(50).propose([FakeSequence(text)], [FakePlan(5, drop=2.0)])[0].tokens
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_a_prediction_begins_where_the_prompt_ends(make) -> None:  # type: ignore[no-untyped-def]
+def test_a_prediction_begins_where_the_prompt_ends(make: Make) -> None:
     """Also for a draft that comes to the text late. (It was taken to begin where the draft did.)"""
     prediction = [11, 12, 13, 14]
     for known in range(3):
@@ -66,8 +68,7 @@ def test_a_prediction_begins_where_the_prompt_ends(make) -> None:  # type: ignor
         assert one(make().start(50), row) == prediction[known:]
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_copies_nothing_after_the_end_of_a_text(make) -> None:  # type: ignore[no-untyped-def]
+def test_copies_nothing_after_the_end_of_a_text(make: Make) -> None:
     """What followed it in another text does not follow it here."""
     row = FakeSequence([*range(9), *range(9), 0, 1], task=task(ends=frozenset({4, 6})))
     assert one(make().start(50), row, 5) == [2, 3, 4]
@@ -83,8 +84,7 @@ def test_searches_the_encoders_input() -> None:
     assert one(SuffixDraft().start(50), row) == [3]
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_a_failure_leaves_the_session_usable(make) -> None:  # type: ignore[no-untyped-def]
+def test_a_failure_leaves_the_session_usable(make: Make) -> None:
     """A row whose reading failed half way is read anew; the others keep theirs."""
     session, row = make().start(50), FakeSequence([1, 2, 3, 1, 2])
     assert one(session, row, 1) == [3]
@@ -95,8 +95,7 @@ def test_a_failure_leaves_the_session_usable(make) -> None:  # type: ignore[no-u
     assert one(session, row) == one(make().start(50), row)
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_release_forgets(make) -> None:  # type: ignore[no-untyped-def]
+def test_release_forgets(make: Make) -> None:
     """A key that comes back after release has a new text."""
     session = make().start(50)
     one(session, FakeSequence([1, 2, 1]))
@@ -104,8 +103,7 @@ def test_release_forgets(make) -> None:  # type: ignore[no-untyped-def]
     assert one(session, FakeSequence([2, 2])) == one(make().start(50), FakeSequence([2, 2]))
 
 
-@pytest.mark.parametrize("make", DRAFTERS)
-def test_a_text_that_was_written_anew_is_read_anew(make) -> None:  # type: ignore[no-untyped-def]
+def test_a_text_that_was_written_anew_is_read_anew(make: Make) -> None:
     """Copies come from the text as it is now."""
     session, row = make().start(50), FakeSequence([1, 2, 3, 1, 2])
     one(session, row)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -76,10 +77,15 @@ class Grammar:
 
     def _at(self, written: list[int]) -> LLMatcher | None:
         """A matcher that has read `written`; None where that violates the form, as drafts may."""
-        best = max(self._matchers, key=lambda one: (one.shares(written), -len(one.read)))
-        fits = best.go_to(written)
+        best = max(self._matchers, key=lambda one: (common_length(one.read, written), -len(one.read)))
+        kept = common_length(best.read, written)
+        if kept < len(best.read):
+            best.matcher.rollback(len(best.read) - kept)
+            del best.read[kept:]
+        count = best.matcher.try_consume_tokens(written[kept:])
+        best.read += written[kept : kept + count]
         matcher = self._sound(best.matcher)
-        return matcher if fits else None
+        return matcher if len(best.read) == len(written) else None
 
     def _sound(self, matcher: LLMatcher) -> LLMatcher:
         """The matcher; raises OptionError where it failed, as it then ends every text."""
@@ -89,25 +95,12 @@ class Grammar:
         return matcher
 
 
+@dataclass(slots=True)
 class _Follower:
     """A matcher and the tokens it has read."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher, self.read = matcher, list[int]()
-
-    def shares(self, written: Sequence[int]) -> int:
-        return common_length(self.read, written)
-
-    def go_to(self, written: Sequence[int]) -> bool:
-        """Reads `written`, after a rollback where needed; False where it violates the form."""
-        kept = self.shares(written)
-        if kept < len(self.read):
-            self.matcher.rollback(len(self.read) - kept)
-            del self.read[kept:]
-        new = list(written[kept:])
-        count = self.matcher.try_consume_tokens(new)
-        self.read += new[:count]
-        return count == len(new)
+    matcher: LLMatcher
+    read: list[int] = field(default_factory=list)
 
 
 class Grammars:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +18,15 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.core.drafts import Choice, Filter
 from specdec.decoding.processors import table
-from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
-from specdec.decoding.processors.table import PrefixFn, ProcessorSetup
+from specdec.decoding.processors.own import (
+    HammingDiversityLogitsProcessor,
+    MinLength,
+    MinNewTokens,
+    Suppress,
+    SuppressAtBegin,
+    Timestamps,
+)
+from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
 
@@ -64,7 +70,11 @@ class Processors:
                 extra = {"texts": texts}
             made = item(ids, scores, **extra)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
-                raise _not_scores(item, scores, made)
+                got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+                raise OptionError(
+                    f"`logits_processor` {getattr(item, '__name__', type(item).__name__)} must return scores of shape "
+                    f"{list(scores.shape)}, the shape of its input, got {got}: correct its return value"
+                )
             scores = made
         return scores
 
@@ -79,11 +89,15 @@ class Processors:
         return all(map(_is_pure, self.items))
 
     def in_numbers(self, text: list[int]) -> Choice | None:
-        """All filters after a text; None if a processor has no numeric form."""
-        found = [in_numbers(item, text) for item in self.items]
-        if any(filters is None for filters in found):
-            return None
-        return Choice([one for filters in found for one in filters or ()])
+        """All filters after a text; None if a processor has no numeric form, as every subclass."""
+        found: list[Filter] = []
+        for item in self.items:
+            kind = _KINDS.get(type(item))
+            filters = None if kind is None else kind(item, text)
+            if filters is None:
+                return None
+            found += filters
+        return Choice(found)
 
     @cached_property
     def drafting(self) -> Processors:
@@ -91,47 +105,21 @@ class Processors:
         return Processors(tuple(filter(_is_pure, self.items)), self.device)
 
 
-def build_processors(
-    options: Any,
-    *,
-    prompt_length: int,
-    padding: int = 0,
-    eos_ids: Sequence[int] = (),
-    encoder_ids: Tensor | None = None,
-    extra: Sequence[Any] = (),
-    prefix_allowed_tokens_fn: PrefixFn | None = None,
-    row: int = 0,
-    device: torch.device | str = "cpu",
-    vocab_size: int = 0,
-) -> Processors:
-    """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
+def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -> Processors:
+    """The processors of one row, of which `given` are the other fields of `ProcessorSetup`; guidance is not made here.
 
-    `prompt_length` includes `padding` tokens on the left, which later ids lack: lengths mean the same as in
-    transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
     `extra`: the user's processors; one of a kind that the options make replaces it, others follow, before the warpers.
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. Guidance is
-    not made here.
-
     Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
     logits.
     """
-    setup = ProcessorSetup(
-        options,
-        prompt_length,
-        padding,
-        eos_ids,
-        encoder_ids if encoder_ids is not None and not bool((encoder_ids < 0).any()) else None,
-        prefix_allowed_tokens_fn,
-        row,
-        device,
-        vocab_size,
-    )
+    setup = ProcessorSetup(options=options, **given)
+    if setup.encoder_ids is not None and bool((setup.encoder_ids < 0).any()):
+        setup = replace(setup, encoder_ids=None)
     _check(options, extra)
     items = _merge(table.build(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, setup)
-    last = (*table.WATERMARK, *table.NORMALIZE)
-    return Processors(tuple(items + table.build(last, setup)), device)
+    return Processors(tuple(items + table.build(table.LAST, setup)), setup.device)
 
 
 def _is_pure(item: Any) -> bool:
@@ -139,22 +127,10 @@ def _is_pure(item: Any) -> bool:
     return type(item) in table.PURE or vars(type(item)).get("pure") is True
 
 
-def _not_scores(processor: Any, scores: Tensor, made: Any) -> OptionError:
-    """The error for a processor that does not return what it got."""
-    got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
-    name = getattr(processor, "__name__", type(processor).__name__)
-    return OptionError(
-        f"`logits_processor` {name} must return scores of shape {list(scores.shape)}, the shape of its input, got "
-        f"{got}: correct its return value"
-    )
-
-
 def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
     """`made`, with the user's processors in place of those of their kind, and the rest of `extra` after them."""
-    merged = []
-    for item in made:
-        kind = getattr(item, "stands_for", type(item))
-        merged.append(next((own for own in extra if type(own) is kind), item))
+    kinds = [getattr(item, "stands_for", type(item)) for item in made]
+    merged = [next((own for own in extra if type(own) is kind), item) for kind, item in zip(kinds, made, strict=True)]
     for own in extra:
         if not any(own is item for item in merged):
             merged.append(own)
@@ -177,12 +153,6 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
         guides = getattr(options, "guidance_scale", None) not in (None, 1)
         if guides and type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
-
-
-def in_numbers(item: Any, text: Text) -> list[Filter] | None:
-    """A processor's filters after a text; None where it has no numeric form, as every subclass."""
-    kind = _KINDS.get(type(item))
-    return None if kind is None else kind(item, text)
 
 
 def _suppressed(item: Suppress, text: Text) -> list[Filter]:

@@ -10,30 +10,41 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors.penalties import HammingDiversityLogitsProcessor, OutputPenalty
-from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
+from specdec.decoding.processors.own import (
+    EncoderPenalty,
+    HammingDiversityLogitsProcessor,
+    MinLength,
+    MinNewTokens,
+    OutputPenalty,
+    PrefixFn,
+    RowPrefix,
+    Suppress,
+    SuppressAtBegin,
+    Timestamps,
+)
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.errors import OptionError
 
-PrefixFn = Callable[[int, Tensor], list[int]]
 _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """One row, as arguments of processors depend on it.
+    """One row, as arguments of processors depend on it; `options`: an object with `GenerationConfig`'s attribute names.
 
-    `prompt_length` includes `padding` tokens, which the row's ids lack, as transformers counts.
+    `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
+    transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides.
     """
 
     options: Any
     prompt_length: int
-    padding: int
-    eos_ids: Sequence[int]
-    encoder_ids: Tensor | None
-    prefix_allowed_tokens_fn: PrefixFn | None
-    row: int
-    device: torch.device | str
+    padding: int = 0
+    eos_ids: Sequence[int] = ()
+    encoder_ids: Tensor | None = None
+    prefix_allowed_tokens_fn: PrefixFn | None = None
+    row: int = 0
+    device: torch.device | str = "cpu"
     vocab_size: int = 0
 
     @property
@@ -50,50 +61,6 @@ class ProcessorSetup:
     def least(self) -> int:
         """How many tokens a warper must keep: with beams, at least one that ends no text."""
         return max(len(self.eos_ids), 1) + 1 if (getattr(self.options, "num_beams", None) or 1) > 1 else 1
-
-
-class RowPrefix:
-    """`prefix_allowed_tokens_fn` for one row, with its index in the batch."""
-
-    stands_for = stock.PrefixConstrainedLogitsProcessor
-
-    def __init__(self, allowed: PrefixFn, row: int) -> None:
-        self.allowed = allowed
-        self.row = row
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
-        width = logits.shape[1]
-        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
-        return constrained(ids, logits)
-
-    def _ids(self, text: Tensor, width: int) -> Any:
-        """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
-        found = self.allowed(self.row, text)
-        if not (hasattr(found, "__len__") and len(found) and _are_ids(found, width)):
-            way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
-            expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
-            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
-        return found
-
-
-def _are_ids(found: Any, width: int) -> bool:
-    """Whether `found` is a list or tensor of ids from 0 to below `width`."""
-    try:
-        ids = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
-
-
-class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these."""
-
-    stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
-
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Processed `logits` `[n, vocab]`."""
-        return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
 
 
 def _number(value: Any) -> Any:
@@ -146,11 +113,7 @@ PROCESSORS: tuple[Entry, ...] = (
         EncoderPenalty,
         lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids),
     ),
-    (
-        "repetition_penalty",
-        stock.RepetitionPenaltyLogitsProcessor,
-        lambda r, v: None if v == 1.0 else (_number(v),),
-    ),
+    ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
     ("frequency_penalty", OutputPenalty, lambda r, v: (r.own_length, 0.0, v) if v else None),
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
@@ -197,22 +160,18 @@ WARPERS: tuple[Entry, ...] = (
 )
 """After the user's own, and only when sampling."""
 
-WATERMARK: tuple[Entry, ...] = (
+LAST: tuple[Entry, ...] = (
     (
         "watermarking_config",
         lambda config, width, device: config.construct_processor(width, device),
         lambda r, v: (v, r.vocab_size, r.device),
     ),
+    ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )
 """After the warpers."""
 
-NORMALIZE: tuple[Entry, ...] = (
-    ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
-)
-"""Always last."""
-
 WITHOUT_IDS: frozenset[Any] = frozenset(
-    {kind for _, kind, _ in (*WARPERS, *NORMALIZE)}
+    {kind for _, kind, _ in (*WARPERS, *LAST[1:])}
     | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
     | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor}
     | {Suppress, stock.SuppressTokensLogitsProcessor}

@@ -1,4 +1,4 @@
-"""Top-k and top-p without sorting the vocabulary; both keep what transformers' warpers keep.
+"""Top-k and top-p without sorting the vocabulary; both return copies that keep what transformers' warpers keep.
 
 Ties at the cut: top-k keeps all of them; top-p keeps the highest token ids, which is where a stable ascending sort
 leaves them. So the kept set differs from transformers' only by rounding of the summed mass at the cut.
@@ -74,7 +74,6 @@ class TopK:
         return f"TopK({self.k})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         if (found := _compiled(logits, self.k, 1.0, 1)) is not None:
             return found
         last = top_values(logits, min(self.k, logits.shape[-1]))[0][:, -1:]
@@ -98,7 +97,6 @@ class TopP:
         return f"TopP({self.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         if (found := _compiled(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
             return found
         probs = torch.softmax(logits, dim=-1)
@@ -155,7 +153,6 @@ class TopKTopP:
         return f"TopKTopP({self.top_k.k}, {self.top_p.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         k = self.top_k.k
         if (found := _compiled(logits, k, self.top_p.p, self.top_p.min_tokens_to_keep)) is not None:
             return found

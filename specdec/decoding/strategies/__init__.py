@@ -13,12 +13,10 @@ from specdec.decoding.noise import fold
 from specdec.decoding.strategies.base import Greedy, StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
 from specdec.decoding.strategies.beam_scoring import Beams
-from specdec.decoding.strategies.block import Block
-from specdec.decoding.strategies.constrained import ConstrainedSearch
 from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
 from specdec.decoding.strategies.contrastive import Contrastive
-from specdec.decoding.strategies.group import GroupSearch
-from specdec.decoding.strategies.sampling import Coupled, Match, Rejection
+from specdec.decoding.strategies.legacy_beams import ConstrainedSearch, GroupSearch
+from specdec.decoding.strategies.sampling import Block, Coupled, Match, Rejection
 from specdec.errors import OptionError
 
 STRATEGIES: tuple[type[Strategy], ...] = (

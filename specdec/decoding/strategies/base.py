@@ -46,19 +46,14 @@ class StrategySetup:
     guidance_scale: float | None = None
 
     @property
-    def max_new_tokens(self) -> int:
-        """The most tokens that may follow the prompt."""
-        return (self.stop.max_length or 0) - (len(self.prompt) - self.padding)
-
-    @property
     def end_id(self) -> int:
-        """The token that ends a text."""
         return (self.options.eos_ids or [0])[0]
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of every strategy, besides processors."""
         return {
+            "processors": self.processors,
+            "stop": self.stop,
             "width": self.width,
             "guidance_scale": self.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
@@ -119,10 +114,9 @@ class TextStrategy(StrategyBase):
 
     @classmethod
     def of(cls, setup: StrategySetup) -> TextStrategy:
-        """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None
-        return cls(setup.processors, setup.seed, stop=setup.stop, ranked=ranked, top=top, **setup.common)
+        return cls(seed=setup.seed, ranked=ranked, top=top, **setup.common)
 
     @property
     def keeps(self) -> bool:
@@ -135,7 +129,6 @@ class TextStrategy(StrategyBase):
     def advance(
         self, seq: SequenceView, state: tuple[Tensor, ...] | None, views: Sequence[View], steps: Sequence[Step]
     ) -> Advance:
-        """Emits the token after the end of the text."""
         [view], new = views, [step.token for step in steps]
         step = self.emit(seq, new, view.out, view.out.first + view.at)
         if step.scores is not None:
@@ -186,8 +179,7 @@ class TextStrategy(StrategyBase):
         if "processed" not in out.cache:
             guided = self.guided(out.logits, out.unconditional)
             out.cache["processed"] = process_all(self.processors, seq, paths(out), guided)
-        found: Tensor = out.cache["processed"]
-        return found
+        return out.cache["processed"]
 
     def _decided(self, seq: SequenceView, out: Logits) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if `ranked`, read once per round."""
@@ -199,33 +191,26 @@ class TextStrategy(StrategyBase):
                 own, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
                 out.cache["decided"] = device_reads.as_ints(read), log_probs
-        found: tuple[list[int], list[float] | None] = out.cache["decided"]
-        return found
+        return out.cache["decided"]
 
     def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
             return Step(token)
-        logits = out.logits[node - out.first].float()
-        own = logits.clone() if self.keep_logits else None
-        log_prob = self._log_prob(token, out, node, logits) if self.ranked else None
-        top = None if self.top is None else top_tokens(logits, self.top)
-        return Step(token, own, processed.clone() if self.keep_scores else None, log_prob, top)
-
-    def _log_prob(self, token: int, out: Logits, node: int, logits: Tensor) -> float:
-        tokens, log_probs = out.cache.get("decided", (None, None))
-        if log_probs is not None and tokens[node - out.first] == token:
-            known: float = log_probs[node - out.first]
-            return known
-        if "own" in out.cache:  # a local copy
-            logits = out.cache["own"][node - out.first]
-        return float(logits[token] - logits.logsumexp(-1))
-
-
-def top_tokens(logits: Tensor, count: int) -> TopTokens:
-    """The `count` likeliest tokens of `logits` `[vocab]`."""
-    values, tokens = logits.topk(min(count, len(logits)))
-    return TopTokens(tokens.tolist(), (values - logits.logsumexp(-1)).tolist())
+        at, log_prob, top = node - out.first, None, None
+        logits = out.logits[at].float()
+        if self.ranked:
+            tokens, log_probs = out.cache.get("decided", (None, None))
+            if log_probs is not None and tokens[at] == token:
+                log_prob = log_probs[at]
+            else:
+                own = out.cache["own"][at] if "own" in out.cache else logits  # a local copy
+                log_prob = float(own[token] - own.logsumexp(-1))
+        if self.top is not None:
+            values, likeliest = logits.topk(min(self.top, len(logits)))
+            top = TopTokens(likeliest.tolist(), (values - logits.logsumexp(-1)).tolist())
+        kept = logits.clone() if self.keep_logits else None
+        return Step(token, kept, processed.clone() if self.keep_scores else None, log_prob, top)
 
 
 def paths(out: Logits) -> list[list[int]]:

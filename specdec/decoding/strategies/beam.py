@@ -25,10 +25,9 @@ from specdec.decoding.strategies.beam_scoring import (
     Beams,
     Candidates,
     Hypothesis,
-    Pool,
     Scoring,
-    best_of,
     best_of_leaves,
+    best_totals,
     branches,
     extended,
     totals,
@@ -79,7 +78,7 @@ class BeamSearch(Scoring):
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_of(scores, running, ahead)
+            found = best_totals(totals(scores, running), ahead)
         else:
             length = len(seq.tokens) + len(ends[0].tokens) - seq.prompt_length
             count = self.candidates(self.num_beams)
@@ -104,7 +103,7 @@ class BeamSearch(Scoring):
         if leaves is not None:
             return best_of_leaves(leaves, running, count)
         if scores is not None:
-            return best_of(scores, running, count)
+            return best_totals(totals(scores, running), count)
         return best_of_leaves(self.leaders(self.logits(views, len(views)), None, count), running, count)
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
@@ -119,8 +118,12 @@ class BeamSearch(Scoring):
         finished = list(state.finished)
         full = len(finished) == beams
         if not (pool.done or (full and self.early_stopping is True)):
-            ended = [self._hypothesis(pool, found, i, end) for i, end in enumerate(ends[:beams]) if end is not None]
-            finished = sorted([*finished, *ended], key=lambda h: -h.score)[:beams]
+            for i, end in enumerate(ends[:beams]):
+                if end is not None:
+                    beam = pool.extend(found, i)
+                    score = self._penalised(beam.score, len(beam.tokens))
+                    finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
+            finished = sorted(finished, key=lambda h: -h.score)[:beams]
         full = len(finished) == beams
         judged = full and self.early_stopping != "exhaustive"
         best = self._penalised(live[0].score, self.horizon(length))
@@ -132,10 +135,6 @@ class BeamSearch(Scoring):
     @np.errstate(divide="ignore", over="ignore")  # extreme penalties, as in transformers
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
-
-    def _hypothesis(self, pool: Pool, found: Candidates, i: int, reason: str) -> Hypothesis:
-        beam = pool.extend(found, i)
-        return Hypothesis(beam.tokens, self._penalised(beam.score, len(beam.tokens)), beam.origins, reason)
 
 
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:

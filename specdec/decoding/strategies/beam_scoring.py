@@ -88,11 +88,9 @@ class Pool:
 
     @property
     def running(self) -> list[float]:
-        """The live beams' scores."""
         return [beam.score for beam in self.live]
 
     def extend(self, found: Candidates, i: int) -> Beam:
-        """Candidate `i` as a beam."""
         at = found.parents[i]
         parent = self.live[at]
         return Beam((*parent.tokens, found.tokens[i]), found.scores[i], (*parent.origins, self.offset + at))
@@ -148,14 +146,11 @@ class Scoring(StrategyBase):
 
     @classmethod
     def parts(cls, setup: StrategySetup) -> dict[str, Any]:
-        """The common arguments of all searches over beams."""
         o = setup.options
         return {
-            "processors": setup.processors,
-            "stop": setup.stop,
             "num_beams": o.beams,
             "groups": o.groups,
-            "max_new_tokens": setup.max_new_tokens,
+            "max_new_tokens": (setup.stop.max_length or 0) - (len(setup.prompt) - setup.padding),
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,
             **setup.common,
@@ -167,7 +162,6 @@ class Scoring(StrategyBase):
         return self.num_beams // self.groups
 
     def begin(self) -> Beams:
-        """The state before the first token."""
         return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
 
     @property
@@ -240,7 +234,11 @@ class Scoring(StrategyBase):
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
         if len(drafting):
-            scores = drafting(_texts(seq, ends) if drafting.reads_ids else None, scores)
+            texts = None
+            if drafting.reads_ids:
+                text, tails = seq.prefix().expand(len(ends), -1), torch.tensor([end.tokens for end in ends]).long()
+                texts = torch.cat((text, tails.to(text.device)), dim=1)
+            scores = drafting(texts, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
 
@@ -279,11 +277,6 @@ def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branc
     return sorted(finite, key=lambda branch: -branch[1].score)
 
 
-def best_of(scores: Tensor, running: Sequence[float], count: int) -> Candidates:
-    """The `count` best entries of `scores` `[beams, vocab]` float32 plus `running`."""
-    return best_totals(totals(scores, running), count)
-
-
 def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
     """`scores` `[beams, vocab]` float32 plus every beam's sum so far."""
     return scores + torch.tensor(running, device=scores.device)[:, None]
@@ -299,10 +292,3 @@ def best_totals(total: Tensor, count: int) -> Candidates:
 def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """`[candidates, length + 1]`: the rows `parents` of `ids` `[beams, length]`, each followed by one of `tokens`."""
     return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
-
-
-def _texts(seq: SequenceView, ends: Sequence[Branch]) -> Tensor:
-    """The texts of all `ends` `[ends, length]`."""
-    tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
-    text = seq.prefix().expand(len(ends), -1)
-    return torch.cat((text, tails.to(text.device)), dim=1)

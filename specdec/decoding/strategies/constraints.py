@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.errors import OptionError
 from specdec.options.fields import is_list, is_whole, plain
@@ -23,11 +23,8 @@ class Constraint:
             for i, token in enumerate(phrase):
                 following.setdefault(phrase[:i], {})[token] = None
         self._following = {begun: tuple(tokens) for begun, tokens in following.items()}
-        self._longest = max(map(len, phrases))
+        self.longest = max(map(len, phrases))
         self.ids = {token for phrase in phrases for token in phrase}
-
-    def __len__(self) -> int:
-        return self._longest
 
     def advance(self, begun: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The ids that would advance it; none when it is complete."""
@@ -35,7 +32,7 @@ class Constraint:
 
     def remaining(self, begun: tuple[int, ...]) -> int:
         """How many ids are missing, of the longest phrase; 0 when one is complete."""
-        return len(self) - len(begun) if self.advance(begun) else 0
+        return self.longest - len(begun) if self.advance(begun) else 0
 
 
 class PhrasalConstraint(Constraint):
@@ -70,39 +67,20 @@ class DisjunctiveConstraint(Constraint):
         return f"DisjunctiveConstraint({[list(phrase) for phrase in self.token_ids]})"
 
 
-class Begun(NamedTuple):
-    """A constraint that is not complete, and its ids that the text ends with."""
-
-    constraint: Constraint
-    tokens: tuple[int, ...]
-
-    def advance(self) -> tuple[int, ...]:
-        """The ids that would advance it."""
-        return self.constraint.advance(self.tokens)
-
-    def step(self, token: int) -> Begun:
-        """The same after one of `advance()`."""
-        return Begun(self.constraint, (*self.tokens, token))
-
-    @property
-    def remaining(self) -> int:
-        """How many ids are missing."""
-        return self.constraint.remaining(self.tokens)
-
-
 @dataclass(frozen=True)
 class Progress:
-    """A text's constraints: those not begun, the one in progress, and how many are complete."""
+    """A text's constraints: those not begun, the one in progress with its ids `begun`, and how many are complete."""
 
     pending: tuple[Constraint, ...]
-    now: Begun | None = None
+    now: Constraint | None = None
+    begun: tuple[int, ...] = ()
     complete: int = 0
     longest: int = 0
 
     @classmethod
     def of(cls, constraints: Sequence[Constraint]) -> Progress:
         """The progress of an empty text."""
-        return cls(tuple(constraints), longest=max(map(len, constraints)))
+        return cls(tuple(constraints), longest=max(constraint.longest for constraint in constraints))
 
     @property
     def fulfilled(self) -> bool:
@@ -112,13 +90,13 @@ class Progress:
     @property
     def bank(self) -> int:
         """How many steps the text has made; beams compete with beams of the same number."""
-        begun = self.longest - self.now.remaining if self.now is not None else 0
+        begun = 0 if self.now is None else self.longest - self.now.remaining(self.begun)
         return self.complete * self.longest + begun
 
     def advance(self) -> list[int]:
         """The ids that would advance a constraint, in order, with repetitions."""
         if self.now is not None:
-            return list(self.now.advance())
+            return list(self.now.advance(self.begun))
         return [token for constraint in self.pending for token in constraint.advance()]
 
     def after(self, tokens: Iterable[int]) -> Progress:
@@ -137,27 +115,27 @@ class Progress:
         found, shared = [], self
         for token in self.advance():
             found.append((token, shared._add(token)))
-            if shared.now is not None and token in shared.now.advance():
-                shared = replace(shared, now=shared.now.step(token))
+            if shared.now is not None and token in shared.now.advance(shared.begun):
+                shared = replace(shared, begun=(*shared.begun, token))
         if self.now is None:
             return found
-        return [(token, after if after.now is None else replace(after, now=shared.now)) for token, after in found]
+        return [(token, after if after.now is None else replace(after, begun=shared.begun)) for token, after in found]
 
     def _add(self, token: int) -> Progress:
         if self.now is not None:
-            if token in self.now.advance():
-                return self._begun(self.now.step(token), self.pending)
+            if token in self.now.advance(self.begun):
+                return self._begun(self.now, (*self.begun, token), self.pending)
             # An id that breaks a phrase does not begin another one.
-            return replace(self, pending=(*self.pending, self.now.constraint), now=None)
+            return replace(self, pending=(*self.pending, self.now), now=None, begun=())
         for i, constraint in enumerate(self.pending):
             if token in constraint.advance():
-                return self._begun(Begun(constraint, (token,)), self.pending[:i] + self.pending[i + 1 :])
+                return self._begun(constraint, (token,), self.pending[:i] + self.pending[i + 1 :])
         return self
 
-    def _begun(self, now: Begun, pending: tuple[Constraint, ...]) -> Progress:
-        if now.remaining:
-            return replace(self, pending=pending, now=now)
-        return replace(self, pending=pending, now=None, complete=self.complete + 1)
+    def _begun(self, now: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]) -> Progress:
+        if now.remaining(begun):
+            return replace(self, pending=pending, now=now, begun=begun)
+        return replace(self, pending=pending, now=None, begun=(), complete=self.complete + 1)
 
 
 def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:

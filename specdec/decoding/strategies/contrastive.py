@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,8 +79,7 @@ class Contrastive(StrategyBase):
     def of(cls, setup: StrategySetup) -> Contrastive:
         o = setup.options
         traces = bool(o.output_hidden_states or o.output_attentions)
-        parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}
-        return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **parts)
+        return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **setup.common)
 
     def begin(self) -> Contrast:
         return Contrast()
@@ -91,10 +90,13 @@ class Contrastive(StrategyBase):
             after = self._ask(seq, Contrast(context=_directions(views[0])), views[0])
             return Advance(after, [0] * len(after.candidates), list(after.candidates), None, shown=self._shown(0))
         ahead = torch.cat([_directions(view) for view in views])
-        pick = self._pick(state, ahead)
-        tokens = (*state.tokens, state.candidates[pick])
         step, scores = state.step, state.scores
         assert step is not None
+        assert state.probs is not None
+        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
+        # The best candidate, of equals the likeliest.
+        pick = int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
+        tokens = (*state.tokens, state.candidates[pick])
         step = Step(tokens[-1], step.logits, step.scores)
         if step.scores is not None:
             scores = (*scores, step.scores[None])
@@ -117,13 +119,6 @@ class Contrastive(StrategyBase):
             processed.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
-
-    def _pick(self, state: Contrast, ahead: Tensor) -> int:
-        """The best candidate, given directions `ahead` `[candidates, width]`; of equals the likeliest."""
-        assert state.context is not None
-        assert state.probs is not None
-        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
-        return int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
 
     def _shown(self, leaf: int) -> tuple[int, ...]:
         return (leaf,) if self.keep_traces else ()

@@ -1,4 +1,4 @@
-"""The bookkeeping of transformers 4.49's beam scorers, for group and constrained beam search.
+"""Group and constrained beam search, with the bookkeeping of transformers 4.49's beam scorers.
 
 It differs from that of transformers 5: candidates that end make room, a search is judged by its best candidate even
 where that one ends, and of equal hypotheses the later wins.
@@ -6,18 +6,35 @@ where that one ends, and of equal hypotheses the later wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import SequenceView
+from specdec.core.drafts import Branch, Plan, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
-from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
+from specdec.decoding.strategies.base import StrategySetup
+from specdec.decoding.strategies.beam_scoring import (
+    Beam,
+    Beams,
+    Candidates,
+    Hypothesis,
+    Pool,
+    Scoring,
+    best_totals,
+    branches,
+    extended,
+    totals,
+)
+from specdec.decoding.strategies.constraints import Progress, wanted
+from specdec.options.generate import Options
+
+_STEP = 100
+"""The weight of one step of the constraints against a beam's log-probability."""
 
 
 class Turn(NamedTuple):
@@ -59,7 +76,9 @@ class PoolSearch(Scoring):
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
         leaves = [parents[i] if state.length else 0 for i in kept]
-        shown = self._shown(state.pools) if state.length else None
+        shown, numbers = None, count()
+        if state.length:  # the leaf of every beam; -1 in pools that are done
+            shown = [-1 if pool.done else next(numbers) for pool in state.pools for _ in pool.live]
         return Advance(after, leaves, [tokens[i] for i in kept], step, after.finish, shown)
 
     def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
@@ -78,7 +97,11 @@ class PoolSearch(Scoring):
     def step(self, pool: Pool, chosen: Candidates, best: float) -> Pool:
         """The pool with its next beams; `best` is the step's best candidate."""
         live = tuple(pool.extend(chosen, i) for i in range(len(chosen.tokens)))
-        return replace(pool, live=live, done=self._is_done(pool.ended, best, len(live[0].tokens)))
+        done = len(pool.ended) >= self.size and self.early_stopping != "exhaustive"
+        if done and self.early_stopping is not True:
+            bound = best / self.horizon(len(live[0].tokens)) ** self.length_penalty
+            done = min(h.score for h in pool.ended) >= bound
+        return replace(pool, live=live, done=done)
 
     def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
         """The pool with these `beams` among its hypotheses, each with its finish reason."""
@@ -96,13 +119,6 @@ class PoolSearch(Scoring):
                 return pool
             kept = kept[:worst] + kept[worst + 1 :]
         return replace(pool, ended=(*kept, Hypothesis(beam.tokens, score, beam.origins, reason)))
-
-    def _is_done(self, ended: Sequence[Hypothesis], best: float, length: int) -> bool:
-        if len(ended) < self.size or self.early_stopping == "exhaustive":
-            return False
-        if self.early_stopping is True:
-            return True
-        return min(h.score for h in ended) >= best / self.horizon(length) ** self.length_penalty
 
     def _after(self, state: Beams, stepped: list[Pool], ends: list[str | None], ids: Tensor | None) -> Beams:
         """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
@@ -124,7 +140,163 @@ class PoolSearch(Scoring):
         rows[[pool.offset + i for pool in open_ for i in range(self.size)]] = values
         return rows
 
-    def _shown(self, pools: Sequence[Pool]) -> list[int]:
-        """The leaf of every beam; -1 in pools that are done."""
-        leaves = count()
-        return [-1 if pool.done else next(leaves) for pool in pools for _ in pool.live]
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GroupSearch(PoolSearch):
+    """`groups` beam searches of `num_beams / groups` beams, each of which pays for tokens that earlier ones chose.
+
+    Source: Diverse Beam Search, arXiv 1610.02424. The beams of all groups are leaves of one search, so one target pass
+    serves them all. The penalty is a processor (`specdec.HammingDiversityLogitsProcessor`), which gets the tokens
+    chosen in this step.
+    """
+
+    diversity_penalty: float
+    name: ClassVar[str] = "groupsearch"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        return options.groups > 1
+
+    @classmethod
+    def of(cls, setup: StrategySetup) -> GroupSearch:
+        penalty = setup.options.diversity_penalty or 0.0
+        return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
+
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """Every group's beams by the draft's scores, by default twice the target's, without ended texts.
+
+        A branch's `groups` holds the groups that it serves.
+        """
+        own = self.draft_scores(seq, ends, logits)
+        # The target's leaves are in the order of their groups.
+        serves: list[Collection[int]] = [
+            end.groups or (range(self.groups) if len(ends) == 1 else (i // self.size,)) for i, end in enumerate(ends)
+        ]
+        found: dict[tuple[int, int], tuple[int, Branch]] = {}
+        chosen: list[int] = []
+        for group in range(self.groups):
+            mine = [i for i, served in enumerate(serves) if group in served]
+            if not mine:
+                continue
+            scores = own[mine]
+            for token in chosen:
+                scores[:, token] -= self.diversity_penalty
+            total = totals(scores, [ends[i].score for i in mine])
+            best = best_totals(total, max(self.ahead(plan) // self.groups, 1))
+            chosen += best.tokens[: self.size]
+            for i, branch in branches(best, [ends[i] for i in mine]):
+                place = (mine[i], branch.tokens[-1])
+                known = found[place][1] if place in found else branch
+                better = max(known, branch, key=lambda b: b.score)
+                found[place] = (mine[i], better._replace(groups=frozenset((*(known.groups or ()), group))))
+        return sorted(found.values(), key=lambda branch: -branch[1].score)
+
+    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+        """The open groups' steps, each with penalties for the choices of earlier groups."""
+        at, chosen = 0, list[int]()
+        for group, pool in enumerate(pools):
+            if pool.done:
+                # As in transformers, the padding of finished texts counts as chosen too.
+                chosen += [self.pad_id] * self.size
+                continue
+            mine = slice(at, at + self.size)
+            known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
+            mine_ids = None if ids is None else ids[mine]
+            scores = self.processors(mine_ids, own[mine], current_tokens=known, beam_group_idx=group)
+            found = best_totals(totals(scores, pool.running), self.candidates(self.size))
+            going, pool = self.walk(pool, found)
+            best = found.part(going)
+            yield Turn(self.step(pool, best, found.scores[0]), best, scores)
+            chosen, at = chosen + best.tokens, at + self.size
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ConstrainedSearch(PoolSearch):
+    """Beam search for texts that fulfil constraints; `progress`: that of the prompt, which counts towards them.
+
+    Besides the best continuations, a step considers those that advance a beam's constraints; beams compete with beams
+    that have advanced as far. If fewer open beams than `returned` fulfil them at the end, the others are hypotheses as
+    well.
+    """
+
+    progress: Progress
+    returned: int = 1
+    name: ClassVar[str] = "constrainedsearch"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        return options.constrained
+
+    @classmethod
+    def of(cls, setup: StrategySetup) -> ConstrainedSearch:
+        """The search of one sequence; as in transformers, padding counts towards the constraints."""
+        o = setup.options
+        progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))
+        returned = o.num_return_sequences or 1
+        return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
+
+    def begin(self) -> Beams:
+        return Beams((Pool.of(self.num_beams, progress=self.progress),))
+
+    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+        """The pool's step, with continuations that advance constraints."""
+        [pool] = pools
+        total = totals(self.processors(ids, own), pool.running)
+        found = best_totals(total, self.candidates(self.num_beams))
+        going, pool = self.walk(pool, found)
+        beams = [beam.tokens for beam in pool.live]
+        chosen = _pushed(found.part(going), beams, pool.progress, total, self.num_beams)
+        steps = zip(chosen.parents, chosen.tokens, strict=True)
+        progress = tuple(pool.progress[beam].after([token]) for beam, token in steps)
+        yield Turn(replace(self.step(pool, chosen, found.scores[0]), progress=progress), chosen, total)
+
+    def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
+        """Adds beams that fulfil the constraints, and the others if these are too few."""
+        fulfilled, others = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
+        for beam, progress in zip(beams, pool.progress, strict=True):
+            (fulfilled if progress.fulfilled else others).append(beam)
+        return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
+
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The draft's beams: by default twice as many as the target's, without ended texts, with forced tokens."""
+        ahead = self.ahead(plan)
+        total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
+        generated = seq.tokens[seq.prompt_length :]
+        progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
+        found = best_totals(total, ahead)
+        beams = [tuple(end.tokens) for end in ends]
+        return branches(_pushed(found, beams, progress, total, ahead), ends)
+
+
+def _pushed(
+    found: Candidates, beams: Sequence[tuple[int, ...]], progress: Sequence[Progress], total: Tensor, count: int
+) -> Candidates:
+    """The next `count` live beams: of the best and the forced candidates, the best of every bank in turn.
+
+    A bank holds candidates whose constraints have advanced equally far. `total`: scores `[beams, vocab]`.
+    """
+    pairs = list(zip(found.parents, found.tokens, strict=True))
+    ranks = [progress[beam].after([token]).bank for beam, token in pairs]
+    known = {(beams[beam], token) for beam, token in pairs}
+    for beam, own in enumerate(progress):
+        for token, after in own.forced():
+            if (beams[beam], token) not in known:
+                known.add((beams[beam], token))
+                pairs.append((beam, token))
+                ranks.append(after.bank)
+    if len(pairs) == len(found.tokens):
+        return found
+    parents, tokens = [beam for beam, _ in pairs], [token for _, token in pairs]
+    sums = total[parents, tokens]
+    order = (torch.tensor(ranks, device=sums.device) * _STEP + sums).sort(descending=True).indices.tolist()
+    places = _places([ranks[i] for i in order])
+    turns = sorted(range(len(order)), key=places.__getitem__)
+    return Candidates(sums.tolist(), parents, tokens).part([order[turn] for turn in turns][:count])
+
+
+def _places(banks: Sequence[int]) -> list[int]:
+    """Each element's index in its run of equal banks."""
+    places: list[int] = []
+    for i, bank in enumerate(banks):
+        places.append(places[-1] + 1 if i and bank == banks[i - 1] else 0)
+    return places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from os import PathLike
 
 from transformers import PreTrainedModel
@@ -12,27 +13,18 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
-from specdec.proposers.heads.dflash import load_assistant, load_dflash
-from specdec.proposers.heads.eagle3 import load_eagle
-from specdec.proposers.heads.mtp import load_mtp
-from specdec.proposers.heads.stage import Head, Stages
-
-
-def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """Imports transformers' Gemma 4 only when needed, as that is slow."""
-    from specdec.proposers.heads.gemma4 import load_gemma4
-
-    return load_gemma4(checkpoint, target, how)
-
+from specdec.proposers.heads.stage import Head
 
 LOADERS = {
-    "eagle3": load_eagle,
-    "peagle": load_eagle,
-    "dflash": load_dflash,
-    "assistant": load_assistant,
-    "gemma4": _load_gemma4,
+    "eagle3": "eagle3:load_eagle",
+    "peagle": "eagle3:load_eagle",
+    "dflash": "dflash:load_dflash",
+    "assistant": "dflash:load_assistant",
+    "gemma4": "gemma4:load_gemma4",
 }
-"""By `speculators_model_type`; the last two are transformers' own formats, of block-guessing and Gemma 4 assistants."""
+"""Module and function by `speculators_model_type`; transformers' models are imported only when needed, as that is slow.
+
+The last two are transformers' own formats, of block-guessing and Gemma 4 assistants."""
 
 
 def load_head(
@@ -57,8 +49,10 @@ def load_head(
     if kind is None or kind not in LOADERS:
         known = ", ".join(name for name in LOADERS if name != "assistant")
         raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
+    module, _, function = LOADERS[kind].partition(":")
+    load = getattr(import_module(f"{__name__}.{module}"), function)
     with readable(checkpoint.source, argument):
-        return LOADERS[kind](replace(checkpoint, choose=choose), target, how)
+        return load(replace(checkpoint, choose=choose), target, how)
 
 
-__all__ = ["LOADERS", "Head", "Stages", "kind_of", "load_head", "load_mtp"]
+__all__ = ["LOADERS", "Head", "kind_of", "load_head"]

@@ -87,8 +87,7 @@ class Checkpoint:
     def dtype(self, how: Loading, target: LanguageModel) -> torch.dtype:
         """The dtype the head computes in: `how`'s, or else its weights', with float32 for float16 on a CPU."""
         if how.dtype != "auto":
-            found: torch.dtype = how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
-            return found
+            return how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
         stored = next((t.dtype for t in self.weights.values() if t.is_floating_point()), torch.float32)
         return torch.float32 if stored == torch.float16 and target.device.type == "cpu" else stored
 
@@ -153,12 +152,10 @@ class Checkpoint:
             if self.weights[name].shape != tensor.shape:
                 found, expected = list(self.weights[name].shape), list(tensor.shape)
                 raise self.broken(f"`{name}` is {found}, and by its config {expected}")
-        given = {
-            name: self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in wanted.items()
-        }
-        stage.load_state_dict(given, assign=True)
-        stage.settle(dtype, device)
+            wanted[name] = self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
+        stage.load_state_dict(wanted, assign=True)
+        stage.to(device)  # its buffers
+        stage.inputs.to(dtype)
         if self.choose is not None:
             stage.narrow(self.choose)
 
@@ -196,7 +193,9 @@ class Checkpoint:
                     f"`{self.argument}` {self.source!r} was made for another target: its {what} are {wanted} wide, the "
                     f"target's {have}: use a head that was trained for {theirs or own}"
                 )
-        if (made and own not in made) or _differ(name, theirs):
+        # Two hub ids may be of different models; folders may have any name.
+        ids = [one for one in (name, theirs) if one.count("/") == 1 and not Path(one).exists()]
+        if (made and own not in made) or len({one.rpartition("/")[2].lower() for one in ids}) == 2:
             raise OptionError(
                 f"`{self.argument}` {self.source!r} was made for {name or made[0]!r}, and the target is "
                 f"{theirs or own!r}: use that target, or if they are the same, correct `verifier` in its config.json"
@@ -217,12 +216,6 @@ def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:
         files = [_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))]
     for file in files:
         yield from load_file(file).items()
-
-
-def _differ(name: str, other: str) -> bool:
-    """Whether both are hub ids, of different models; folders may have any name."""
-    ids = [one for one in (name, other) if one.count("/") == 1 and not Path(one).exists()]
-    return len(ids) == 2 and ids[0].rpartition("/")[2].lower() != ids[1].rpartition("/")[2].lower()
 
 
 @contextmanager

@@ -50,7 +50,11 @@ class DFlashStage(Stage):
         vocabulary: Tensor | None = None,
     ) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(config, embedding, width + 1, vocab_size, _kinds(config), depth=-1, vocabulary=vocabulary)
+        kinds = [  # windows do not count the node itself
+            kind if kind.window is None else AttentionKind(kind.name, kind.window + 1)
+            for kind in attention_kinds(config) or ()
+        ]
+        super().__init__(config, embedding, width + 1, vocab_size, kinds, depth=-1, vocabulary=vocabulary)
         self.anchored, self.causal, self._whole = anchored, causal, (whole,)  # in a tuple: not a submodule
         self.fc = nn.Linear(hidden * width, width, bias=False)
         self.hidden_norm = modeling_qwen3.Qwen3RMSNorm(width, eps=eps)
@@ -87,16 +91,12 @@ class DFlashStage(Stage):
         return F.pad(hidden, (0, 1))
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits of its own output layer, or else the target's."""
         normed = self.norm(written[..., :-1])
-        [whole] = self._whole
-        logits: Tensor = (whole or self.lm_head)(normed)
-        return logits
+        return (self._whole[0] or self.lm_head)(normed)
 
     def cut(self, rows: Tensor) -> None:
         """Limits its logits to `rows`; of the target's output layer it copies them."""
-        [whole] = self._whole
-        self.lm_head, self._whole = whole or self.lm_head, (None,)
+        self.lm_head, self._whole = self._whole[0] or self.lm_head, (None,)
         super().cut(rows)
 
     def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
@@ -123,14 +123,7 @@ def _attention(
     seen = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=attention.scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    out: Tensor = attention.o_proj(seen.transpose(1, 2).flatten(2))
-    return out
-
-
-def _kinds(config: Any) -> tuple[AttentionKind, ...]:
-    """The kinds of attention, with windows that do not count the node itself."""
-    kinds = attention_kinds(config) or ()
-    return tuple(kind if kind.window is None else AttentionKind(kind.name, kind.window + 1) for kind in kinds)
+    return attention.o_proj(seen.transpose(1, 2).flatten(2))
 
 
 def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -161,14 +154,14 @@ def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) 
     if not all(0 < layer <= target.num_layers for layer in layers):
         raise checkpoint.unfit(f"it reads what layers {list(checkpoint.config['target_layer_ids'])} write", target)
     checkpoint.check_target(target, width=config.hidden_size, vocab_size=target.vocab_size)
-    renamed = replace(checkpoint, weights={_renamed(name): tensor for name, tensor in checkpoint.weights.items()})
+    weights = dict(checkpoint.weights)
+    for name in checkpoint.weights:
+        for old, new in _TRANSFORMERS_NAMES.items():
+            if name.startswith(old):
+                weights[new + name.removeprefix(old)] = weights.pop(name)
     options = {"anchored": False, "whole": target.output_embeddings}
-    return _head(config, renamed, target, how, layers, checkpoint.config["block_size"], anchor=False, **options)
-
-
-def _renamed(name: str) -> str:
-    """The `speculators` format's name for a weight of transformers' format."""
-    return next((new + name[len(old) :] for old, new in _TRANSFORMERS_NAMES.items() if name.startswith(old)), name)
+    size = checkpoint.config["block_size"]
+    return _head(config, replace(checkpoint, weights=weights), target, how, layers, size, anchor=False, **options)
 
 
 def _head(

@@ -6,8 +6,7 @@ attention reads embedding and feature concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from specdec.errors import UnsupportedError
-from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import CACHE, set_attention
 from specdec.models.language_model import LanguageModel
@@ -24,45 +22,19 @@ from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
 
-
-@dataclass(frozen=True)
-class Parts:
-    """The modules that decoder layers of one kind are made of."""
-
-    layer: Any
-    norm: Any
-    rotary: Any
-
-
-KINDS = {
-    "llama": Parts(modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
-    "qwen3": Parts(modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
+    "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
 }
-"""By the `model_type` of the layers' config."""
+"""Layer, norm and rotary embedding by the `model_type` of the layers' config."""
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Where an EAGLE-3 head may normalize, by the format's names.
+
+`norm_before_residual`: the first layer's residual is the normalized feature. Before projection, `norm_before_fc`
+normalizes the hidden states of all layers together, `fc_norm` each layer's. `norm_output`: the features that it writes
+are normalized, not only the logits' input (EAGLE 3.1).
+"""
 _GUESSES = 8  # of a P-EAGLE head whose config has no number
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Where an EAGLE-3 head normalizes; the names are the format's.
-
-    `norm_before_residual`: the first layer's residual is the normalized feature. Before projection, `norm_before_fc`
-    normalizes the hidden states of all layers together, `fc_norm` each layer's. `norm_output`: the features that it
-    writes are normalized, not only the logits' input (EAGLE 3.1).
-    """
-
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Norms:
-        """Reads the checkpoint's config; raises LoadError if it contradicts itself."""
-        norms = cls(**{name: bool(checkpoint.config.get(name, False)) for name in cls.__dataclass_fields__})
-        if norms.norm_before_fc and norms.fc_norm:
-            raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
-        return norms
 
 
 class FirstLayer(nn.Module):
@@ -85,12 +57,11 @@ class FirstLayer(nn.Module):
         residual = normed if self.norm_before_residual else features
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         hidden = residual + self.self_attn(hidden_states=both, **attention)[0]
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleStage(Stage):
-    """The one stage of an EAGLE-3 head, which reads `hidden` layers of `target_width`."""
+    """The one stage of an EAGLE-3 head, which reads `hidden` layers of `target_width`; `norms` are some of `NORMS`."""
 
     def __init__(
         self,
@@ -100,43 +71,39 @@ class EagleStage(Stage):
         *,
         hidden: int = 3,
         target_width: int | None = None,
-        norms: Norms | None = None,
+        norms: Collection[str] = (),
         vocabulary: Tensor | None = None,
     ) -> None:
-        super().__init__(config, embedding, config.hidden_size, vocab_size, _kinds(config), vocabulary=vocabulary)
-        norms, parts, width = norms or Norms(), KINDS[config.model_type], config.hidden_size
+        kinds, width, eps = attention_kinds(config), config.hidden_size, config.rms_norm_eps
+        if kinds is None:
+            raise UnsupportedError(f"the layers of a head must all be attention, got {config.layer_types}")
+        super().__init__(config, embedding, width, vocab_size, kinds, vocabulary=vocabulary)
+        layer, norm, rotary = KINDS[config.model_type]
         read = hidden * (target_width or width)
-        self.norms = norms
         self._names = getattr(config, "layer_types", None) or [self.kinds[0].name] * config.num_hidden_layers
-        self.norm_output = norms.norm_output  # a plain attribute, which the key of compiled code includes
-        first = FirstLayer(parts.layer(config, 0), parts.norm, config, norm_before_residual=norms.norm_before_residual)
-        others = [parts.layer(config, layer) for layer in range(1, config.num_hidden_layers)]
-        self.layers = nn.ModuleList([first, *others])
+        self.norm_output = "norm_output" in norms  # a plain attribute, which the key of compiled code includes
+        first = FirstLayer(layer(config, 0), norm, config, norm_before_residual="norm_before_residual" in norms)
+        self.layers = nn.ModuleList([first, *(layer(config, i) for i in range(1, config.num_hidden_layers))])
         self.fc = nn.Linear(read, width, bias=False)
-        eps = config.rms_norm_eps
-        self.input_norm = parts.norm(read, eps=eps) if norms.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(parts.norm(read // hidden, eps=eps) for _ in range(hidden)) if norms.fc_norm else None
-        )
-        self.norm = parts.norm(width, eps=eps)
+        self.input_norm = norm(read, eps=eps) if "norm_before_fc" in norms else None
+        each = (norm(read // hidden, eps=eps) for _ in range(hidden))
+        self.fc_norm = nn.ModuleList(each) if "fc_norm" in norms else None
+        self.norm = norm(width, eps=eps)
         self.lm_head = nn.Linear(width, vocab_size if vocabulary is None else len(vocabulary), bias=False)
         with torch.device("cpu"):
-            self.rotary_emb = parts.rotary(config)
+            self.rotary_emb = rotary(config)
 
     def features(self, states: Tensor) -> Tensor:
-        """Projects hidden states `[tokens, layers, width]` to `[tokens, hidden]`."""
         if self.fc_norm is not None:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         together = states.flatten(1)
         if self.input_norm is not None:
             together = self.input_norm(together)
-        projected: Tensor = self.fc(together)
-        return projected
+        return self.fc(together)
 
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The last layer's output."""
         common = {
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(features, positions),
@@ -149,9 +116,7 @@ class EagleStage(Stage):
         return self.norm(hidden) if self.norm_output else hidden
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits over the head's own vocabulary."""
-        logits: Tensor = self.lm_head(written if self.norm_output else self.norm(written))
-        return logits
+        return self.lm_head(written if self.norm_output else self.norm(written))
 
 
 def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -176,6 +141,9 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
+    norms = [name for name in NORMS if given.get(name)]
+    if {"norm_before_fc", "fc_norm"} <= {*norms}:
+        raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
     set_attention(config, "sdpa")
     with torch.device("meta"):
         stage = EagleStage(
@@ -184,7 +152,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
             target.vocab_size,
             hidden=len(layers),
             target_width=width,
-            norms=Norms.of(checkpoint),
+            norms=norms,
             vocabulary=vocabulary,
         )
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight", "mask_hidden"})
@@ -205,11 +173,3 @@ def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | No
     methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     guesses = checkpoint.count(methods[0].get("speculative_tokens", _GUESSES), "speculative_tokens", 1)
     return Block(guesses, checkpoint.mask_token(stage.embedding), guesses - 1, feature)
-
-
-def _kinds(config: Any) -> tuple[AttentionKind, ...]:
-    """The layers' kinds of attention; raises UnsupportedError for layers of another sort."""
-    kinds = attention_kinds(config)
-    if kinds is None:
-        raise UnsupportedError(f"the layers of a head must all be attention, got {config.layer_types}")
-    return kinds

@@ -42,7 +42,11 @@ class AssistantStage(Stage):
     def __init__(
         self, text: Any, given: Mapping[str, Any], target: LanguageModel, kv_layers: Mapping[str, Any]
     ) -> None:
-        kept = {kind: _kv_size(layer, target.config.num_attention_heads) for kind, layer in kv_layers.items()}
+        heads = target.config.num_attention_heads
+        kept = {  # number and width of the key heads
+            kind: (heads // layer.self_attn.num_key_value_groups, layer.self_attn.head_dim)
+            for kind, layer in kv_layers.items()
+        }
         self._hidden, self._state = text.hidden_size, target.config.hidden_size
         self._kv_width = max(sum(2 * heads * width for heads, width in kept.values()), self._hidden)
         # A session's cache holds keys and values of each kind, and positions.
@@ -107,10 +111,7 @@ class AssistantStage(Stage):
     def guess(self, written: Tensor) -> Tensor:
         """Logits `[..., vocab]`; with `Clusters`, -inf outside the likeliest ones."""
         hidden = written[..., self._state : self._state + self._hidden]
-        if self.masked_embedding is not None:
-            return self.masked_embedding(hidden, self.lm_head)
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head(hidden) if self.masked_embedding is None else self.masked_embedding(hidden, self.lm_head)
 
     def cut(self, rows: Tensor) -> None:
         """Limits its logits to `rows`; clusters keep their weights."""
@@ -127,7 +128,7 @@ class AssistantStage(Stage):
             sides = states[..., begin : begin + 2 * heads * width].view(*states.shape[:-1], 2, heads, width)
             begin += 2 * heads * width
             keys, values = sides.permute(2, 0, 3, 1, 4)
-            keys = _rotated(keys, *self._rotary[0](keys, (positions - 1).clamp(min=0), name))
+            keys = gemma.apply_rotary_pos_emb(keys, *self._rotary[0](keys, (positions - 1).clamp(min=0), name))
             found[name] = (keys, values) if cache is None else cache.update(keys, values, number)
         return found
 
@@ -223,11 +224,6 @@ def _kv_layers(target: LanguageModel) -> dict[str, int]:
     return {kind: number for number, kind in enumerate(config.layer_types[:own])}
 
 
-def _kv_size(layer: Any, heads: int) -> tuple[int, int]:
-    """Number and width of the key heads of a layer with `heads` attention heads."""
-    return heads // layer.self_attn.num_key_value_groups, layer.self_attn.head_dim
-
-
 def _pair(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """A layer's keys, before rotation, and values `[tokens, heads, width]` for its inputs `hidden`."""
     attention = layer.self_attn
@@ -235,9 +231,3 @@ def _pair(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     keys = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim))
     values = keys if attention.v_proj is None else attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
     return attention.k_norm(keys), attention.v_norm(values)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[rows, heads, nodes, width]` rotated by angles `[rows, nodes, width]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]

@@ -65,18 +65,16 @@ class MtpStage(Stage):
         self.inputs.to(model.device, model.dtype)
 
     def features(self, states: Tensor) -> Tensor:
-        """The last hidden states `[tokens, 1, width]` as `[tokens, width]`."""
         return states[:, 0]
 
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The layer's output."""
         angles = None
         if self.rotary_emb is not None:
             kind = {} if self.turned_as is None else {"layer_type": self.turned_as}
             angles = self.rotary_emb(embeds, position_ids=positions, **kind)
-        written: Tensor = self.layer(
+        written = self.layer(
             embeds,
             features,
             position_embeddings=angles,
@@ -88,8 +86,7 @@ class MtpStage(Stage):
 
     def guess(self, written: Tensor) -> Tensor:
         """Logits through the target's output layer, scaled and sliced as in transformers."""
-        logits: Tensor = MtpModel._project_to_logits(self, written)
-        return logits
+        return MtpModel._project_to_logits(self, written)
 
 
 def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
@@ -105,8 +102,12 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
         )
     if target.is_sharded:
         raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
+    # A shallow copy without embeddings and output layer, whose packed weights no checkpoint has.
+    inner = shallow_copy(target.model)
+    inner.set_input_embeddings(nn.Identity())
+    inner.set_output_embeddings(nn.Identity())
     with explained(name, argument):
-        model = MtpModel.from_pretrained(_without_ends(target.model), device_map={"": target.device})
+        model = MtpModel.from_pretrained(inner, device_map={"": target.device})
     model.tie_with_main_model(target.model)
     vocabulary = None
     if choose is not None:
@@ -114,14 +115,6 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
         model.shared_head = cut(model.shared_head, vocabulary)
     stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
     return Head(stages, [target.num_layers], backend="auto" if target.backend == "eager" else target.backend)
-
-
-def _without_ends(model: Any) -> Any:
-    """A shallow copy of the target without embeddings and output layer, whose packed weights no checkpoint has."""
-    other = shallow_copy(model)
-    other.set_input_embeddings(nn.Identity())
-    other.set_output_embeddings(nn.Identity())
-    return other
 
 
 class _SharedLinear(nn.Module):
@@ -132,5 +125,4 @@ class _SharedLinear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
         return F.linear(x, self.weight, self.bias)

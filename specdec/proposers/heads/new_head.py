@@ -58,8 +58,7 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 / parameter.shape[1] ** 0.5)
         stage.fc.weight[:, -width:] += torch.eye(width, device=target.device)
-        weight = head.weight if vocabulary is None else head.weight[vocabulary]
-        stage.lm_head.weight.copy_(weight)
+        stage.lm_head.weight.copy_(head.weight if vocabulary is None else head.weight[vocabulary])
         _copy_last(target, stage)
     return stage
 
@@ -119,7 +118,7 @@ def save_eagle(stage: EagleStage, target: LanguageModel, folder: Path, *, guesse
         "draft_vocab_size": stage.lm_head.out_features,
         "eagle_aux_hidden_state_layer_ids": layers_to_read(target),
         "target_hidden_size": target.config.hidden_size,
-        "norm_before_residual": stage.norms.norm_before_residual,
+        "norm_before_residual": stage.layers[0].norm_before_residual,
         "transformer_layer_config": stage.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")},
         "speculators_config": {
             "algorithm": "eagle3",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Chained, ChainRule, Commit, Draft, Hidden, Plan, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Hidden, Plan, SavedState, SequenceView
 from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits
@@ -164,21 +164,17 @@ class HeadProposer(ModelProposer):
         """Takes in the features of these sequences' texts and forgets guesses; much text is read at once."""
         seqs = [seq for seq in seqs if seq.id in self._known]
         self._admit(seqs)
-        for seq in seqs:
-            self._hear(self._known[seq.id])
+        for known in [self._known[seq.id] for seq in seqs]:
+            unheard, known.unheard = known.unheard, []
+            if unheard:
+                states = [hidden.states for _, _, hidden in unheard]
+                features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
+                for own, (path, text, hidden) in zip(features, unheard, strict=True):
+                    known.add(own, path, text, hidden)
         self._settle(seqs)
         self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].text > _UNREAD])
         for seq in seqs:
             self._known[seq.id].forget(self._cached[seq.id].text - 2)  # the last token may have to be fed again
-
-    def _hear(self, known: _KnownText) -> None:
-        """Takes in the features of the rounds since the last guess."""
-        unheard, known.unheard = known.unheard, []
-        if unheard:
-            states = [hidden.states for _, _, hidden in unheard]
-            features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
-            for own, (path, text, hidden) in zip(features, unheard, strict=True):
-                known.add(own, path, text, hidden)
 
     def _num_read(self, seq_id: int) -> int:
         """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
@@ -227,28 +223,34 @@ class HeadProposer(ModelProposer):
         outputs: list[Logits] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
-            inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, source)) for feed in feeds]
-            fed = [replace(work, embeds=embeds) for work, embeds in zip(works, inputs, strict=True)]
+            embeds = self._embeds(feeds, source)
+            fed = [replace(work, embeds=one) for work, one in zip(works, embeds, strict=True)]
             found = session.stages[stage].run(fed, hidden=True)
             if not outputs:
                 outputs, works = found, [replace(work, num_logits=0) for work in works]
-            for feed, out in zip(feeds, found, strict=True):
-                self._record(feed, stage, out)
+            for (seq, _, work), out in zip(feeds, found, strict=True):
+                assert out.hidden_states is not None
+                first = work.num_cached
+                if stage == len(session.stages) - 1:  # nodes that others may follow
+                    first = max(first, work.num_text - 1)
+                states = out.hidden_states[0][first - work.num_cached :]
+                self._known[seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
         self._keep(feeds, final=not level)
         for feed in feeds:
             self._renumber(feed, guessed=level > 0)
         return outputs
 
-    def _draft_chain(self, feeds: Sequence[Feed], rules: Sequence[ChainRule]) -> Chained | None:
-        inputs = [self._head.inputs(feed.work.new_tokens, self._features(feed, -1)) for feed in feeds]
-        rows = [feed.work.row for feed in feeds]
-        return self._stages.draft_chain(rows, [feed.work.new_tokens for feed in feeds], rules, inputs)
+    def _embeds(self, feeds: Sequence[Feed], source: int = -1) -> list[Tensor]:
+        return [self._head.inputs(feed.work.new_tokens, self._features(feed, source)) for feed in feeds]
 
     def _features(self, feed: Feed, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
         known = self._known[feed.seq.id]
         if source < 0:
-            return torch.cat([self._text_features(feed, feed.work.num_text), *self._branch_features(feed)])
+            parents, where = feed.seq.tree.parents, feed.cached.where
+            fresh = sorted(node for node, at in where.items() if at >= feed.work.num_cached)
+            branches = [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
+            return torch.cat([self._text_features(feed, feed.work.num_text), *branches])
         written, blank = known.written[source], self._blank
         before = feed.work.tree.parents[feed.work.num_cached :]
         texts, length = known.texts[source], feed.cached.text
@@ -262,20 +264,6 @@ class HeadProposer(ModelProposer):
         at = begin - self._shift + len(first) - known.first
         rows = [*first, *known.states[at : at + count - len(first)]]
         return torch.stack(rows) if rows else self._blank.new_empty(0, len(self._blank))
-
-    def _branch_features(self, feed: Feed) -> list[Tensor]:
-        """The target's features `[1, width]` for the sequence's own branches that are fed."""
-        known, parents = self._known[feed.seq.id], feed.seq.tree.parents
-        fresh = sorted(node for node, at in feed.cached.where.items() if at >= feed.work.num_cached)
-        return [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
-
-    def _record(self, feed: Feed, stage: int, out: Logits) -> None:
-        """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
-        assert out.hidden_states is not None
-        work, last = feed.work, stage == len(self._stages.stages) - 1
-        first = max(work.num_cached, work.num_text - 1) if last else work.num_cached
-        states = out.hidden_states[0][first - work.num_cached :]
-        self._known[feed.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
 
     def _renumber(self, feed: Feed, *, guessed: bool) -> None:
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""

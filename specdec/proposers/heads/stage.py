@@ -88,11 +88,6 @@ class Stage(nn.Module, ABC):
         """Limits its own logits to `rows`; raises UnsupportedError if its output layer cannot be cut."""
         self.lm_head = cut(self.lm_head, rows)
 
-    def settle(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Moves all buffers to its weights' device, and its inputs to their dtype."""
-        self.to(device)
-        self.inputs.to(dtype)
-
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its weights."""
@@ -129,9 +124,11 @@ class Stage(nn.Module, ABC):
             assert input_ids is not None
             inputs_embeds = F.pad(self.embedding(input_ids).to(self.dtype), (0, self.width))
         embeds = inputs_embeds[..., : -self.width]
-        if attention_mask is None or position_ids is None:
-            view = self._simple_view(inputs_embeds, cache)
-            position_ids = view.positions
+        if attention_mask is None or position_ids is None:  # new nodes in rows of equal length
+            start = 0 if cache is None else cache.get_seq_length()
+            keys = torch.arange(start + embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
+            position_ids = keys[:, start:]
+            view = AttentionView(position_ids, keys, keys[:, None] <= position_ids[:, :, None])
             attention_mask = {kind.name: view.mask(kind, inputs_embeds.dtype) for kind in self.kinds}
         written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, cache)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -139,13 +136,6 @@ class Stage(nn.Module, ABC):
         if self.vocabulary is not None and not trial:
             logits = widened(logits, self.vocabulary, self.vocab_size)
         return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
-
-    def _simple_view(self, inputs: Tensor, cache: Any) -> AttentionView:
-        """The causal view of new nodes in rows of equal length."""
-        start = 0 if cache is None else cache.get_seq_length()
-        keys = torch.arange(start + inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
-        positions = keys[:, start:]
-        return AttentionView(positions, keys, keys[:, None] <= positions[:, :, None])
 
 
 class Blank(nn.Module):
@@ -172,14 +162,15 @@ class Embedding:
         weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
         shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
         self.vocab_size, self.width = int(shape[0]), int(shape[1])
+        self._look_up: Any = table
         self._stored: Any = None
-        as_stored = as_stored or _looks_up_alone(table)
-        if as_stored and isinstance(table, PackedEmbedding):
-            self._look_up, self._stored = table.head.rows, table.head
-        elif as_stored and weight is not None and not weight.is_meta:
-            self._look_up, self._stored = partial(F.embedding, weight=weight), weight
-        else:
-            self._look_up = table
+        if isinstance(table, PackedEmbedding):
+            if as_stored or table.scale is None:
+                self._look_up, self._stored = table.head.rows, table.head
+        elif weight is not None and not weight.is_meta:
+            looks_up_alone = type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
+            if as_stored or looks_up_alone:
+                self._look_up, self._stored = partial(F.embedding, weight=weight), weight
 
     def __getstate__(self) -> dict[str, int]:
         return {"vocab_size": self.vocab_size, "width": self.width}
@@ -191,15 +182,7 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Embeddings `[..., width]` of ids `[...]`."""
-        found: Tensor = self._look_up(ids)
-        return found
-
-
-def _looks_up_alone(table: Any) -> bool:
-    """Whether a module returns rows of its weight unchanged."""
-    if isinstance(table, PackedEmbedding):
-        return table.scale is None
-    return type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
+        return self._look_up(ids)
 
 
 @dataclass(frozen=True)
@@ -235,7 +218,14 @@ class Head:
         block: Block | None = None,
     ) -> None:
         self.hidden_layers, self.block = tuple(hidden_layers), block
-        self.stages = [_language_model(stage, backend) for stage in stages]
+        self.stages: list[LanguageModel] = []
+        for stage in stages:  # each owns its weights, so that they may be packed
+            capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
+            own = "packed" if backend == "compiled" and not stage.compiles else backend
+            language = LanguageModel(stage.eval(), backend=own, owned=True, capability=capability)
+            if language.ragged is not None and not stage.compiles:
+                language.ragged.compiled = None
+            self.stages.append(language)
         self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
         self.feature_width = stages[0].width
@@ -247,8 +237,7 @@ class Head:
     @torch.no_grad()
     def features(self, states: Tensor) -> Tensor:
         """The first stage's features `[tokens, features]` of hidden states `[tokens, layers, width]`."""
-        found: Tensor = self.stages[0].model.features(states.to(self.device, self.dtype))
-        return found
+        return self.stages[0].model.features(states.to(self.device, self.dtype))
 
     def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """The inputs of a stage for tokens with `features` `[tokens, features]`."""
@@ -321,19 +310,6 @@ class Stages(Session):
         for stage in self.stages[self.first :]:
             stage.commit(*given, **how)
 
-    def refresh(self, rows: Sequence[int]) -> None:
-        """Does nothing: no stage's rotary scaling changes."""
-
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for stage in self.stages:
             stage.truncate(rows, lengths)
-
-
-def _language_model(stage: Stage, backend: str) -> LanguageModel:
-    """A stage as a language model that owns its weights, so that they may be packed."""
-    capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
-    backend = "packed" if backend == "compiled" and not stage.compiles else backend
-    language = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
-    if language.ragged is not None and not stage.compiles:
-        language.ragged.compiled = None
-    return language

@@ -1,9 +1,8 @@
-"""Heads of all kinds beside and after other requests: prompts that begin alike, come late, and are read in chunks."""
+"""Heads of all kinds in all sorts of calls, beside and after others: prompts that begin alike, come late, in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,9 @@ import pytest
 import torch
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import Plan, SequenceView
-from specdec.core.tree import Tree
 from specdec.models import prefix_bytes
-from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Stages
-from tests.heads import dflash_folder, eagle_folder
-from tests.proposers.heads.test_blocks import PEAGLE
-from tests.proposers.heads.test_gemma4 import _all_shared, pair  # noqa: F401
-from tests.proposers.heads.test_heads import RUN, target
-from tests.proposers.heads.test_mtp import with_layers
+from tests.heads import IDS, RUN, Proposals, eagle_folder, target
 
 FIRST = [(7 * i) % 50 + 5 for i in range(40)]
 DRAFTING: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
@@ -31,42 +23,39 @@ KINDS = [
 ]
 
 
-@pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """What was guessed after every text."""
-    seen: dict[tuple[int, ...], list[int]] = {}
-    propose = HeadProposer.propose
-
-    def spied(self: HeadProposer, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, rows, plans)
-        seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
-        return trees
-
-    monkeypatch.setattr(HeadProposer, "propose", spied)
-    return seen
+WAYS: dict[str, dict[str, Any]] = {
+    "constant": {"schedule": "constant", "num_assistant_tokens": 4},
+    "branches": {"schedule": "heuristic", "num_assistant_branches": 3},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "seed": 3, "num_return_sequences": 2, "schedule": "cost"},
+    "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection", "num_assistant_branches": 3},
+}
+MADE = ["peagle", "dflash", "mtp2", "mellum", "gemma4"]
 
 
-def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A tiny target and a head of a kind."""
-    if kind == "gemma4":
-        return pair(window=5)
-    if kind in ("mtp", "mtp2"):
-        return with_layers(monkeypatch, "deepseek_v3", 2 if kind == "mtp2" else 1), "mtp"
-    model = target()
-    more = PEAGLE if kind == "peagle" else {}
-    return model, dflash_folder(folder, model) if kind == "dflash" else eagle_folder(folder, **more)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MADE)  # test_heads.py has EAGLE
+def test_the_text_is_the_target_s(kind: str, way: str, made: Callable[[str], tuple[Any, Any]]) -> None:
+    """With trees, samples and beams, in ragged batches; sampling by q repeats under a seed."""
+    model, draft = made(kind)
+    generator, plain, given = SpecGenerator(model, draft), SpecGenerator(model), WAYS[way]
+    out = generator.generate(IDS, **RUN, **given)
+    if way == "rejection":
+        plain = generator
+    else:
+        given = {name: given[name] for name in given if name not in DRAFTING and name != "num_assistant_branches"}
+    assert out.sequences.tolist() == plain.generate(IDS, **RUN, **given).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0 or (way == "beams" and kind in ("peagle", "dflash"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_others_have_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposals: dict[tuple[int, ...], list[int]]
-) -> None:
+def test_what_others_have_read(kind: str, made: Callable[[str], tuple[Any, Any]], proposals: Proposals) -> None:
     """A request that comes late continues a running one, in the head too, and guesses as if it had come alone.
 
     So does the running one, and one whose beginning only rows that have left had read. (Later layers for multi-token
     prediction lacked a feature of one token, and took that of another one.)
     """
-    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    model, draft = made(kind)
     prompts = [[*FIRST, 30], [*FIRST[:32], 9, 8, 7, *FIRST]]
     generator = SpecGenerator(model, draft, prefix_cache=True)
     stream = generator.stream([FIRST], **{**DRAFTING, "max_new_tokens": 40})
@@ -75,7 +64,7 @@ def test_what_others_have_read(
     assert list(stream)
     prompts.append([*late[0].sequences[0].tolist(), 9, 8, 7])
     late.append(generator.generate(prompts[-1:], **DRAFTING))
-    beside = dict(proposals)
+    beside = {tuple(text): tree.tokens for text, tree in proposals}
     assert [out.stats.cached_prompt_tokens for out in late[:2]] == [39, 31]
     assert late[2].stats.cached_prompt_tokens > 41
     for prompt, out in zip(prompts, late, strict=True):
@@ -85,7 +74,7 @@ def test_what_others_have_read(
         assert out.sequences.tolist() == SpecGenerator(model).generate([prompt], **RUN).sequences.tolist()
         assert out.stats.num_draft_tokens > 0
         assert proposals
-        assert all(beside[text][: len(guesses)] == guesses for text, guesses in proposals.items())
+        assert all(beside[tuple(text)][: len(tree)] == tree.tokens for text, tree in proposals)
 
 
 def plain(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -175,30 +164,6 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
         out = generator.generate([prompt], **RUN)
         assert (out.stats.cached_prompt_tokens > 0) == kept
         assert out.sequences.tolist() == plain(model, [prompt])
-
-
-def test_chats_side_by_side(tmp_path: Path) -> None:
-    """Turns of several threads come and go in one engine; each goes on from its own, in strict arithmetic too."""
-    model, folder = target(), eagle_folder(tmp_path / "head")
-    for exactness in ("auto", "strict"):
-        generator = SpecGenerator(model, folder, exactness=exactness)
-        calm = SpecGenerator(generator.target, prefix_cache=False)
-
-        def chat(seed: int, generator: SpecGenerator = generator) -> tuple[list[list[int]], list[int]]:
-            turns, cached, prompt = [], [], [(seed + 3 * i) % 50 + 5 for i in range(30 + seed)]
-            for _ in range(3):
-                out = generator.generate([prompt], **RUN)
-                turns.append([*prompt, *out.new_tokens()[0]])
-                cached.append(out.stats.cached_prompt_tokens)
-                prompt = [*turns[-1], seed, 9]
-            return turns, cached
-
-        with ThreadPoolExecutor(4) as pool:
-            chats = list(pool.map(chat, range(4)))
-        for turns, cached in chats:
-            assert min(cached[1:]) > 30
-            for turn in turns:
-                assert calm.generate([turn[: -RUN["max_new_tokens"]]], **RUN).sequences[0].tolist() == turn
 
 
 def test_a_head_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
@@ -27,13 +26,22 @@ from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.heads.stage import Stages
-from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
-from tests.matrix import endless, some
+from tests.heads import (
+    IDS,
+    PEAGLE,
+    RUN,
+    THREE,
+    Eagle,
+    Proposals,
+    changed,
+    eagle_folder,
+    reweighed,
+    states_of,
+    target,
+)
+from tests.matrix import some
 from tests.tiny import tiny
 
-IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
-RUN = endless(14)
-THREE = {"num_hidden_layers": 3}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "qwen3": {"kind": "qwen3", "norm_before_residual": True},
@@ -49,21 +57,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def target(seed: int = 0) -> Any:
-    return tiny("llama", seed=seed, **THREE)
+SURE = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
 
 
-def states_of(model: Any, tokens: list[int]) -> Tensor:
-    """The target's hidden states of a text `[tokens, layers, width]`."""
-    with torch.no_grad():
-        layers = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
-    return torch.stack([layers[layer][0] for layer in READS], dim=1)
-
-
-@pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
-    """The text before every proposal of a head, and the proposal."""
-    return spy_on_proposals(monkeypatch, lambda row, tree: not row.tree.tokens)
+def check(proposals: Proposals, model: Any, reference: Eagle) -> None:
+    """Many proposals, whose guesses and confidence are what the formulas say."""
+    assert len(proposals) >= 20
+    for text, tree in proposals:
+        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
+        assert tree.tokens == guesses
+        chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
+        assert tree.confidence == pytest.approx(chances, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,24 +86,11 @@ def test_guesses_are_what_the_formulas_say(
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference = target(), Eagle(folder)
     plain = SpecGenerator(model).generate(IDS, **RUN)
-    out = SpecGenerator(model, folder).generate(
-        IDS,
-        **RUN,
-        schedule="confidence",
-        num_assistant_tokens=4,
-        assistant_confidence_threshold=1e-9,
-        prefill_chunk_size=3,
-    )
+    out = SpecGenerator(model, folder).generate(IDS, **RUN, **SURE, prefill_chunk_size=3)
     assert out.sequences.tolist() == plain.sequences.tolist()
-    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
-    assert len(drafted) >= 20
     assert 1 in ahead  # guesses after the first one, alone and together
     assert max(ahead) > 1
-    for text, tree in drafted:
-        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
-        assert tree.tokens == guesses
-        chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
-        assert tree.confidence == pytest.approx(chances, rel=1e-3)
+    check(proposals, model, reference)
 
 
 @pytest.mark.slow
@@ -127,18 +118,11 @@ def test_compiled_heads_make_all_guesses_in_one_call(
 
     monkeypatch.setattr(KvSession, "draft_chain", spied)
     generator, plain = SpecGenerator(language, HeadDraft(head)), SpecGenerator(language)
-    sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
-        out = generator.generate(ids, **RUN, **sure, prefill_chunk_size=3)
+        out = generator.generate(ids, **RUN, **SURE, prefill_chunk_size=3)
         assert out.sequences.tolist() == plain.generate(ids, **RUN).sequences.tolist()
     assert {1, 3} <= {*rows}
-    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
-    assert len(drafted) >= 20
-    for text, tree in drafted:
-        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
-        assert tree.tokens == guesses
-        chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
-        assert tree.confidence == pytest.approx(chances, rel=1e-3)
+    check(proposals, model, reference)
     warped = {"do_sample": True, "seed": 3, "top_k": 20, "temperature": 1.5}
     for how in ({}, warped, {**warped, "num_return_sequences": 2}):
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
@@ -213,9 +197,7 @@ def test_targets_of_all_kinds(name: str, tmp_path: Path) -> None:
     """Any model that tells hidden states can have a head."""
     model = tiny(name)
     folder = eagle_folder(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
-    config = json.loads((folder / "config.json").read_text())
-    config["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
-    (folder / "config.json").write_text(json.dumps(config))
+    changed(folder, speculators_config={"verifier": {"architectures": [type(model).__name__]}})
     for given in ({}, {"num_beams": 2}):
         out = SpecGenerator(model, folder).generate(IDS[:2], **RUN, **given)
         assert out.sequences.tolist() == SpecGenerator(model).generate(IDS[:2], **RUN, **given).sequences.tolist()
@@ -253,23 +235,6 @@ def test_a_head_that_is_right(tmp_path: Path) -> None:
     assert beams.stats.num_target_passes <= 8
 
 
-def test_rows_that_continue_another_one(tmp_path: Path, proposals: Proposals) -> None:
-    """Samples of one prompt share its reading, in the head too, and leave it to later calls; guesses are as if read."""
-    folder = eagle_folder(tmp_path / "head")
-    model, reference, prompt = target(), Eagle(folder), [list(range(5, 45))]
-    sampled = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
-    generator = SpecGenerator(model, folder)
-    out = generator.generate(prompt, **RUN, **sampled, schedule="constant", num_assistant_tokens=3)
-    assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN, **sampled).sequences.tolist()
-    assert out.stats.cached_prompt_tokens == 2 * 38
-    proposals.clear()
-    again = generator.generate(prompt, **RUN, schedule="constant", num_assistant_tokens=3)
-    assert again.stats.cached_prompt_tokens == 38
-    assert proposals
-    for text, tree in proposals:
-        assert tree.tokens == reference.chain(text, states_of(model, text[:-1]), len(tree))[0]
-
-
 @dataclass(frozen=True)
 class Late:
     """Drafts nothing before a text has so many tokens."""
@@ -289,7 +254,7 @@ def test_text_that_grows_long_without_the_head(
     kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
-    more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
+    more = {} if kind == "eagle" else PEAGLE
     folder, kept = eagle_folder(tmp_path / "head", **more), []
     model, reference = target(), Eagle(folder)
     update = HeadProposer.update
@@ -305,9 +270,8 @@ def test_text_that_grows_long_without_the_head(
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert max(kept) <= 16
-    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
-    assert len(drafted) > 10
-    for text, tree in drafted:
+    assert len(proposals) > 10
+    for text, tree in proposals:
         states = states_of(model, text[:-1])
         expected = reference.block(text, states, 8) if more else reference.chain(text, states, len(tree))[0]
         assert tree.tokens == expected[: len(tree)]
@@ -320,20 +284,6 @@ def test_a_pair_with_a_draft_that_copies(tmp_path: Path) -> None:
     for given in ({}, {"num_beams": 2}):
         out = SpecGenerator(model, ("suffix", folder)).generate(IDS, **RUN, **given)
         assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **given).sequences.tolist()
-
-
-def changed(folder: Path, **fields: Any) -> Path:
-    """The checkpoint with other fields in its config."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
-    return folder
-
-
-def reweighed(folder: Path, **weights: Tensor | None) -> Path:
-    """The checkpoint with other weights, without those that are None."""
-    stored = {**load_file(folder / "model.safetensors"), **{n.replace("__", "."): t for n, t in weights.items()}}
-    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
-    return folder
 
 
 VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/another-model"}
@@ -358,12 +308,6 @@ def test_heads_of_other_targets(fields: dict[str, Any], match: str, tmp_path: Pa
     model.config.name_or_path = "somebody/this-model"
     with pytest.raises(OptionError, match=match):
         SpecGenerator(model, folder)
-
-
-def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
-    """The target's vocabulary is wider."""
-    with pytest.raises(OptionError, match="its vocabulary are 64 wide, the target's 70"):
-        SpecGenerator(tiny("llama", vocab=70, **THREE), eagle_folder(tmp_path / "head"))
 
 
 @pytest.mark.parametrize(

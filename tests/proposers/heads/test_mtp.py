@@ -20,13 +20,12 @@ from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
-from specdec.proposers.heads import load_mtp
-from specdec.proposers.heads.proposer import HeadProposer
+from specdec.proposers.heads.mtp import load_mtp
+from tests.heads import IDS, Proposals
 from tests.matrix import endless
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
 
-IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
 RUN = endless(12)
 MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
 SIZES: dict[str, dict[str, Any]] = {
@@ -60,26 +59,11 @@ Guesses = dict[tuple[int, ...], list[int]]
 KINDS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
 
 
-@pytest.fixture
-def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
-    """What was guessed after every text."""
-    seen: Guesses = {}
-    propose = HeadProposer.propose
-
-    def spied(self: HeadProposer, rows: Any, plans: Any) -> Any:
-        trees = propose(self, rows, plans)
-        seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(HeadProposer, "propose", spied)
-    return seen
-
-
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("backend", ["eager", "packed"])
 @pytest.mark.parametrize(("name", "count"), KINDS)
 def test_guesses_are_those_of_transformers(
-    name: str, count: int, backend: str, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
+    name: str, count: int, backend: str, monkeypatch: pytest.MonkeyPatch, proposals: Proposals
 ) -> None:
     """Text by text, after rejections too; where transformers stops, the last layer goes on.
 
@@ -105,7 +89,8 @@ def test_guesses_are_those_of_transformers(
     out = generator.generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
     assert out.sequences.tolist() == expected.tolist()
     assert bool(padded) == (backend == "eager")
-    common = [text for text in guesses if text in theirs and guesses[text]]
+    guesses = {tuple(text): tree.tokens for text, tree in proposals}
+    common = [text for text in guesses if text in theirs]
     assert len(common) >= 4
     for text in common:
         assert guesses[text][:count] == theirs[text][: len(guesses[text])]
@@ -116,7 +101,7 @@ def test_guesses_are_those_of_transformers(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["deepseek_v3", "mellum"])
 def test_compiled_layers_make_all_guesses_in_one_call(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposals: Proposals
 ) -> None:
     """The same guesses as over packed weights, experts and all, for one text and for several."""
     monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
@@ -137,33 +122,13 @@ def test_compiled_layers_make_all_guesses_in_one_call(
         [stage] = generator.drafter.models
         assert stage.wait_until_compiled(280) == (backend == "compiled")
         rows.clear()
-        guesses.clear()
+        proposals.clear()
         for ids in (IDS, IDS[:1]):
             out = generator.generate(ids, **drafting)
             assert out.sequences.tolist() == SpecGenerator(model).generate(ids, **RUN).sequences.tolist()
         assert ({1, 3} <= {*rows}) == (backend == "compiled")
-        seen.append(dict(guesses))
+        seen.append({tuple(text): tree.tokens for text, tree in proposals})
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"schedule": "constant", "num_assistant_tokens": 4},
-        {"schedule": "heuristic", "num_assistant_branches": 3},
-        {"num_beams": 3},
-        {"do_sample": True, "seed": 3, "schedule": "cost"},
-    ],
-    ids=lambda given: "-".join(given),
-)
-@pytest.mark.parametrize("name", ["deepseek_v3", "mellum"])
-def test_the_text_is_the_target_s(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ragged batches, trees, beams and samples."""
-    model = with_layers(monkeypatch, name, 1 if name == "mellum" else 2)
-    out = SpecGenerator(model, "mtp").generate(IDS, **RUN, **given)
-    plain = {key: value for key, value in given.items() if key in ("num_beams", "do_sample", "seed")}
-    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **plain).sequences.tolist()
-    assert out.stats.num_draft_tokens > 0
 
 
 def checkpoint(folder: Path) -> tuple[Path, Any]:

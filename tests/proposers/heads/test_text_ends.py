@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +19,12 @@ from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Head
 from specdec.proposers.hybrid import HybridProposer
-from tests.heads import dflash_folder, eagle_folder, spy_on_proposals
+from tests.heads import RUN, Proposals, states_of
 from tests.proposers.fakes import FakeSequence
-from tests.proposers.heads.test_blocks import PEAGLE
-from tests.proposers.heads.test_gemma4 import _all_shared, pair  # noqa: F401
-from tests.proposers.heads.test_heads import KINDS as LAYERS
-from tests.proposers.heads.test_heads import RUN, Late, target
-from tests.proposers.heads.test_mtp import with_layers
+from tests.proposers.heads.test_heads import Late
 
 LIMIT = 3
+Make = Callable[[str], tuple[Any, Any]]
 KINDS = [
     "eagle",
     "two",
@@ -39,25 +35,6 @@ KINDS = [
 ]
 
 
-def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A tiny target and a head of a kind."""
-    if kind == "gemma4":
-        return pair(window=5)
-    if kind.startswith("mtp"):
-        return with_layers(monkeypatch, "deepseek_v3", 2 if kind == "mtp2" else 1), "mtp"
-    model = target()
-    if kind in ("dflash", "anchor"):
-        return model, dflash_folder(folder, model, sample_from_anchor=kind == "anchor")
-    return model, eagle_folder(folder, **(PEAGLE if kind == "peagle" else LAYERS["two" if kind == "two" else "plain"]))
-
-
-def states_of(model: Any, layers: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """The target's hidden states `[tokens, layers, width]`."""
-    with torch.no_grad():
-        states = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
-    return torch.stack([states[layer][0] for layer in layers], dim=1)
-
-
 def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
     """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
     session, seq = drafter.start(64), FakeSequence(list(tokens))
@@ -65,6 +42,13 @@ def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[in
     tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
     assert tokens
     return tokens
+
+
+@torch.no_grad()
+def check(drafter: Any, model: Any, proposals: Proposals) -> None:
+    """The proposals are what new sessions guess after the same texts."""
+    for text, tree in list(proposals):
+        assert guesses_anew(drafter, text, states_of(model, text, drafter.hidden_layers))[: len(tree)] == tree.tokens
 
 
 @dataclass
@@ -112,7 +96,7 @@ class Play:
         whole = [*beginning, *(self.rng.randrange(3, 60) for _ in range(80 - len(beginning)))]
         self.count += 1
         seq = FakeSequence(whole[: max(length + 1, self.rng.randrange(1, 12))], self.count)
-        one = Played(seq, whole, states_of(self.model, self.drafter.hidden_layers, whole))
+        one = Played(seq, whole, states_of(self.model, whole, self.drafter.hidden_layers))
         if source is not None:
             one.fed = self.session.fork(seq, source, length)
             assert one.fed <= length
@@ -157,9 +141,9 @@ class Play:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_do_not_depend_on_the_way(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_do_not_depend_on_the_way(kind: str, made: Make) -> None:
     """Chunks, rejections, rounds of other drafts, ends, forks of running sequences and of saved ones, in any order."""
-    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    model, draft = made(kind)
     play = Play(model, SpecGenerator(model, draft).drafter, random.Random(kind))
     with torch.no_grad():
         for _ in range(30):
@@ -171,33 +155,32 @@ def test_guesses_do_not_depend_on_the_way(kind: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp2", pytest.param("peagle", marks=pytest.mark.slow)])
-def test_beside_a_draft_that_copies(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_draft_that_copies(
+    kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a hybrid's other draft proposed, the head reads what that one's accepted nodes were."""
-    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    model, draft = made(kind)
     plain = SpecGenerator(model).generate([[5, 9, 12, 5, 9, 12], [7, 8, 7]], **{**RUN, "max_new_tokens": 30})
     prompts = [[*text, 2, *text[:8]] for text in plain.sequences.tolist()]  # the target may repeat itself
     head = SpecGenerator(model, draft).drafter
     assert head is not None
     generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
-    seen = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
     monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
     run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
     greedily = 0
     for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
-        greedily = greedily or len(seen)
+        greedily = greedily or len(proposals)
         out = generator.generate(prompts, **run, **given)
         expected = SpecGenerator(model).generate(prompts, **{**RUN, "max_new_tokens": 30}, **given)
         assert out.sequences.tolist() == expected.sequences.tolist()
-    assert 15 < greedily < len(seen)
-    with torch.no_grad():
-        for text, tree in seen[:greedily]:
-            assert guesses_anew(head, text, states_of(model, head.hidden_layers, text))[: len(tree)] == tree.tokens
+    assert 15 < greedily < len(proposals)
+    check(head, model, proposals[:greedily])
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])  # that target repeats itself
-def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_accepted_guesses_and_the_end(kind: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses that are partly right, up to an end token among them; then a request that goes on from what was kept."""
-    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    model, draft = made(kind)
     prompt, rng = [(7 * i) % 50 + 5 for i in range(20)], random.Random(1)
     text = SpecGenerator(model).generate([prompt], **{**RUN, "max_new_tokens": 50}).sequences[0].tolist()
     end = max(i for i in range(20, 50) if text[i] not in text[20:i])
@@ -228,22 +211,21 @@ def test_after_accepted_guesses_and_the_end(kind: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(HeadProposer, "propose", propose)
     assert generator.drafter is not None
     with torch.no_grad():
-        states = states_of(model, generator.drafter.hidden_layers, text)
+        states = states_of(model, text, generator.drafter.hidden_layers)
         for tokens, guesses in seen:
             assert guesses_anew(generator.drafter, tokens, states)[: len(guesses)] == guesses
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_sleep(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not asked for twenty rounds, a head reads nothing; then it guesses what one guesses that was always asked.
 
     What slept to the end of its text goes on from it in the next request. (A head read along in every round.)
     """
-    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    model, draft = made(kind)
     generator = SpecGenerator(model, draft, prefix_cache=True)
-    head = generator.drafter
+    head, awake = generator.drafter, proposals
     assert head is not None
-    awake = spy_on_proposals(monkeypatch, lambda _, tree: bool(tree.tokens))
     run, prompt = {**RUN, "max_new_tokens": 30}, [(7 * i) % 50 + 5 for i in range(20)]
     constant = {"schedule": "constant", "num_assistant_tokens": LIMIT}
     SpecGenerator(model, head, prefix_cache=False).generate([prompt], **run, **constant)
@@ -265,7 +247,5 @@ def test_after_a_sleep(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     awake.clear()
     out = generator.generate([slept], **run, **constant)
     assert out.stats.cached_prompt_tokens > 40
-    with torch.no_grad():
-        for text, tree in list(awake):
-            assert guesses_anew(head, text, states_of(model, head.hidden_layers, text))[: len(tree)] == tree.tokens
     assert awake
+    check(head, model, awake)

@@ -1,18 +1,22 @@
-"""Suppressed tokens: everywhere, at the beginning, before a minimal length, or by Whisper's rules for timestamps.
+"""Logits processors of our own, in place of transformers' or beside them: suppressed tokens, Whisper's rules for
+timestamps, penalties, and those that belong to one row of a batch.
 
-transformers' processors search the whole vocabulary for their tokens in every step; these index them.
+transformers' processors search the whole vocabulary for suppressed tokens in every step; these index them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
+from specdec.errors import OptionError
+
+PrefixFn = Callable[[int, Tensor], list[int]]
 _NEVER = -torch.inf
 
 
@@ -29,17 +33,14 @@ class Suppress:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tokens})"
 
-    def acts(self, ids: Tensor | None) -> bool:
-        """Whether it suppresses after texts `ids` `[n, length]`."""
-        return True
-
     def acts_on(self, length: int) -> tuple[float, float]:
         """The range of tokens after a text of `length` where it suppresses: first, and one past the last, from 0."""
         return 0, math.inf
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` with the tokens at -inf; the same tensor where it does not suppress."""
-        if not self.acts(ids):
+        first, end = self.acts_on(0 if ids is None else ids.shape[-1])
+        if not first <= 0 < end:
             return logits
         vocab = logits.shape[-1]
         if vocab not in self._known:
@@ -56,9 +57,6 @@ class SuppressAtBegin(Suppress):
         super().__init__(tokens, device)
         self.begin = begin
 
-    def acts(self, ids: Tensor | None) -> bool:
-        return ids is not None and ids.shape[-1] == self.begin
-
     def acts_on(self, length: int) -> tuple[float, float]:
         return self.begin - length, self.begin - length + 1
 
@@ -71,9 +69,6 @@ class MinLength(Suppress):
     def __init__(self, least: int, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu") -> None:
         super().__init__(tokens, device)
         self.least = least
-
-    def acts(self, ids: Tensor | None) -> bool:
-        return ids is not None and ids.shape[-1] < self.least
 
     def acts_on(self, length: int) -> tuple[float, float]:
         return 0, self.least - length
@@ -145,3 +140,91 @@ class Timestamps:
         else:  # the second of a pair may be the same
             stamps[: newest - self.first] = _NEVER
             text[: self.end] = _NEVER
+
+
+class OutputPenalty:
+    """Lowers the logit of every generated token by `presence`, and by `frequency` for each of its occurrences.
+
+    The prompt's `length` tokens do not count. These are the penalties of OpenAI's interface.
+    """
+
+    def __init__(self, length: int, presence: float, frequency: float) -> None:
+        self.length, self.presence, self.frequency = length, presence, frequency
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        written = ids[:, self.length :].to(logits.device)
+        if not written.shape[1]:
+            return logits
+        counts = torch.zeros_like(logits).scatter_add_(1, written, logits.new_ones(written.shape))
+        return logits - self.frequency * counts - self.presence * (counts > 0)
+
+
+class HammingDiversityLogitsProcessor:
+    """A token costs a group of beams `diversity_penalty` for every beam of earlier groups that chose it in this step.
+
+    Source: Diverse Beam Search (arXiv 1610.02424), as in transformers 4.49. Raises OptionError for beams that cannot be
+    divided into `num_beam_groups` groups, and for a penalty that is not positive.
+    """
+
+    def __init__(self, diversity_penalty: float, num_beams: int, num_beam_groups: int) -> None:
+        if not diversity_penalty > 0:
+            raise OptionError.of("diversity_penalty", "a number above 0", diversity_penalty)
+        if num_beam_groups < 2 or num_beams % num_beam_groups:
+            raise OptionError.of("num_beam_groups", f"at least 2, and a divisor of {num_beams} beams", num_beam_groups)
+        self.diversity_penalty = float(diversity_penalty)
+        self.num_beams = num_beams
+        self.size = num_beams // num_beam_groups
+
+    def __call__(
+        self, ids: Tensor | None, scores: Tensor, current_tokens: Tensor | None = None, beam_group_idx: int = 0
+    ) -> Tensor:
+        """`scores` `[rows * size, vocab]` of one group, less the penalties; `ids` are not read.
+
+        Of `current_tokens` `[rows * num_beams]` those of groups before `beam_group_idx` count.
+        """
+        if not beam_group_idx or current_tokens is None:
+            return scores
+        earlier = current_tokens.view(-1, self.num_beams)[:, : beam_group_idx * self.size].to(scores.device)
+        known = earlier < scores.shape[1]  # some checkpoints pad with an id beyond their vocabulary
+        counts = scores.new_zeros(len(earlier), scores.shape[1])
+        counts.scatter_add_(1, earlier * known, known.to(scores.dtype))
+        return scores - self.diversity_penalty * counts.repeat_interleave(len(scores) // len(earlier), 0)
+
+
+class RowPrefix:
+    """`prefix_allowed_tokens_fn` for one row, with its index in the batch."""
+
+    stands_for = stock.PrefixConstrainedLogitsProcessor
+
+    def __init__(self, allowed: PrefixFn, row: int) -> None:
+        self.allowed = allowed
+        self.row = row
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
+        width = logits.shape[1]
+        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
+        return constrained(ids, logits)
+
+    def _ids(self, text: Tensor, width: int) -> Any:
+        """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
+        found = self.allowed(self.row, text)
+        try:
+            ids = torch.as_tensor(found)
+            valid = len(found) and not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
+        except (TypeError, ValueError, RuntimeError):
+            valid = False
+        if not valid:
+            way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
+            expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
+            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
+        return found
+
+
+class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
+    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these."""
+
+    stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
+
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])

@@ -1,0 +1,332 @@
+"""Drafts with another tokenizer than the target's: each sequence is kept in the draft's own tokens as well.
+
+A guess is translated through text, where a wrong translation is rejected by verification, or has only tokens that both
+vocabularies share.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
+from specdec.core.tree import EMPTY, Tree
+from specdec.errors import VocabularyError
+from specdec.proposers.copying import cut, known_tokens
+from specdec.proposers.views import ReadSequence, best_branch
+
+_WINDOW = 12  # tokens
+_SLACK = 8  # tokens by which a window may be longer
+_PARTIAL = "\ufffd"  # decoded from a part of a character
+_LONGEST_CHARACTER = 4  # tokens
+_UNSHARED = 2**40
+"""Added to target tokens that the draft lacks, which makes ids that no draft can read."""
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of `text`, without special tokens around them."""
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False) if text else []
+
+
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of `ids`, with special tokens and all spaces."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+
+
+class OtherTokenizerDraft(Draft):
+    """A draft of another vocabulary than the target's."""
+
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        self.drafter, self.models, self.needs_encoder_inputs = drafter, drafter.models, drafter.needs_encoder_inputs
+        self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
+
+
+@dataclass(slots=True)
+class DraftSequence(ReadSequence):
+    """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
+
+    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
+    """
+
+    outer: SequenceView | None = None
+    seen: int = 0
+
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether the target's `tokens` begin with those that it was made of."""
+        before = [] if self.outer is None else self.outer.tokens
+        return tokens is before or tokens[: self.seen] == before[: self.seen]
+
+
+class OtherTokenizerProposer(Proposer):
+    """Runs a draft on sequences in its own tokens, and translates its guesses."""
+
+    def __init__(self, drafter: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
+        self._draft, self._vocab_size = drafter.drafter.start(draft_vocab_size), vocab_size
+        self._target_tokenizer, self._draft_tokenizer = drafter.target_tokenizer, drafter.draft_tokenizer
+        self._seqs: dict[int, DraftSequence] = {}
+
+    @abstractmethod
+    def task(self, seq: SequenceView) -> DraftTask:
+        """The draft's task, in place of the sequence's own."""
+
+    @abstractmethod
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
+        """Adds the new tokens of `seq` to `draft`."""
+
+    @abstractmethod
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+        """The draft's guess in the target's tokens."""
+
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        if not any(plan.limit > 0 for plan in plans):
+            return [EMPTY] * len(seqs)
+        try:
+            seqs = [best_branch(seq) for seq in seqs]
+            read = [self._read(seq) for seq in seqs]
+            guesses = self._draft.propose(read, plans)
+            return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
+        except BaseException:
+            self.drop([seq.id for seq in seqs])
+            raise
+
+    @property
+    def cache(self) -> Any:
+        return self._draft.cache
+
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._seqs.pop(seq_id, None)
+        self._draft.drop(seq_ids)
+
+    def _read(self, seq: SequenceView) -> DraftSequence:
+        """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
+        draft = self._seqs.get(seq.id)
+        if draft is None or not draft.begins(seq.tokens):
+            bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
+            has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
+            opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
+            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
+            self._seqs[seq.id] = draft
+        draft.outer, draft.remaining = seq, seq.remaining
+        self.read(seq, draft)
+        return draft
+
+
+class _Likeliest(Sampler):
+    """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
+
+    Always computes the probability, as the translated guess gets the geometric mean.
+    """
+
+    needs_q = False
+
+    def pick(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
+        confidence, token = torch.softmax(logits.float(), -1).max(-1)
+        return int(token), float(confidence), None
+
+
+class TextBridge(OtherTokenizerDraft):
+    """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
+
+    The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts
+    more of `by_tokens`.
+    """
+
+    def __repr__(self) -> str:
+        return f"TextBridge({self.drafter!r})"
+
+    @cached_property
+    def by_tokens(self) -> Draft:
+        """The same draft limited to shared tokens; raises VocabularyError if there are none."""
+        return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
+
+    def for_sampling(self, sampling: str | None) -> Draft:
+        """Text for match verification, shared tokens for rejection."""
+        return self.by_tokens if sampling in ("rejection", "block") else self
+
+    def start(self, vocab_size: int) -> TextBridgeProposer:
+        return TextBridgeProposer(self, len(self.draft_tokenizer), vocab_size)
+
+
+class TextBridgeProposer(OtherTokenizerProposer):
+    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
+
+    def task(self, seq: SequenceView) -> DraftTask:
+        end = self._draft_tokenizer.eos_token_id
+        return replace(seq.task, sampler=_Likeliest(), ends=frozenset(() if end is None else (end,)))
+
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
+        """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
+        seen = draft.seen
+        known = seq.tokens[max(0, seen - _WINDOW) : seen]
+        before, text, count = _complete(self._target_tokenizer, known, seq.tokens[seen:], _LONGEST_CHARACTER)
+        draft.seen += count
+        if new := text[len(before) :]:
+            start, text = window(self._draft_tokenizer, draft.tokens, draft.prompt_length)
+            tokens, old = encode(self._draft_tokenizer, text + new), draft.tokens[start:]
+            if tokens[: len(old)] == old:
+                draft.tokens += tokens[len(old) :]
+            else:
+                draft.tokens = draft.tokens[:start] + tokens
+
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+        ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
+        ended = end in ids
+        if ended:
+            ids = ids[: ids.index(end)]
+        known = draft.tokens[max(draft.prompt_length, len(draft.tokens) - _WINDOW) :]
+        before, text, _ = _complete(self._draft_tokenizer, known, ids, len(ids))
+        new = text[len(before) :] if text.startswith(before) else ""
+        tokens = self._continuation(seq.tokens, draft.seen, new)
+        if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
+            tokens = [*tokens, self._target_tokenizer.eos_token_id]
+        tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
+        chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
+        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge")
+
+    def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
+        """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""
+        if not new:
+            return []
+        start, text = window(self._target_tokenizer, tokens[:seen])
+        tail, whole = tokens[start:], encode(self._target_tokenizer, text + new)
+        if whole[: len(tail)] == tail:
+            return whole[len(tail) :]
+        if seen < len(tokens):
+            return []
+        # The model's tokens may differ from the tokenizer's; the boundary must agree.
+        alone = encode(self._target_tokenizer, text)
+        if whole[: len(alone)] == alone:
+            return whole[len(alone) :]
+        after = encode(self._target_tokenizer, new)
+        return after if decode(self._target_tokenizer, tail + after) == text + new else []
+
+
+def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str]:
+    """Start and text of the last 12 to 20 `ids`, from a start where the text encodes to the same ids if there is one.
+
+    (Inside a character or a word it does not.)
+    """
+    first = max(low, len(ids) - _WINDOW)
+    for start in range(first, max(low, first - _SLACK) - 1, -1):
+        text = decode(tokenizer, ids[start:])
+        if encode(tokenizer, text) == ids[start:]:
+            return start, text
+    return first, decode(tokenizer, ids[first:])
+
+
+def _complete(tokenizer: Tokenizer, known: list[int], new: list[int], most: int) -> tuple[str, str, int]:
+    """The text of `known` ids, that of as many `new` ones after them as end a character, and how many these are.
+
+    Fewer than `most` of `new` are left out, or all.
+    """
+    before = decode(tokenizer, known)
+    for count in range(len(new), max(0, len(new) - most), -1):
+        text = decode(tokenizer, known + new[:count])
+        if not text.endswith(_PARTIAL):
+            return before, text, count
+    return before, before, 0
+
+
+class VocabularyIntersection(OtherTokenizerDraft):
+    """Drafts with the shared tokens of both vocabularies (token-level intersection, arXiv 2502.05202, algorithm 4).
+
+    Shared tokens have equal strings, whichever sign stands for a leading space, and are special in both or in neither.
+    Raises VocabularyError if there are none.
+    """
+
+    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        super().__init__(drafter, target_tokenizer, draft_tokenizer)
+        ours, theirs = _by_meaning(target_tokenizer), _by_meaning(draft_tokenizer)
+        self.to_draft = {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
+        if not self.to_draft:
+            raise VocabularyError("target and draft tokenizers have no token in common: use match verification")
+
+    def __repr__(self) -> str:
+        return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
+
+    def start(self, vocab_size: int) -> IntersectionProposer:
+        """A proposer without sequences; rules get logits over the target's vocabulary."""
+        return IntersectionProposer(self, {t: d for t, d in self.to_draft.items() if t < vocab_size}, vocab_size)
+
+
+def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
+    """(string with a plain leading space, special or not) -> id."""
+    special, ids = set(tokenizer.all_special_tokens), encode(tokenizer, " ")
+    sign = (tokenizer.convert_ids_to_tokens(ids[:1])[0] if ids else "")[:1]
+    sign = sign if sign in "Ġ▁ " else ""
+    return {
+        (" " + token[len(sign) :] if sign and token.startswith(sign) else token, token in special): token_id
+        for token, token_id in tokenizer.get_vocab().items()
+    }
+
+
+@dataclass(frozen=True)
+class _MappedSampler(Sampler):
+    """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
+
+    sampler: Sampler
+    proposer: IntersectionProposer
+
+    @property
+    def needs_q(self) -> bool:
+        return self.sampler.needs_q
+
+    def pick(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
+        """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
+        assert isinstance(seq, DraftSequence)
+        assert seq.outer is not None
+        guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)
+        token, confidence, q = self.sampler.pick(seq.outer, guessed, wide, confident=confident)
+        return self.proposer.to_draft.get(token, _UNSHARED + token), confidence, q
+
+
+class IntersectionProposer(OtherTokenizerProposer):
+    """Maps texts, guesses and logits through the shared tokens `to_draft`."""
+
+    def __init__(self, drafter: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
+        super().__init__(drafter, max(to_draft.values(), default=0) + 1, vocab_size)
+        self.to_draft = to_draft
+        self._to_target = {d: t for t, d in to_draft.items()}
+        self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
+
+    def task(self, seq: SequenceView) -> DraftTask:
+        ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
+        return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), ends=ends)
+
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
+        """Adds shared tokens by id, and the others through their text."""
+        for shared, run in groupby(seq.tokens[draft.seen :], key=self.to_draft.__contains__):
+            if shared:
+                draft.tokens += map(self.to_draft.__getitem__, run)
+            else:
+                draft.tokens += encode(self._draft_tokenizer, decode(self._target_tokenizer, list(run)))
+        draft.seen = len(seq.tokens)
+
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+        return replace(guess, tokens=self.in_target(guess.tokens))
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """The draft's `logits` as `[vocab of the target]`; tokens that are not shared have -inf."""
+        self._shared = self._shared.to(logits.device)
+        targets, drafts = self._shared
+        wide = logits.new_full((self._vocab_size,), float("-inf"))
+        wide[targets] = logits[drafts]
+        return wide
+
+    def in_target(self, guesses: list[int]) -> list[int]:
+        """The target's ids of guessed draft ids."""
+        return [guess - _UNSHARED if guess >= _UNSHARED else self._to_target[guess] for guess in guesses]

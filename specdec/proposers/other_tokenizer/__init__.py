@@ -1,1 +1,0 @@
-"""Draft models with a tokenizer of their own."""
