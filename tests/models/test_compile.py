@@ -26,9 +26,7 @@ from specdec.decoding.samplers import GreedySampler
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
-from specdec.models.backends import compiled_key
-from specdec.models.backends.compiled import CompiledForward
-from specdec.models.backends.compiled_key import code_key
+from specdec.models.backends.compiled import CompiledForward, code_key
 from specdec.models.backends.compiler import KeptCode, _explained, _without_weights
 from specdec.models.backends.ragged import RaggedForward
 from tests.models.exact import Twin, twin_of
@@ -279,9 +277,9 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for name in ("kernels/ops.py", "models/hf/derived.py"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=root / name: read(path) + b"#" * (path == own))
-            compiled_key._own_code.cache_clear()
+            compiled_module._own_code.cache_clear()
             assert key(ragged()) != before, name
-    compiled_key._own_code.cache_clear()
+    compiled_module._own_code.cache_clear()
     assert key(ragged()) == before
 
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged_model import PassInputs, RaggedModel
+from specdec.models.backends.ragged_inputs import PassInputs
+from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 
