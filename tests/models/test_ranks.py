@@ -17,7 +17,7 @@ from specdec.core.work import Work
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.placement import parts
-from specdec.parallel.ranks import Channel, Follower, Ranks
+from specdec.parallel.ranks import Follower, Job, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
 from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
@@ -37,7 +37,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-class Beside(Channel):
+class Beside(Job):
     """Another process in this one, which hears every message at once; `sent` are all that there were."""
 
     def __init__(self) -> None:
