@@ -9,6 +9,7 @@ from specdec.kernels.packed_linear import (
     HeldLinear,
     PackedLinear,
     ReorderedLinear,
+    Weight,
     best_seconds,
     pack,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "PackedLinear",
     "Quantized",
     "ReorderedLinear",
+    "Weight",
     "alone",
     "attend",
     "available",

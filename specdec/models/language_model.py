@@ -18,7 +18,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import ALIKE, AnyLinear, PackedLinear, available
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
+from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
@@ -35,6 +35,7 @@ from specdec.models.pictures import sees
 from specdec.models.pictures.parts import eyes
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
+from specdec.options.load import BACKENDS
 
 _SEEING = threading.RLock()  # held while a model gets the modules that read pictures
 
@@ -74,7 +75,8 @@ class LanguageModel:
         capability: Capability | None = None,
         change: Callable[[LanguageModel], None] | None = None,
     ) -> None:
-        check_backend(backend)
+        if backend not in BACKENDS:
+            raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
         self.is_strict = exactness == "strict"
         if self.is_strict and backend == "eager":
             raise OptionError("`exactness`='strict' needs layers of our own: leave out `backend`='eager'")

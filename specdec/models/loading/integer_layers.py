@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.backends.packed_layers import changed, is_plain, replaced, tied_embeddings, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.private_api import int8_linear, quantizes
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import QUANTIZATIONS
@@ -89,8 +89,7 @@ class WeightOnly(Quantizer):
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
-            tied = tied_embeddings(model).get(name, ())
-            changed(model, lambda: replaced(model, name, kernels.pack(kernels.to_int8(head.weight), head.bias), tied))
+            changed(model, lambda: pack_layers(model, [name], lambda _, head: kernels.to_int8(head.weight)))
 
     def _fits(self, weight: Tensor) -> bool:
         """Whether a layer with this weight can be packed."""

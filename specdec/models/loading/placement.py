@@ -50,8 +50,7 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     if how.offload == "cpu":
         memory["cpu"] = _UNLIMITED
     layers = {type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
-    found: DeviceMap = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
-    return found
+    return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
 
 
 def read_ahead(model: Any, how: Loading) -> None:
@@ -80,10 +79,10 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
     index = {
         name: {
             "safetensors_file": str(file),
-            "weight_name": first[tensor.data_ptr()],
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "weight_name": first[own.data_ptr()],
+            "dtype": str(own.dtype).partition(".")[2],
         }
-        for name, tensor in state.items()
+        for name, own in state.items()
     }
     dispatch_model(model, places, offload_dir=folder, offload_index=index, skip_keys=skipped_keys(model))
 
@@ -100,7 +99,12 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     own = how.offload_folder is None
     folder = Path(tempfile.mkdtemp(prefix="specdec-") if how.offload_folder is None else how.offload_folder)
     existed = folder.exists()
-    before = _writable(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            before = set(folder.iterdir())
+    except OSError as error:
+        raise OptionError.of("offload_folder", "a folder that can be written to", str(folder), str(error)) from error
     try:
         yield folder
     except BaseException:
@@ -116,15 +120,6 @@ def keep(model: Any, how: Loading, folder: Path | None) -> None:
     """Deletes a temporary folder when the model that reads from it is deleted."""
     if folder is not None and how.offload_folder is None:
         weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-
-
-def _writable(folder: Path) -> set[Path]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return set(folder.iterdir())
-    except OSError as error:
-        raise OptionError.of("offload_folder", "a folder that can be written to", str(folder), str(error)) from error
 
 
 def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:
