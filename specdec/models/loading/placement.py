@@ -79,10 +79,10 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
     index = {
         name: {
             "safetensors_file": str(file),
-            "weight_name": first[own.data_ptr()],
-            "dtype": str(own.dtype).partition(".")[2],
+            "weight_name": first[tensor.data_ptr()],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
         }
-        for name, own in state.items()
+        for name, tensor in state.items()
     }
     dispatch_model(model, places, offload_dir=folder, offload_index=index, skip_keys=skipped_keys(model))
 
