@@ -15,12 +15,12 @@ from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.cache.kv_cache import KvCache
-from specdec.models.cache.session import Session, check_works
+from specdec.models.cache.session import check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
 
 
-class KvSession(KvCache, Session):
+class KvSession(KvCache):
     """A `KvCache` and its passes: with a `backend` the new nodes of all rows share a ragged one, else a padded one."""
 
     def __init__(self, language: ModelSpec, backend: RaggedForward | None) -> None:
