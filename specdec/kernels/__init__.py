@@ -1,7 +1,7 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
 from specdec.kernels.build import available, compiler, digest, folder, instructions, lack, try_again, why_not
-from specdec.kernels.kept import Lack, alone, is_held, is_whole, put
+from specdec.kernels.kept import Lack, alone, cache_folder, failure, is_held, is_whole, put
 from specdec.kernels.ops import ALIKE, FASTEST, UNPACKED, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import (
     FLOATS,
@@ -31,9 +31,11 @@ __all__ = [
     "attend",
     "available",
     "best_seconds",
+    "cache_folder",
     "compiler",
     "digest",
     "draws",
+    "failure",
     "folder",
     "instructions",
     "is_held",

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -44,7 +43,6 @@ turn = open(sys.argv.pop(), "w")
 fcntl.flock(turn, fcntl.LOCK_EX)
 runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 """  # one compiler at a time: the others wait before they load torch
-_DAY = 24 * 3600  # seconds until a failed compiler is tried again without being asked
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
 _RETURNED = 100  # returned nodes of its first hidden state, one more for each other one
 
@@ -96,11 +94,7 @@ class KeptCode:
 
     def failure(self) -> str | None:
         """Why the compiler failed within the last day, if it did."""
-        try:
-            is_fresh = time.time() - self._failed.stat().st_mtime < _DAY
-            return self._failed.read_text("utf-8").strip().rpartition("\n")[2] if is_fresh else None
-        except OSError:
-            return None
+        return next(reversed(kernels.failure(self._failed)), None)
 
     def fail(self, reason: str) -> None:
         """Keeps the last line of `reason` as that of `failure`."""
