@@ -25,14 +25,13 @@ from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.hf.derived import shallow_exit
+from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.pictures import sees
-from specdec.models.pictures.parts import eyes
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
 from specdec.options.load import BACKENDS

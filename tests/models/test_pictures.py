@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.pictures.parts import eyes
+from specdec.models.hf.derived import eyes
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.oracle import oracle

@@ -25,6 +25,7 @@ from transformers import (
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_packed, slower_than_floats
+from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
@@ -32,7 +33,6 @@ from specdec.models.loading.gguf import GgufFile
 from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import check
-from specdec.models.pictures.parts import eyes, part_class
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 

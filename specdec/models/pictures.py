@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.capability import ModelSpec
-from specdec.models.pictures.sizes import by_row, picture_tokens
+from specdec.models.picture_sizes import by_row, picture_tokens
 
 
 class _Kind(NamedTuple):
