@@ -141,9 +141,8 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        others = (
-            [self.model.get_encoder()] if self.is_encoder_decoder else eyes(self.model).values() if self.sees else []
-        )
+        others = [self.model.get_encoder()] if self.is_encoder_decoder else []
+        others = others or (eyes(self.model).values() if self.sees else [])
         unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in unread)
@@ -215,10 +214,6 @@ class LanguageModel:
             return KvSession(self, self.ragged)
         return ReplaySession(self)
 
-    def with_capability(self, model: Any, capability: Capability) -> LanguageModel:
-        """`model`, wrapped like this one, with this capability."""
-        return type(self)(model, capability=capability)
-
     def early_exit(self, layers: int) -> LanguageModel:
         """The model cut after its first `layers` decoder layers; weights are shared."""
         if not 1 <= layers < self.num_layers:
@@ -254,8 +249,8 @@ class LanguageModel:
         given = {name: value.to(self.device) for name, value in inputs.items() if name in names}
         if "input_features" in given:
             given["input_features"] = given["input_features"].to(self.dtype)
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        extras = {name: True for name, want in wanted.items() if want}
+        extras = {"output_hidden_states": True} if output_hidden_states else {}
+        extras |= {"output_attentions": True} if output_attentions else {}
         if self.ragged is not None and type(encoder) is WhisperEncoder and not extras and available():
             one_by_one = torch.split(given["input_features"], 1)
             return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
@@ -285,30 +280,20 @@ class LanguageModel:
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
 
     def check_hidden_states(self, layers: Sequence[int]) -> None:
-        """Raises if the hidden states of these layers are unavailable.
-
-        OptionError for layers that do not exist, UnsupportedError for classes that return none.
-        """
+        """Raises OptionError for layers that do not exist, UnsupportedError for classes that return no states."""
         if not is_list(layers) or not all(is_whole(layer) and 0 <= layer <= self.num_layers for layer in layers):
             raise OptionError.of("hidden_layers", f"a list of layers from 0 to {self.num_layers} of the target", layers)
         if not gives_hidden_states(self.decoder):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} returns no hidden states, which the draft reads: use a draft model, or "
-                "draft='suffix'"
-            )
+            way_out = "use a draft model, or draft='suffix'"
+            name = type(self.model).__name__
+            raise UnsupportedError(f"{name} returns no hidden states, which the draft reads: {way_out}")
 
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
-        """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`.
-
-        Changes nothing for models that take positions as an argument.
-        """
+        """`Lookup.running`; changes nothing for models that take positions as an argument."""
         return nullcontext() if self._lookup is None else self._lookup.running(query, key)
 
     def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]:
-        """Context in which rotary scaling uses `spans` `[rows, nodes]`, lengths of texts in tokens.
-
-        Changes nothing without spans, or if scaling does not depend on length.
-        """
+        """`Scaling.running`; changes nothing without spans, or if scaling does not depend on length."""
         return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
@@ -363,9 +348,7 @@ class LanguageModel:
             self._compiled.compile()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits up to `timeout` seconds until compiling has ended, if it was begun; returns whether passes run
-        compiled.
-        """
+        """Waits up to `timeout` seconds for compiling to end, if it was begun; returns whether passes run compiled."""
         return self._compiled is not None and self._compiled.wait(timeout)
 
     def _make_strict(self) -> None:
