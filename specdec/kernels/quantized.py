@@ -100,18 +100,10 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantiz
     if weight.dim() != 2 or not weight.is_floating_point():
         raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
     rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
-    return _concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
-
-
-def _concatenated(parts: list[Quantized]) -> Quantized:
-    """Concatenates the outputs of weights of one kind."""
-    first = parts[0]
-    joined: dict[str, Any] = {
-        name: torch.cat([part.tensors[name] for part in parts])
-        for name, one in first.tensors.items()
-        if one is not None
-    }
-    return replace(first, **joined)
+    parts = [rounded(part.detach().float()) for part in torch.split(weight, rows)]
+    held = [name for name, one in parts[0].tensors.items() if one is not None]
+    joined: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in held}
+    return replace(parts[0], **joined)
 
 
 def _int8(weight: Tensor, group: int | None) -> Quantized:

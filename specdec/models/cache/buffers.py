@@ -92,9 +92,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
             moved.append(new)
         return moved[0], moved[1]
 
-    def forget(self) -> None:
-        self.buffers, self.is_initialized = None, False
-
 
 class KvBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers of a session; `prepare` sets where the next pass writes.
@@ -141,8 +138,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def node_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row `[rows, 1]` and column `[rows, nodes]` of every node, on this device."""
         if device not in self._node_index:
-            if self.columns is None:
-                raise ValueError("every row starts at the same column")
+            assert self.columns is not None, "every row starts at the same column"
             rows = torch.arange(self.columns.shape[0], device=device)[:, None]
             self._node_index[device] = (rows, self.columns.to(device))
         return self._node_index[device]
@@ -202,7 +198,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
         if not rows:
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
-                    layer.forget()
+                    layer.buffers, layer.is_initialized = None, False
                 self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * sum(self._written) * self._column_bytes <= self.bytes:
             self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))

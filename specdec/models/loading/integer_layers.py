@@ -47,17 +47,14 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
-        if self._in_place(rows):
+        half = rows.dtype in (torch.bfloat16, torch.float16) and rows.device.type == "cpu"
+        if half and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0:
             y = int8_linear(rows, self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
-
-    def _in_place(self, rows: Tensor) -> bool:
-        half = rows.dtype in (torch.bfloat16, torch.float16)
-        return half and rows.device.type == "cpu" and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0
 
 
 class WeightOnly(Quantizer):
