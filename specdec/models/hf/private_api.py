@@ -2,8 +2,7 @@
 
 Private names at the heart of one module are used there alone: caches in `recurrent_state` and `buffers`, derived
 positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
-`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper` and `word_times`. `tests/models/test_compat.py`
-tries them.
+`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper` and `word_times`.
 """
 
 from __future__ import annotations
