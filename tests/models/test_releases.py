@@ -61,7 +61,7 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("which", ["lowest", "newest"])
 def test_other_releases(which: str, tmp_path: Path) -> None:
-    """Some tests pass with the lower bounds, or anything within the bounds; without an index there is nothing to try."""
+    """With the lower bounds, or anything within the bounds; without a package index there is nothing to try."""
     venv.create(tmp_path / "venv", with_pip=True)
     [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     here = [path for path in sys.path if path.endswith("site-packages")]  # it finds here what it lacks

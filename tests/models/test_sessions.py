@@ -122,23 +122,16 @@ def test_embeddings_replace_tokens(name: str) -> None:
     twin.step([twin.chain(3), twin.chain(2)], [3, 2], [[0], [0, 1]])
 
 
-def test_attentions() -> None:
-    """Per layer, each node's weights over the row's own text and the nodes so far; they sum to one."""
-    language = LanguageModel(tiny("llama", attn_implementation="eager"))
-    twin = Twin(language, 2)
-    twin.prefill(9, 4)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_eager_attention(name: str) -> None:
+    """It adds masks as they are given; each node's weights over the row's text and the nodes so far sum to one."""
+    twin = Twin(LanguageModel(tiny(name, attn_implementation="eager")), 2)
+    twin.prefill(20, 4)
     trees = [twin.tree(), twin.chain(2)]
-    for row, scores in enumerate(twin.forward(trees, [7, 2], attentions=True)):
-        assert scores.attentions is not None
-        known = len(twin.texts[row])
-        assert scores.attentions[0].shape == (4, len(trees[row]), known + len(trees[row]))
-        assert torch.allclose(scores.attentions[0].sum(-1), torch.ones(4, len(trees[row])), atol=1e-5)
-
-
-def test_eager_attention_is_exact() -> None:
-    """Masks are additive, so that eager attention, which adds whatever it is given, sees the same."""
-    twin = Twin(LanguageModel(tiny("gemma2", attn_implementation="eager")), 2)
-    twin.prefill(20, 6)
+    for row, out in enumerate(twin.forward(trees, [7, 2], attentions=True)):
+        nodes = len(trees[row])
+        assert out.attentions[0].shape == (4, nodes, len(twin.texts[row]) + nodes)
+        torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(4, nodes))
     twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2, 4], [5]])
     twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0], [0]])
 
@@ -453,15 +446,8 @@ def test_bad_input() -> None:
     for layers in (0, 2, 9):
         with pytest.raises(OptionError, match="layers"):
             language.early_exit(layers)
-
-
-def test_nothing_to_do() -> None:
-    """When every row sits out there is no pass."""
-    session = LanguageModel(tiny("llama")).session()
-    rows = session.add(2)
-    scores = session.run([Work.text(row, [], 0) for row in rows])
-    assert session.passes == 0
-    assert [tuple(s.logits.shape) for s in scores] == [(0, 64), (0, 64)]
+    assert [out.logits.shape for out in session.run([Work.text(row, [], 0)])] == [(0, 64)]
+    assert session.passes == 0  # where every row sits out
 
 
 def test_half_precision() -> None:
