@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,27 +194,16 @@ def test_a_draft_in_a_folder(tmp_path: Path) -> None:
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"quantization": "int4-weight"}, "`quantization`='int4-weight' and `gguf_file`"),
-        ({"offload": "disk"}, "`offload`='disk' and `gguf_file`"),
-    ],
-)
-def test_options_that_do_not_go_with_it(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Also where the file is named as the model."""
+def test_options_that_do_not_go_with_it(tmp_path: Path) -> None:
+    """Also where the file is named as the model; and names that are none."""
     path = saved_gguf(tmp_path / "model.gguf")
-    with pytest.raises(OptionError, match=message):
-        Loading(gguf_file="model.gguf", **given)
-    with pytest.raises(OptionError, match=message):
-        SpecGenerator.from_pretrained(path, **given)
-
-
-@pytest.mark.parametrize("name", ["", 5, ["model.gguf"]])
-def test_names_that_are_none(name: Any) -> None:
-    """They are told at once."""
-    with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in the model's folder"):
-        Loading(gguf_file=name)
+    for name, value in (("quantization", "int4-weight"), ("offload", "disk")):
+        for make in (partial(Loading, gguf_file="a.gguf"), partial(SpecGenerator.from_pretrained, path)):
+            with pytest.raises(OptionError, match=f"`{name}`='{value}' and `gguf_file`"):
+                make(**{name: value})
+    for none in ("", 5, ["model.gguf"]):
+        with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in the model's folder"):
+            Loading(gguf_file=none)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
