@@ -184,34 +184,28 @@ def test_another_state_between_two_pieces_of_a_stream(change: str) -> None:
     assert out.stats.cached_prompt_tokens == 0
 
 
-def scaled_hook(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    module.register_forward_hook(lambda _, args, out: out * strength[0])
+def scale(kind: str, module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a caller's own code scale what a module returns."""
+    original, of_class = module.forward, type(module).forward
+    if kind == "hook":
+        module.register_forward_hook(lambda _, args, out: out * strength[0])
+    elif kind == "class":
+        other = wraps(of_class)(lambda self, x: of_class(self, x) * strength[0])
+        monkeypatch.setattr(type(module), "forward", other)
+    else:
+        module.forward = wraps(original)(lambda *args: original(*args) * strength[0])
+        if kind == "decorated method":
+            module.forward = torch.no_grad()(module.forward)
 
 
-def scaled_method(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = module.forward
-    module.forward = wraps(original)(lambda *args: original(*args) * strength[0])
-
-
-def decorated_method(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled_method(module, strength, monkeypatch)
-    module.forward = torch.no_grad()(module.forward)
-
-
-def scaled_class(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = type(module).forward
-    other = wraps(original)(lambda self, x: original(self, x) * strength[0])
-    monkeypatch.setattr(type(module), "forward", other)
-
-
-@pytest.mark.parametrize("put", [scaled_hook, scaled_method, decorated_method, scaled_class])
-def test_what_nobody_can_read_is_continued_by_nobody(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["hook", "method", "decorated method", "class"])
+def test_what_nobody_can_read_is_continued_by_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's code may look at anything. Where it is asked for, texts are kept all the same.
 
     (Code that had its name from `functools.wraps` was taken for the library's.)
     """
     model, strength = tiny("llama"), [1.0]
-    put(model.model.layers[0].mlp, strength, monkeypatch)
+    scale(kind, model.model.layers[0].mlp, strength, monkeypatch)
     generator = SpecGenerator(model)
     for strength[0] in (1.0, -1.0):
         out = generator.generate(PROMPT, **COMMON)
