@@ -226,27 +226,6 @@ def test_prompts(dtype: torch.dtype, window: int) -> None:
                 assert same_bits(call.of(list(range(begin, end))).run(), together[begin:end])
 
 
-def test_a_tree_gets_the_bits_of_its_paths() -> None:
-    """Nodes of a tree that see their ancestors by bits get what they get as the end of a plain text."""
-    tree = prompt(40, 100, FLOATS)
-    parents = [-1, *(randint(max(0, i - 7), i - 1, generator(i)) for i in range(1, 40))]
-    lines, paths = [], []
-    for i, parent in enumerate(parents):
-        paths.append([*(paths[parent] if i else []), i])
-        lines.append(node(0, 0, 100, [100 + j for j in paths[i]], 2, 100 + i))
-    call = replace(tree, nodes=torch.tensor(lines, dtype=torch.int32))
-    together = call.run()
-    for i, path in enumerate(paths):
-        text = [*range(100), *(100 + j for j in path)]
-        plain_text = replace(
-            tree.of([i]),
-            keys=tree.keys[:, :, text],
-            values=tree.values[:, :, text],
-            nodes=torch.tensor([[0, 0, 0, len(text)]], dtype=torch.int32),
-        )
-        assert same_bits(plain_text.run()[0], together[i])
-
-
 @dtypes
 def test_numbers_out_of_bounds(dtype: torch.dtype) -> None:
     """Scores far apart, NaN and infinity in what a token sees: as in float64."""

@@ -19,7 +19,6 @@ from specdec.models.hf.private_api import whole_gguf
 from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.matrix import endless
-from tests.oracle import KINDS, oracle
 from tests.tiny import tiny
 
 pytest.importorskip("gguf")
@@ -79,23 +78,6 @@ def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, bac
     embedding = language.model.get_input_embeddings()
     assert type(embedding) is (PackedEmbedding if tied else nn.Embedding)
     assert torch.equal(embedding(torch.tensor(PROMPT)), plain.get_input_embeddings()(torch.tensor(PROMPT)))
-
-
-@needs_kernels
-@pytest.mark.parametrize("types", ["Q4_0", "Q8_0"])
-def test_drafts_leave_the_text_alone(types: str, tmp_path: Path) -> None:
-    """Right, half right, wrong and random ones, and a draft from a GGUF file."""
-    path = saved_gguf(tmp_path / "model.gguf", types=[types])
-    plain = SpecGenerator.from_pretrained(path).generate(PROMPT, **COMMON)
-    assert plain.stats.exactness == "exact"
-    target = load(path)
-    for kind in KINDS:
-        out = SpecGenerator(target, oracle(kind, plain.sequences.tolist(), 64)).generate(PROMPT, **COMMON)
-        assert out.sequences.tolist() == plain.sequences.tolist(), kind
-    other = saved_gguf(tmp_path / "draft.gguf", types=["Q4_1"])
-    with_draft = SpecGenerator.from_pretrained(path, other)
-    assert with_draft.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
-    assert with_draft.drafter.models[0].backend == "packed"
 
 
 def test_eager_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

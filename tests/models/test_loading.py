@@ -20,7 +20,6 @@ from specdec.models import load
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import Int8Linear
-from specdec.options.bundled_models import pair
 from specdec.proposers.heads import kind_of
 from tests.folders import saved
 from tests.matrix import endless
@@ -375,21 +374,6 @@ def test_offloading_that_cannot_be(tmp_path: Path, temporary: Path) -> None:
         load(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
     with pytest.raises(UnsupportedError, match="offload"):
         load(folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off"))
-
-
-@pytest.mark.parametrize("way", ["int8-weight", "nf4"])
-def test_the_pair_of_the_package(way: str) -> None:
-    """Trained weights, a trained draft: quantized text stays the same with it."""
-    if way != "int8-weight":
-        pytest.importorskip("bitsandbytes")
-    files = pair()
-    generator = SpecGenerator.from_pretrained(str(files.target), str(files.draft), dtype="float32", quantization=way)
-    prompt, options = "def read_lines(path):\n", {"max_new_tokens": 12}
-    assisted = generator.generate(prompt, **options)
-    assert assisted.stats.exactness == "exact"
-    assert assisted.stats.num_accepted_draft_tokens > 0
-    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
-    assert plain.generate(prompt, **options).texts == assisted.texts
 
 
 # ------------------------------------------------------------------------------------------------ types, devices, names
