@@ -85,7 +85,9 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.config: Any = text_config(model.config)
+        # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
+        is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")
+        self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
         self.sees = sees(model, self.input_names)
         self.vocab_size = _logits_width(model, self.config)
@@ -131,7 +133,12 @@ class LanguageModel:
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return decoder_layers(self.config)
+        for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
+            if getattr(self.config, name, None) is not None:
+                return int(getattr(self.config, name))
+        raise UnsupportedError(
+            f"the config of {self.config.model_type!r} has no number of decoder layers: set `num_hidden_layers`"
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -301,7 +308,9 @@ class LanguageModel:
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
             return False
         mine, theirs = (_weights(m.model.get_encoder()) for m in (self, other))
-        return mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+        here = not any(weight.is_meta for weight in (*mine.values(), *theirs.values()))  # others cannot be compared
+        alike = here and mine.keys() == theirs.keys() and all(mine[n].dtype == theirs[n].dtype for n in mine)
+        return alike and all(torch.equal(weight, theirs[name].to(weight.device)) for name, weight in mine.items())
 
     @property
     def input_embeddings(self) -> Any:
@@ -365,24 +374,6 @@ class LanguageModel:
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
 
 
-def text_config(config: Any) -> Any:
-    """The text decoder's part of a config."""
-    # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-    if config.is_encoder_decoder and not hasattr(config, "decoder"):
-        return config
-    return config.get_text_config(decoder=True)
-
-
-def decoder_layers(config: Any) -> int:
-    """The number of decoder layers in a text config."""
-    for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
-    raise UnsupportedError(
-        f"the config of {config.model_type!r} has no number of decoder layers: set `num_hidden_layers`"
-    )
-
-
 def _logits_width(model: Any, config: Any) -> int:
     head: nn.Module | None = model.get_output_embeddings()
     if head is None:
@@ -412,9 +403,3 @@ def _weights(encoder: nn.Module) -> dict[str, Tensor]:
         if layer.bias is not None:
             kept[f"{name}.bias"] = layer.bias.to(layer.takes[0])
     return kept
-
-
-def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.is_meta or theirs.is_meta:
-        return False  # offloaded weights cannot be compared
-    return torch.equal(mine, theirs.to(mine.device))

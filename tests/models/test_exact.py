@@ -26,7 +26,7 @@ def _language(name: str) -> LanguageModel:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_row(name: str) -> None:
-    """A prompt, chains and trees of which a part is kept, nothing or guesses of a draft, and text that is taken back."""
+    """A prompt, chains and trees of which a part is kept, or nothing, text that is taken back, a draft's own guesses."""
     twin = twin_of(_language(name))
     twin.step([twin.chain(20)], [3], [list(range(20))])
     twin.step([twin.chain(1)], [1], [[0]])
@@ -35,6 +35,8 @@ def test_a_row(name: str) -> None:
     twin.truncate([15])
     twin.step([twin.tree()], [7], [[0, 2, 4]])
     twin.step([twin.tree()], [4], [[5, 6]])
+    twin = twin_of(_language(name))
+    twin.prefill(20)
     for accepted in (2, 0, 3):
         length = len(twin.texts[0])
         for _ in range(3):
