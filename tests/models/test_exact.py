@@ -26,7 +26,7 @@ def _language(name: str) -> LanguageModel:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_row(name: str) -> None:
-    """A prompt, chains and trees of which a part is kept, or nothing, text that is taken back, a draft's own guesses."""
+    """A prompt, chains and trees of which a part is kept or nothing, text that is taken back, guesses of a draft."""
     twin = twin_of(_language(name))
     twin.step([twin.chain(20)], [3], [list(range(20))])
     twin.step([twin.chain(1)], [1], [[0]])

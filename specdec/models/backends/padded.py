@@ -20,7 +20,7 @@ from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
-from specdec.models.cache.layout import AttentionView, Layout
+from specdec.models.cache.layout import Layout
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, returned
 
@@ -163,19 +163,17 @@ class PaddedPasses:
         name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(self._language.capability.positions)
         if name is not None and (layout.view is not None or self._language.sees):
             inputs[name] = layout.shifted()
-        if layout.view is not None:
-            self._add_mask(inputs, layout.view, prefix)
-        return inputs
-
-    def _add_mask(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
-        language, capability = self._language, self._language.capability
-        if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
+        if layout.view is None:
+            return inputs
+        if (attention := attention_of(self._language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
                 f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
                 'load the model with attn_implementation="sdpa"'
             )
-        masks = {kind.name: view.mask(kind, self._language.dtype) for kind in capability.kinds}
+        capability = self._language.capability
+        masks = {kind.name: layout.view.mask(kind, self._language.dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
+        return inputs
 
     def _embed(self, ids: Tensor, works: Sequence[Work]) -> Tensor:
         if self._cache.cross is not None:
@@ -207,7 +205,8 @@ def _nodes_with_logits(layout: Layout, works: Sequence[Work]) -> list[int]:
 
 def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[str, Any]:
     """Hidden states and attentions of a row, which sees `frames` positions of its encoder."""
-    size, columns = layout.sizes[row], layout.row_columns(row)
+    size, own = layout.sizes[row], layout.maps[row]
+    columns = [*range(own.base), *own.scattered, *range(own.top, own.top + size)]
     extras = {
         "hidden_states": [None if layer is None else layer[row, :size] for layer in returned(output, "hidden_states")],
         "attentions": [layer[row, :, :size, columns] for layer in returned(output, "attentions")],

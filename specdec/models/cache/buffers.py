@@ -79,19 +79,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def resized(self, rows: int, capacity: int, written: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Buffers of another size with the first `written[row]` columns of every row, as far as they fit."""
-        if self.buffers is None:
-            return None
-        moved = []
-        for old in self.buffers:
-            new = _zeros(old, rows, old.shape[1], capacity, old.shape[3])
-            for row, columns in enumerate(written[: min(rows, old.shape[0])]):
-                columns = min(capacity, old.shape[2], columns)
-                new[row, :, :columns] = old[row, :, :columns]
-            moved.append(new)
-        return moved[0], moved[1]
-
 
 class KvBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers of a session; `prepare` sets where the next pass writes.
@@ -271,9 +258,16 @@ class KvBuffers(Cache):  # type: ignore[misc]
             self._touched[row] = max(self._touched[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        written = [min(columns, capacity) for columns in self._written]
-        moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # changes nothing if it raises
-        for layer, buffers in zip(self.layers, moved, strict=True):
+        written, moved = [min(columns, capacity) for columns in self._written], list[Any]()
+        for layer in self.layers:
+            made = []
+            for old in layer.buffers or ():
+                made.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
+                for row, columns in enumerate(written[: min(rows, old.shape[0])]):
+                    columns = min(old.shape[2], columns)
+                    new[row, :, :columns] = old[row, :, :columns]
+            moved.append(tuple(made) or None)
+        for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
 

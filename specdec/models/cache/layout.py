@@ -188,11 +188,6 @@ class Layout:
         initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
         return torch.maximum((self.view or self.causal()).positions + 1, initial)
 
-    def row_columns(self, row: int) -> list[int]:
-        """The columns of a row's text, its branches and its new nodes, in this order."""
-        own = self.maps[row]
-        return [*range(own.base), *own.scattered, *range(own.top, own.top + self.sizes[row])]
-
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
     """Each node sees the columns below `base`, and its ancestors among the `few` others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,24 +66,21 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
 
 def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
     """A new model with copies of the `chosen` decoder layers and all other weights; UnsupportedError if it has none."""
-    path = ".".join(_path_to_layers(model, total))
+    path, state = ".".join(_path_to_layers(model, total)), dict[str, Tensor]()
+    for name, tensor in model.state_dict().items():
+        outside, found, rest = name.partition(f"{path}.")
+        number, _, rest = rest.partition(".")
+        if outside or not found:
+            state[name] = tensor
+        else:
+            state |= {f"{path}.{i}.{rest}": tensor for i, layer in enumerate(chosen) if layer == int(number)}
     try:
         small = type(model)(_cut_config(model.config, total, chosen))
-        small.load_state_dict(dict(_renumbered(model.state_dict(), path, chosen)))
+        small.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UnsupportedError(f"cannot make a {type(model).__name__} of its layers {list(chosen)}: {error}") from error
     small.generation_config = copy.deepcopy(model.generation_config)
     return small.to(model.device)
-
-
-def _renumbered(state: dict[str, Tensor], path: str, chosen: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
-        head, found, rest = name.partition(f"{path}.")
-        number, _, rest = rest.partition(".")
-        if head or not found:
-            yield name, tensor
-        else:
-            yield from ((f"{path}.{i}.{rest}", tensor) for i, layer in enumerate(chosen) if layer == int(number))
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +32,7 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
-from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, parts, read_ahead
+from specdec.models.loading.placement import device_map, dispatch, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import check
 from specdec.options import bundled_models
@@ -212,7 +214,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
             if places is not None:
                 dispatch(model, places, folder)
         read_ahead(model, how)
-        keep(model, how, folder)
+        if folder is not None and how.offload_folder is None:
+            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +88,7 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
 
 @contextmanager
 def offload_folder(how: Loading) -> Iterator[Path | None]:
-    """Context with the folder for written weights; None if nothing goes to disk. `keep` makes it stay.
+    """Context with the folder for written weights; None if nothing goes to disk.
 
     Raises OptionError if it cannot be written to. After an error all written files are deleted.
     """
@@ -114,12 +113,6 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
             for path in set(folder.iterdir()) - before:
                 path.unlink()
         raise
-
-
-def keep(model: Any, how: Loading, folder: Path | None) -> None:
-    """Deletes a temporary folder when the model that reads from it is deleted."""
-    if folder is not None and how.offload_folder is None:
-        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 
 def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:
