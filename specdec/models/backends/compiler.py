@@ -256,14 +256,6 @@ def _make_room(new: Path) -> None:
             surplus -= sizes[folder]
 
 
-def _main(folder: Path, lock: int) -> None:
-    os.set_inheritable(lock, False)
-    with suppress(OSError):  # not on Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
-    torch.set_num_threads(1)
-    KeptCode(folder.parent.name).make(folder)
-
-
 def _compile(folder: Path) -> None:
     from torch.fx.experimental import _config as shape_config
 
@@ -281,4 +273,8 @@ def _compile(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    os.set_inheritable(int(sys.argv[2]), False)  # the lock
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
+    torch.set_num_threads(1)
+    KeptCode(Path(sys.argv[1]).parent.name).make(Path(sys.argv[1]))
