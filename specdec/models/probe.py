@@ -114,12 +114,6 @@ def _styles(language: ModelSpec) -> Iterator[Positions]:
         yield "alibi"
 
 
-def _prefix_length(config: Any) -> int:
-    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size", "window_size")]
-    fitting = [window for window in windows if isinstance(window, int) and window < _LONGEST_PREFIX]
-    return max([6, *fitting]) + 3
-
-
 def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
@@ -141,7 +135,10 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     session = language.session()
     rows = session.add(2, encoding)
     texts: list[list[int]] = [[], []]
-    most, lengths = min(language.vocab_size, language.config.vocab_size, 1000), (_prefix_length(language.config), 4)
+    names = ("sliding_window", "attention_chunk_size", "window_size")
+    windows = [getattr(language.config, name, None) or 0 for name in names]
+    longest = max([6, *(window for window in windows if isinstance(window, int) and window < _LONGEST_PREFIX)]) + 3
+    most, lengths = min(language.vocab_size, language.config.vocab_size, 1000), (longest, 4)
 
     def ids(count: int) -> list[int]:
         return [source.randrange(3, most) for _ in range(count)]

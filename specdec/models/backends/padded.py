@@ -130,7 +130,9 @@ class PaddedPasses:
             inputs |= cross.inputs(first, first + len(works), self._cache.buffers)
         nodes = list(range(layout.nodes))
         if self._can_keep:
-            nodes = _nodes_with_logits(layout, works)
+            sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
+            # those with logits of some row; never none, as transformers takes 0 for all
+            nodes = sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
             is_end = nodes[0] == layout.nodes - len(nodes)
             inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
@@ -195,12 +197,6 @@ class PaddedPasses:
             context = language.looked_up(view.positions, view.key_positions)
         with context:
             return language.model(**inputs)
-
-
-def _nodes_with_logits(layout: Layout, works: Sequence[Work]) -> list[int]:
-    """The padded nodes with logits of some row, in order; never none, as transformers takes 0 for all."""
-    sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
-    return sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
 
 
 def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[str, Any]:

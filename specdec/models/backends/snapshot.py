@@ -104,7 +104,8 @@ class ReplaySession(Session):
         self._numbers = 0
         self._cautious = False
         self._proven = False
-        self._cache_name = recurrent_state.cache_name(language.input_names)
+        names = (name for name in recurrent_state.CACHE_NAMES if name in language.input_names)
+        self._cache_name = next(names, None)
         self._state_names = recurrent_state.MODULE_STATE.get(language.config.model_type, ())
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 

@@ -111,8 +111,9 @@ class KvBuffers(Cache):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """Bytes of the buffers; of lazy ones, of the pages that were written."""
-        total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
-        if not total or not all(_is_lazy(buffer) for buffer in self._buffers()):
+        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers()]
+        total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
+        if not total or not is_lazy or min(sizes) < _PAGES:
             return total
         self._note_touched()
         return total * sum(self._touched) // (self.row_capacity * self.capacity)
@@ -270,10 +271,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
         for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
-
-
-def _is_lazy(like: Tensor) -> bool:
-    return like.device.type == "cpu" and like.numel() * like.element_size() >= _PAGES
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -80,9 +80,6 @@ class WeightOnly(Quantizer):
                     + ("use `offload` instead" if QUANTIZATIONS[self.name].offloads else "leave out `device_map`")
                 )
             model.set_submodule(name, self.layer(weight_of(module), module.bias))
-        self._convert_head(model)
-
-    def _convert_head(self, model: Any) -> None:
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
