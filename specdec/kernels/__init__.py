@@ -2,7 +2,7 @@
 
 from specdec.kernels.build import available, compiler, digest, folder, instructions, lack, try_again, why_not
 from specdec.kernels.kept import Lack, alone, cache_folder, failure, is_held, is_whole, put
-from specdec.kernels.ops import ALIKE, FASTEST, UNPACKED, attend, draws, keep_top, passes, signed, store_nodes
+from specdec.kernels.ops import ALIKE, FASTEST, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import (
     FLOATS,
     AnyLinear,
@@ -19,7 +19,6 @@ __all__ = [
     "ALIKE",
     "FASTEST",
     "FLOATS",
-    "UNPACKED",
     "AnyLinear",
     "HeldLinear",
     "Lack",
