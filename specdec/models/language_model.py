@@ -148,8 +148,8 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        others = [self.model.get_encoder()] if self.is_encoder_decoder else []
-        others = others or (eyes(self.model).values() if self.sees else [])
+        others = list(eyes(self.model).values()) if self.sees else []
+        others += [self.model.get_encoder()] if self.is_encoder_decoder else []
         unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in unread)

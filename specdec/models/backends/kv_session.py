@@ -137,8 +137,11 @@ class KvSession(KvCache):
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for row, begin, rule in zip(named, begins, rules, strict=True):
             self.buffers.extend(row.index, begin + rule.most - 1)
-        given = zip(named, trees, embeds or [None] * len(named), strict=True)
-        nodes = [RowNodes(row.index, row.columns, Work(row.number, tree, embeds=one)) for row, tree, one in given]
+        nodes = [
+            RowNodes(row.index, row.columns, Work(row.number, tree)) for row, tree in zip(named, trees, strict=True)
+        ]
+        for node, one in zip(nodes, embeds or (), strict=False):
+            node.work.embeds = one
         most = max(rule.most for rule in rules) - 1
         steps = StepInputs.of(nodes, begins, most, self._language.capability.kinds)
         chained = ragged.draft_chain(self._inputs(ragged, nodes), steps, rules)
