@@ -52,7 +52,6 @@ def sees(model: Any, input_names: frozenset[str]) -> bool:
 
 
 def place_tokens(config: Any) -> set[int]:
-    """The placeholder tokens of a model's text."""
     names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
     return {token for name in names if (token := getattr(config, name, None)) is not None}
 

@@ -124,7 +124,6 @@ class Ranks:
 
     @property
     def in_command(self) -> bool:
-        """Whether this thread runs a command."""
         return self._thread == threading.get_ident()
 
     def do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -288,7 +287,6 @@ def _packed(command: _Command | None) -> bytes:
 
 
 def _brief(error: BaseException) -> str:
-    """The first line of an error's message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

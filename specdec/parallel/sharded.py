@@ -69,17 +69,14 @@ class ShardedModel(Shared, LanguageModel):
 
     @property
     def output_embeddings(self) -> Any:
-        """On rank 0 a whole copy, for drafts."""
         return self._whole_head if self.ranks is not None else super().output_embeddings
 
     def session(self) -> Session:
-        """A new session without rows, in every process."""
         if self.ranks is None:
             return super().session()
         return LedSession(self.ranks, *self.ranks.make(LanguageModel.session, self))
 
     def early_exit(self, layers: int) -> LanguageModel:
-        """A model of the first layers, in every process."""
         if self.ranks is None:
             return super().early_exit(layers)
         number, small = self.ranks.load(LanguageModel.early_exit, self, layers)
@@ -106,7 +103,6 @@ class ShardedModel(Shared, LanguageModel):
 
 
 def _whole(language: LanguageModel, module: str, name: str) -> Tensor | None:
-    """A whole weight, gathered in every process."""
     weight: Any = getattr(getattr(language.model, module)(), name, None)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
@@ -147,7 +143,6 @@ class LedSession(Shared, Session):
 
     @property
     def bytes(self) -> int:
-        """Bytes of this process's buffers."""
         return self._own.bytes
 
     def keep_prefix(self, row: int, length: int) -> Prefix:

@@ -53,7 +53,6 @@ class PackedEmbedding(nn.Module):
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether some layers are packed."""
     return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
 
 
@@ -124,7 +123,6 @@ def _bytes(model: Any) -> int:
 
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
-    """Packs all layers; returns the undoing."""
     return pack_layers(model, list(_linears(model)), lambda _, layer: weight_of(layer))
 
 

@@ -175,7 +175,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
 
     def bound(self, rows: int, columns: int) -> None:
-        """Sets the bounds and frees what lies beyond them."""
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
             kept = min(self.capacity, max(columns, self._held() + 1))
@@ -285,7 +284,6 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of `device` that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -93,7 +93,6 @@ class CrossAttention:
         self._unread = []
 
     def fork(self, index: int) -> None:
-        """Appends a row that shares the encoding of row `index`."""
         self.encoder_rows.append(self.encoder_rows[index])
 
     def remove(self, index: int) -> None:

@@ -86,7 +86,6 @@ class WeightOnly(Quantizer):
             changed(model, lambda: pack_layers(model, [name], lambda _, head: kernels.to_int8(head.weight)))
 
     def _fits(self, weight: Tensor) -> bool:
-        """Whether a layer with this weight can be packed."""
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
