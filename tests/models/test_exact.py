@@ -53,7 +53,7 @@ def test_branches(name: str) -> None:
     twin = twin_of(_language(name), 2)
     twin.prefill(20, 4)
     twin.branch(6)
-    twin.session.commit(twin.rows, [[], []])
+    twin.prune()
     twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
     twin.select([1, 0])
     twin.branch(3)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.core.tree import Tree
+from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.cache import buffers, recurrent_state
-from tests.models.exact import TOLERANCE, Twin, encoding_for, in_threads, num_pending, twin_of
+from tests.models.exact import TOLERANCE, Twin, encoding_for, in_threads, twin_of
 from tests.tiny import tiny, tiny_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -152,27 +152,6 @@ def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -
 KINDS = ["llama", "gemma2", "bloom", "t5", "bart", "whisper", "qwen3_next", "mamba2"]
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "bart", "qwen3_next"])
-def test_forks_of_a_row_with_branches(name: str) -> None:
-    """The branches come along with the whole row, and with none of its parts. (A fork of the text was refused.)"""
-    twin = twin_of(name, 1)
-    tree = twin.tree()
-    for path, text in (([0, 1, 2, 3], 1), ([0, 1, 2, 3, 4], 1), ([0, 2, 4], 2)):
-        one = Twin(twin.language, 1, twin.encoding)
-        one.prefill(9)
-        one.forward([tree], [7])
-        one.session.commit(one.rows, [path], texts=[text])
-        one.texts[0] += [tree.tokens[node] for node in path[:text]]
-        pending = tree.part(path, text)
-        for length in (None, 9 + text, 9, 4):
-            one.fork(0, length)
-        assert [num_pending(one.session, row) for row in one.rows] == [len(pending)] * 2 + [0] * 3
-        grown = [Tree(pending.tokens + one.ids(2), [*pending.parents, -1, 0]) for _ in range(2)]
-        trees = [*grown, *(one.tree() for _ in range(3))]
-        one.step(trees, [2, 2, 7, 7, 7], [[0, len(pending) + 1], [len(pending)], [5], [0, 2], []])
-        one.step([one.chain(2) for _ in one.rows], [2] * 5, [[0]] * 5)
-
-
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_forks_are_no_longer_than_the_text(name: str) -> None:
     """Nobody has read what comes after it."""
@@ -182,49 +161,16 @@ def test_forks_are_no_longer_than_the_text(name: str) -> None:
         twin.session.fork(twin.rows[0], 10)
 
 
-def test_a_row_with_branches_moves_into_the_gap() -> None:
-    """Its pending branches move along."""
-    twin = twin_of("llama", 3)
-    twin.prefill(9, 20, 5)
-    trees = [twin.tree() for _ in range(3)]
-    assert twin.run(trees, [7] * 3) < TOLERANCE
-    twin.session.commit(twin.rows, [[0, 2, 4], [5, 6], [0, 1, 2]], texts=[1, 2, 1])
-    for text, tree, path in zip(twin.texts, trees, ([0], [5, 6], [0]), strict=True):
-        text += [tree.tokens[node] for node in path]
-    twin.leave(0)
-    left = trees[2].part([0, 1, 2], 1)
-    assert [num_pending(twin.session, row) for row in twin.rows] == [0, 2]
-    twin.step([twin.tree(), Tree(left.tokens + twin.ids(2), [*left.parents, 0, -1])], [7, 2], [[5], [0, 2]])
-    twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0], [0]])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_branches_outlast_the_passes_of_others(name: str) -> None:
-    """A row that lies between those of a pass keeps its branches."""
-    twin = twin_of(name, 3)
-    twin.prefill(9, 6, 4)
-    tree = twin.tree()
-    twin.forward([twin.chain(1), tree, twin.chain(1)], [1, 7, 1])
-    twin.session.commit(twin.rows, [[], [0, 1, 2], []], texts=[0, 1, 0])
-    twin.texts[1].append(tree.tokens[0])
-    for _ in range(3):
-        twin.some([2, 0])
-    held = tree.part([0, 1, 2], 1)
-    assert num_pending(twin.session, twin.rows[1]) == len(held) == 2
-    grown = Tree(held.tokens + twin.ids(2), [*held.parents, 1, -1])
-    twin.step([twin.chain(2), grown, twin.tree()], [2, 2, 7], [[0], [1, 2], [5]])
-
-
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_sequence_of_operations(name: str, seed: int) -> None:
-    """Rows join, run in any order and company, go back, fork and leave: each is what it would be alone."""
+    """Rows join, run in any order and company, branch, go back, fork and leave: each is what it would be alone."""
     rng = random.Random(f"{name} {seed}")
     twin = twin_of(name, 3)
     twin.random = rng
-    for _ in range(10):
+    for _ in range(14):
         chosen = rng.sample(range(len(twin.rows)), rng.randint(1, len(twin.rows)))
-        twin.some(chosen, trees=rng.random() < 0.7)
+        twin.some(chosen, trees=rng.random() < 0.7, branches=rng.choice([0.0, 0.7]))
         match rng.randrange(5):
             case 0 if len(twin.rows) > 1:
                 twin.leave(rng.randrange(len(twin.rows)))
@@ -283,7 +229,7 @@ def test_kept_prefixes(name: str) -> None:
         assert isinstance(other.session, KvSession)
         other.rows = [other.session.read_from(prefix, len(text)) for text in texts]
         other.texts = [list(text) for text in texts]
-        other.encodings = [None, None]
+        other.encodings, other.pending = [None, None], [EMPTY, EMPTY]
         other.join(1, None)
         assert other.lengths == [32, 17, 0]
         other.some([0, 1, 2])
