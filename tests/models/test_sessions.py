@@ -168,6 +168,7 @@ def test_any_sequence_of_operations(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     twin = twin_of(name, 3)
     twin.random = rng
+    twin.language.weight_bytes = [0, 10**9][seed]  # type: ignore[misc]  # rows share no pass, or all do
     for _ in range(14):
         chosen = rng.sample(range(len(twin.rows)), rng.randint(1, len(twin.rows)))
         twin.some(chosen, trees=rng.random() < 0.7, branches=rng.choice([0.0, 0.7]))
@@ -176,11 +177,16 @@ def test_any_sequence_of_operations(name: str, seed: int) -> None:
                 twin.leave(rng.randrange(len(twin.rows)))
             case 1:
                 row = rng.randrange(len(twin.rows))
-                twin.fork(row, rng.choice([None, rng.randint(0, len(twin.texts[row]))]))
+                twin.fork(row, rng.choice([None, len(twin.texts[row]), rng.randint(0, len(twin.texts[row]))]))
             case 2:
                 twin.truncate([rng.randint(len(text) // 2, len(text)) for text in twin.texts])
             case 3:
                 twin.add(rng.randrange(3))
+    twin.branch(1)
+    for length in (None, len(twin.texts[0]), 1):
+        twin.fork(0, length)
+    for _ in range(2):
+        twin.some(range(len(twin.rows)))
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

@@ -119,7 +119,9 @@ class PaddedPasses:
 
     def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
         """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
-        here = [parts.get(index) or self._idle(index) for index in range(first, last + 1)]
+        here = []
+        for index, row in enumerate(self._cache.rows[first : last + 1], first):
+            here.append(parts.get(index) or RowNodes(index, row.columns, Work(row.number, EMPTY, 0)))
         works = [part.work for part in here]
         layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
@@ -146,12 +148,6 @@ class PaddedPasses:
                 more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
             found[work.row] = Logits(work, own, passes=(self.passes,) if work.num_new else (), **more)
         return found
-
-    def _idle(self, row_index: int) -> RowNodes:
-        row = self._cache.rows[row_index]
-        pending = row.columns.pending
-        tree = row.tree.part(range(pending)) if pending else EMPTY
-        return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
         inputs: dict[str, Any] = {"past_key_values": self._cache.buffers} | _OPTIONS

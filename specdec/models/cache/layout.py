@@ -156,8 +156,8 @@ class Layout:
 
     @classmethod
     def of(cls, trees: Sequence[Tree], maps: list[ColumnMap], device: torch.device) -> Layout:
-        """The layout of `trees`, which begin with the pending branches of `maps`."""
-        sizes = [len(tree) - own.pending for tree, own in zip(trees, maps, strict=True)]
+        """The layout of `trees`, which begin with the pending branches of `maps`, or are empty."""
+        sizes = [max(len(tree) - own.pending, 0) for tree, own in zip(trees, maps, strict=True)]
         tops = [own.top for own in maps]
         nodes, start = max(sizes), max(tops)
         level = min(tops) == start
