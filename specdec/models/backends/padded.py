@@ -120,8 +120,8 @@ class PaddedPasses:
     def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
         """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
         here = []
-        for index, row in enumerate(self._cache.rows[first : last + 1], first):
-            here.append(parts.get(index) or RowNodes(index, row.columns, Work(row.number, EMPTY, 0)))
+        for index, held in enumerate(self._cache.rows[first : last + 1], first):
+            here.append(parts.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
         works = [part.work for part in here]
         layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
@@ -146,7 +146,7 @@ class PaddedPasses:
             more = {}
             if extras:
                 more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
-            found[work.row] = Logits(work, own, passes=(self.passes,) if work.num_new else (), **more)
+            found[work.row] = Logits(work, own, passes=(self.passes,), **more)
         return found
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
