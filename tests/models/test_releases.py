@@ -22,7 +22,7 @@ from specdec.models.hf import private_api
 from tests.folders import saved_gguf
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/models/test_{name}.py" for name in ("releases", "exact", "patching", "rotary", "gguf")]
+TESTS = [f"tests/models/test_{name}.py" for name in ("releases", "exact", "patching", "rotary", "streaming")]
 
 
 def requirements() -> list[Requirement]:
