@@ -24,13 +24,8 @@ VOCAB, IMAGE, VIDEO, BREAK, BEGIN, END = 64, 60, 61, 57, 58, 59
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _TEXT = {
-    **_HEADS,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    **_IDS,
-}
+    **_HEADS, **_IDS, "num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
 _EYES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _CLIP = {**_EYES, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
@@ -149,18 +144,13 @@ def picture(family: str, seed: int) -> tuple[list[int], dict[str, Tensor]]:
         padded = torch.nn.functional.pad(values(1, 3, height, width), (0, 32 - width, 0, 32 - height))
         return [*tokens, END], {"pixel_values": padded, "image_sizes": torch.tensor([[height, width]])}
     if family in ("llava_next", "llava_onevision"):
-        rows, columns = height // 8, width // 8
-        count = 4 + rows * (columns + 1)
-        return [IMAGE] * count, {
-            "pixel_values": values(1, 5, 3, 16, 16),
-            "image_sizes": torch.tensor([[height, width]]),
-        }
+        count = 4 + height // 8 * (width // 8 + 1)
+        sizes = torch.tensor([[height, width]])
+        return [IMAGE] * count, {"pixel_values": values(1, 5, 3, 16, 16), "image_sizes": sizes}
     if family in ("smolvlm", "idefics3"):
         return [BEGIN, IMAGE, END], {"pixel_values": values(1, 1, 3, 16, 16)}
-    tokens = [IMAGE] * 4
-    return ([BEGIN, *tokens, END] if family in ("gemma3", "internvl") else tokens), {
-        "pixel_values": values(1, 3, 16, 16)
-    }
+    tokens = [BEGIN, *[IMAGE] * 4, END] if family in ("gemma3", "internvl") else [IMAGE] * 4
+    return tokens, {"pixel_values": values(1, 3, 16, 16)}
 
 
 def prompt(family: str, *parts: list[int] | int) -> dict[str, Tensor]:
@@ -240,14 +230,9 @@ def hearing(family: str) -> tuple[Any, dict[str, Tensor]]:
             "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3, "model_type": "granite_speech_encoder",
         }  # fmt: skip
         windows = {**_EYES, "num_hidden_layers": 1, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
-        config = AutoConfig.for_model(
-            family,
-            text_config=_text("granite"),
-            encoder_config=ears,
-            projector_config={**windows, "model_type": "blip_2_qformer", "vocab_size": 8},
-            audio_token_index=IMAGE,
-            has_lora_adapter=False,
-        )
+        joint = {**windows, "model_type": "blip_2_qformer", "vocab_size": 8}
+        parts = {"text_config": _text("granite"), "encoder_config": ears, "projector_config": joint}
+        config = AutoConfig.for_model(family, **parts, audio_token_index=IMAGE, has_lora_adapter=False)
         kind, places, shape = GraniteSpeechForConditionalGeneration, 6, (1, 30, 8)
         beside = {"input_features_mask": torch.ones(1, 6).bool()}
     with torch.random.fork_rng(devices=[]):

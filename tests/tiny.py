@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-    WhisperForConditionalGeneration,
-)
+from transformers import AutoConfig, PreTrainedModel
 
-from specdec.models.hf.tiny_models import SIZES, WINDOW, shake
+from specdec.models.hf.tiny_models import SIZES, WINDOW, built
 
 ROPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = {**ROPE, "num_key_value_heads": 2}
@@ -85,11 +81,7 @@ def tiny(name: str, vocab: int = 64, seed: int = 0, **options: Any) -> PreTraine
     if model_type == "marian":
         ids["decoder_vocab_size"] = vocab
     config = AutoConfig.for_model(model_type, **{**ids, **deepcopy(common), **options})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _build(name, config)
-        shake(model)
-    return model.eval()
+    return built(config, seed)
 
 
 def never(*_: Any, **__: Any) -> Any:
@@ -105,6 +97,17 @@ def silent(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Context in which torch computes on so many threads."""
+    held = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(held)
+
+
 def tiny_inputs(name: str, rows: int = 1, seed: int = 0, vocab: int = 64) -> dict[str, torch.Tensor]:
     """Random encoder inputs for an encoder-decoder: ids with a ragged mask, or features for Whisper."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,9 +118,3 @@ def tiny_inputs(name: str, rows: int = 1, seed: int = 0, vocab: int = 64) -> dic
     for row in range(1, rows):
         mask[row, 9 - row % 4 :] = 0
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-
-
-def _build(name: str, config: Any) -> PreTrainedModel:
-    if name == "whisper":
-        return WhisperForConditionalGeneration(config)
-    return (AutoModelForSeq2SeqLM if name in ENCODER_DECODERS else AutoModelForCausalLM).from_config(config)

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +34,6 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
-_DAY = 24 * 3600  # seconds until a failed compiler is tried again, as its libraries may have been repaired
 _FOLDER = "SPECDEC_KERNELS"
 _LOADING = threading.Lock()
 
@@ -75,30 +73,23 @@ def lack() -> Lack | None:
 
 @cache
 def _lack() -> Lack | None:
+    if os.name != "posix":
+        return Lack(f"they are not built on {platform.system()}", "")
     try:
-        library = _built()
+        library = _library()
+        try:
+            if not kept.is_whole(library):
+                with kept.alone(library.with_suffix(".lock"), _FOLDER):
+                    if not kept.is_whole(library):
+                        _build(library)
+        except OSError as error:
+            raise kept.unwritable(library.parent, _FOLDER, error) from None
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except Lack as missing:
         return missing
-    try:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
         return Lack(f"they cannot be loaded ({_line(error)})", f"delete {library}, and they are built again")
     return None
-
-
-def _built() -> Path:
-    """The library of this processor, built if missing; raises Lack."""
-    if os.name != "posix":
-        raise Lack(f"they are not built on {platform.system()}", "")
-    library = _library()
-    try:
-        if not kept.is_whole(library):
-            with kept.alone(library.with_suffix(".lock"), _FOLDER):
-                if not kept.is_whole(library):
-                    _build(library)
-    except OSError as error:
-        raise kept.unwritable(library.parent, _FOLDER, error) from None
-    return library
 
 
 def _library() -> Path:
@@ -110,10 +101,9 @@ def folder() -> Path:
     if named := os.environ.get(_FOLDER):
         return Path(named)
     try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return kept.cache_folder() / "kernels"
     except RuntimeError:
         raise Lack("there is no home folder to keep them in", f"name one in {_FOLDER}") from None
-    return Path(root) / "specdec" / "kernels"
 
 
 def digest() -> str:
@@ -137,35 +127,18 @@ def instructions() -> str:
 def try_again() -> None:
     """Lets a compiler that failed before be tried again."""
     with suppress(OSError, Lack):
-        _failure(_library()).unlink(missing_ok=True)
-
-
-def _failure(library: Path) -> Path:
-    """The file that records which compiler failed last, and why."""
-    return library.with_suffix(".failed")
-
-
-def _failed_before(library: Path, compiler: Sequence[str]) -> str | None:
-    """Why this compiler failed within the last day, if it did."""
-    file = _failure(library)
-    try:
-        known, reason = file.read_text("utf-8").splitlines()
-        fresh = time.time() - file.stat().st_mtime < _DAY
-    except (OSError, ValueError):
-        return None
-    return reason if fresh and known == _identity(compiler) else None
-
-
-def _identity(compiler: Sequence[str]) -> str:
-    programs = [os.path.realpath(path) for word in compiler if (path := shutil.which(word))]
-    files = [os.stat(path) for path in programs]
-    return f"{shlex.join(compiler)} {programs} {[(file.st_size, file.st_mtime_ns) for file in files]}"
+        _library().with_suffix(".failed").unlink(missing_ok=True)
 
 
 def _build(library: Path) -> None:
-    """Builds the library, unless the compiler failed before; raises Lack and OSError."""
-    program = compiler()
-    reason = _failed_before(library, program)
+    """Builds the library, unless this compiler failed within the last day; raises Lack and OSError."""
+    program, note = compiler(), library.with_suffix(".failed")
+    files = [os.path.realpath(path) for word in program if (path := shutil.which(word))]
+    states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
+    identity, reason = f"{shlex.join(program)} {files} {states}", None
+    match kept.failure(note):
+        case [known, known_reason] if known == identity:
+            reason = known_reason
     if reason is None:
         # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
@@ -175,10 +148,10 @@ def _build(library: Path) -> None:
                 _make(made, program)
             except _Failed as error:
                 reason = str(error)
-                _failure(library).write_text(f"{_identity(program)}\n{reason}\n", "utf-8")
+                note.write_text(f"{identity}\n{reason}\n", "utf-8")
             else:
                 kept.put(made, library)
-                _failure(library).unlink(missing_ok=True)
+                note.unlink(missing_ok=True)
     if reason is not None:
         way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
         raise Lack(f"{shlex.join(program)} could not build them ({reason})", way_out)

@@ -1,13 +1,16 @@
-"""Files that outlive a process: moved into place atomically, and verified before they are loaded."""
+"""Files that outlive a process: in which folder, moved into place atomically, and verified before they are loaded."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+_DAY = 24 * 3600  # seconds until what failed is tried again, as libraries may have been repaired
 
 
 class Lack(Exception):
@@ -18,16 +21,29 @@ class Lack(Exception):
         self.reason, self.way_out = reason, way_out
 
 
+def cache_folder() -> Path:
+    """`specdec` in `$XDG_CACHE_HOME`, by default `~/.cache`; raises RuntimeError without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+
+
+def failure(file: Path) -> list[str]:
+    """The lines of a file that records a failure of the last day; empty otherwise."""
+    try:
+        return file.read_text("utf-8").splitlines() if time.time() - file.stat().st_mtime < _DAY else []
+    except (OSError, ValueError):
+        return []
+
+
 def put(made: Path, place: Path) -> None:
     """Moves a file to its place, and writes its digest beside it."""
-    _seal(place).write_text(_digest(made))
+    place.with_name(f"{place.name}.sha256").write_text(_digest(made))
     os.replace(made, place)
 
 
 def is_whole(place: Path) -> bool:
     """Whether a file is as `put` left it: a truncated library would crash the process."""
     try:
-        return _seal(place).read_text() == _digest(place)
+        return place.with_name(f"{place.name}.sha256").read_text() == _digest(place)
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -70,10 +86,6 @@ def unwritable(folder: Path, variable: str, error: OSError) -> Lack:
     """A Lack for `error`, raised by writing to the folder that environment `variable` names."""
     why = error.strerror or str(error)
     return Lack(f"{folder} cannot be written to ({why})", f"change that, or name another folder in {variable}")
-
-
-def _seal(place: Path) -> Path:
-    return place.with_name(f"{place.name}.sha256")
 
 
 def _digest(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -86,35 +87,25 @@ class Quantized:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
 
 
+def _in_parts(rounded: Callable[..., Quantized]) -> Callable[..., Quantized]:
+    """Lets a rounding take a weight part by part, which bounds memory."""
+
+    @wraps(rounded)
+    def in_parts(weight: Tensor, *given: Any) -> Quantized:
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
+        rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
+        parts = [rounded(part.detach().float(), *given) for part in torch.split(weight, rows)]
+        held = [name for name, one in parts[0].tensors.items() if one is not None]
+        joined: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in held}
+        return replace(parts[0], **joined)
+
+    return in_parts
+
+
+@_in_parts
 def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
     """Rounds to 8 bits: the largest weight of each output, or of each of its groups of `group` inputs, becomes ±127."""
-    return _in_parts(weight, lambda part: _int8(part, group))
-
-
-def to_int4(weight: Tensor, group: int = 32) -> Quantized:
-    """Rounds to 4 bits in groups of `group` inputs, with the scales and mins of least squared error."""
-    return _in_parts(weight, lambda part: _int4(part, group))
-
-
-def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
-    rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
-    return _concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
-
-
-def _concatenated(parts: list[Quantized]) -> Quantized:
-    """Concatenates the outputs of weights of one kind."""
-    first = parts[0]
-    joined: dict[str, Any] = {
-        name: torch.cat([part.tensors[name] for part in parts])
-        for name, one in first.tensors.items()
-        if one is not None
-    }
-    return replace(first, **joined)
-
-
-def _int8(weight: Tensor, group: int | None) -> Quantized:
     if group is None:
         factors = weight.abs().amax(1) / 127
         return Quantized(_levels(weight, factors[:, None], -127, 127), factors=factors)
@@ -126,7 +117,9 @@ def _int8(weight: Tensor, group: int | None) -> Quantized:
     return Quantized(_flat(values, weight), group=group, scales=scales, factors=factors)
 
 
-def _int4(weight: Tensor, group: int) -> Quantized:
+@_in_parts
+def to_int4(weight: Tensor, group: int = 32) -> Quantized:
+    """Rounds to 4 bits in groups of `group` inputs, with the scales and mins of least squared error."""
     grouped = _grouped(weight, group)
     scales, mins = _best_range(grouped)
     factors = _powers(torch.maximum(scales.abs(), mins.abs()))

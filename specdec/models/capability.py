@@ -87,16 +87,14 @@ def rope_boundary(config: Any) -> int | None:
     """The length of text where rotary scaling changes; None if it does not."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [value for value in given.values() if isinstance(value, dict)]
-    found = [_switch(config, scaling) for scaling in by_layer_type or [given]]
+    original, longest = "original_max_position_embeddings", getattr(config, "max_position_embeddings", None)
+    found = []
+    for scaling in by_layer_type or [given]:
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in ("dynamic", "longrope"):
+            own = kind == "longrope" and (scaling.get(original) or getattr(config, original, None))
+            found.append(own or longest)
     return min((limit for limit in found if limit), default=None)
-
-
-def _switch(config: Any, scaling: dict[str, Any]) -> int | None:
-    kind, longest = scaling.get("rope_type", scaling.get("type")), getattr(config, "max_position_embeddings", None)
-    if kind == "dynamic":
-        return longest
-    name = "original_max_position_embeddings"
-    return scaling.get(name) or getattr(config, name, None) or longest if kind == "longrope" else None
 
 
 def cache_reset_length(config: Any) -> int | None:
@@ -170,7 +168,6 @@ class ModelSpec(Protocol):
     def weight_bytes(self) -> int: ...
     def see(self) -> Any: ...
     def session(self) -> Session: ...
-    def with_capability(self, model: Any, capability: Capability) -> ModelSpec: ...
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
     def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...

@@ -37,12 +37,10 @@ class Encoding:
         frames = max(part.hidden.shape[1] for part in parts)
         if all(part.mask is None and part.hidden.shape[1] == frames for part in parts):
             return cls(torch.cat([part.hidden for part in parts]), None)
-        return cls(
-            torch.cat([functional.pad(p.hidden, (0, 0, 0, frames - p.hidden.shape[1])) for p in parts]),
-            torch.cat([functional.pad(p._full_mask(), (0, frames - p.hidden.shape[1])) for p in parts]),
-        )
-
-    def _full_mask(self) -> Tensor:
-        if self.mask is not None:
-            return self.mask
-        return torch.ones(self.hidden.shape[:2], dtype=torch.long, device=self.hidden.device)
+        hidden, masks = [], []
+        for part in parts:
+            missing = frames - part.hidden.shape[1]
+            mask = torch.ones_like(part.hidden[..., 0], dtype=torch.long) if part.mask is None else part.mask
+            hidden.append(functional.pad(part.hidden, (0, 0, 0, missing)))
+            masks.append(functional.pad(mask, (0, missing)))
+        return cls(torch.cat(hidden), torch.cat(masks))

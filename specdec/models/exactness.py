@@ -14,9 +14,9 @@ from specdec.core.work import Work
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.cache.session import Session
 from specdec.models.capability import ModelSpec
+from specdec.models.hf.derived import eyes
 from specdec.models.hf.device_hooks import execution_device
 from specdec.models.loading.integer_layers import Int8Linear
-from specdec.models.pictures.parts import eyes
 from specdec.models.probe import trial_encoding
 
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]

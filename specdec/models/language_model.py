@@ -18,23 +18,23 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import ALIKE, AnyLinear, PackedLinear, available
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
+from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.hf.derived import shallow_exit
+from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.pictures import sees
-from specdec.models.pictures.parts import eyes
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
+from specdec.options.load import BACKENDS
 
 _SEEING = threading.RLock()  # held while a model gets the modules that read pictures
 
@@ -74,7 +74,8 @@ class LanguageModel:
         capability: Capability | None = None,
         change: Callable[[LanguageModel], None] | None = None,
     ) -> None:
-        check_backend(backend)
+        if backend not in BACKENDS:
+            raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
         self.is_strict = exactness == "strict"
         if self.is_strict and backend == "eager":
             raise OptionError("`exactness`='strict' needs layers of our own: leave out `backend`='eager'")
@@ -84,7 +85,9 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.config: Any = text_config(model.config)
+        # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
+        is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")
+        self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
         self.sees = sees(model, self.input_names)
         self.vocab_size = _logits_width(model, self.config)
@@ -130,7 +133,12 @@ class LanguageModel:
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return decoder_layers(self.config)
+        for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
+            if getattr(self.config, name, None) is not None:
+                return int(getattr(self.config, name))
+        raise UnsupportedError(
+            f"the config of {self.config.model_type!r} has no number of decoder layers: set `num_hidden_layers`"
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -140,9 +148,8 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        others = (
-            [self.model.get_encoder()] if self.is_encoder_decoder else eyes(self.model).values() if self.sees else []
-        )
+        others = list(eyes(self.model).values()) if self.sees else []
+        others += [self.model.get_encoder()] if self.is_encoder_decoder else []
         unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in unread)
@@ -214,10 +221,6 @@ class LanguageModel:
             return KvSession(self, self.ragged)
         return ReplaySession(self)
 
-    def with_capability(self, model: Any, capability: Capability) -> LanguageModel:
-        """`model`, wrapped like this one, with this capability."""
-        return type(self)(model, capability=capability)
-
     def early_exit(self, layers: int) -> LanguageModel:
         """The model cut after its first `layers` decoder layers; weights are shared."""
         if not 1 <= layers < self.num_layers:
@@ -253,8 +256,8 @@ class LanguageModel:
         given = {name: value.to(self.device) for name, value in inputs.items() if name in names}
         if "input_features" in given:
             given["input_features"] = given["input_features"].to(self.dtype)
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        extras = {name: True for name, want in wanted.items() if want}
+        extras = {"output_hidden_states": True} if output_hidden_states else {}
+        extras |= {"output_attentions": True} if output_attentions else {}
         if self.ragged is not None and type(encoder) is WhisperEncoder and not extras and available():
             one_by_one = torch.split(given["input_features"], 1)
             return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
@@ -284,30 +287,20 @@ class LanguageModel:
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
 
     def check_hidden_states(self, layers: Sequence[int]) -> None:
-        """Raises if the hidden states of these layers are unavailable.
-
-        OptionError for layers that do not exist, UnsupportedError for classes that return none.
-        """
+        """Raises OptionError for layers that do not exist, UnsupportedError for classes that return no states."""
         if not is_list(layers) or not all(is_whole(layer) and 0 <= layer <= self.num_layers for layer in layers):
             raise OptionError.of("hidden_layers", f"a list of layers from 0 to {self.num_layers} of the target", layers)
         if not gives_hidden_states(self.decoder):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} returns no hidden states, which the draft reads: use a draft model, or "
-                "draft='suffix'"
-            )
+            way_out = "use a draft model, or draft='suffix'"
+            name = type(self.model).__name__
+            raise UnsupportedError(f"{name} returns no hidden states, which the draft reads: {way_out}")
 
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
-        """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`.
-
-        Changes nothing for models that take positions as an argument.
-        """
+        """`Lookup.running`; changes nothing for models that take positions as an argument."""
         return nullcontext() if self._lookup is None else self._lookup.running(query, key)
 
     def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]:
-        """Context in which rotary scaling uses `spans` `[rows, nodes]`, lengths of texts in tokens.
-
-        Changes nothing without spans, or if scaling does not depend on length.
-        """
+        """`Scaling.running`; changes nothing without spans, or if scaling does not depend on length."""
         return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
@@ -315,7 +308,9 @@ class LanguageModel:
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
             return False
         mine, theirs = (_weights(m.model.get_encoder()) for m in (self, other))
-        return mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+        here = not any(weight.is_meta for weight in (*mine.values(), *theirs.values()))  # others cannot be compared
+        alike = here and mine.keys() == theirs.keys() and all(mine[n].dtype == theirs[n].dtype for n in mine)
+        return alike and all(torch.equal(weight, theirs[name].to(weight.device)) for name, weight in mine.items())
 
     @property
     def input_embeddings(self) -> Any:
@@ -362,9 +357,7 @@ class LanguageModel:
             self._compiled.compile()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits up to `timeout` seconds until compiling has ended, if it was begun; returns whether passes run
-        compiled.
-        """
+        """Waits up to `timeout` seconds for compiling to end, if it was begun; returns whether passes run compiled."""
         return self._compiled is not None and self._compiled.wait(timeout)
 
     def _make_strict(self) -> None:
@@ -379,24 +372,6 @@ class LanguageModel:
         if reason := strict_obstacle(self):
             other = "" if is_packed(self.model) else "`backend`='packed' packs them, or "
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
-
-
-def text_config(config: Any) -> Any:
-    """The text decoder's part of a config."""
-    # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-    if config.is_encoder_decoder and not hasattr(config, "decoder"):
-        return config
-    return config.get_text_config(decoder=True)
-
-
-def decoder_layers(config: Any) -> int:
-    """The number of decoder layers in a text config."""
-    for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
-    raise UnsupportedError(
-        f"the config of {config.model_type!r} has no number of decoder layers: set `num_hidden_layers`"
-    )
 
 
 def _logits_width(model: Any, config: Any) -> int:
@@ -428,9 +403,3 @@ def _weights(encoder: nn.Module) -> dict[str, Tensor]:
         if layer.bias is not None:
             kept[f"{name}.bias"] = layer.bias.to(layer.takes[0])
     return kept
-
-
-def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.is_meta or theirs.is_meta:
-        return False  # offloaded weights cannot be compared
-    return torch.equal(mine, theirs.to(mine.device))

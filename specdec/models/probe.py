@@ -34,8 +34,6 @@ from specdec.models.hf.tiny_models import tiny_model
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
 _LONGEST_PREFIX = 96  # tokens; longer windows are not tried
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
-_HALF_TOLERANCE = 0.1
 _FRAMES = 5  # of a trial encoding
 
 
@@ -116,17 +114,13 @@ def _styles(language: ModelSpec) -> Iterator[Positions]:
         yield "alibi"
 
 
-def _prefix_length(config: Any) -> int:
-    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size", "window_size")]
-    fitting = [window for window in windows if isinstance(window, int) and window < _LONGEST_PREFIX]
-    return max([6, *fitting]) + 3
-
-
 def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
-        tried = language.with_capability(model, candidate)
-        return all(_close(tried, *pair) for pair in _trial(tried))
+        kind: Any = type(language)
+        tried = kind(model, capability=candidate)
+        allowed = 1e-3 if tried.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
+        return all(bool((got - own).abs().max() <= allowed * own.float().std()) for got, own in _trial(tried))
     except Exception:
         # Whatever an architecture raises: it does not run like this.
         return False
@@ -141,13 +135,19 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     session = language.session()
     rows = session.add(2, encoding)
     texts: list[list[int]] = [[], []]
-    lengths = (_prefix_length(language.config), 4)
-    paths = [[0, 2, 4], [0]]
+    names = ("sliding_window", "attention_chunk_size", "window_size")
+    windows = [getattr(language.config, name, None) or 0 for name in names]
+    longest = max([6, *(window for window in windows if isinstance(window, int) and window < _LONGEST_PREFIX)]) + 3
+    most, lengths = min(language.vocab_size, language.config.vocab_size, 1000), (longest, 4)
+
+    def ids(count: int) -> list[int]:
+        return [source.randrange(3, most) for _ in range(count)]
+
     steps: list[tuple[list[Tree], list[int], list[list[int]]]] = [
-        ([Tree.chain(_ids(source, language, n)) for n in lengths], [1, 1], [list(range(n)) for n in lengths]),
-        ([Tree.chain(_ids(source, language, 3)) for _ in lengths], [3, 3], [[0], [0, 1]]),
-        ([Tree(_ids(source, language, len(_PARENTS)), _PARENTS) for _ in lengths], [len(_PARENTS)] * 2, paths),
-        ([Tree.chain(_ids(source, language, 1)) for _ in lengths], [1, 1], [[0], [0]]),
+        ([Tree.chain(ids(n)) for n in lengths], [1, 1], [list(range(n)) for n in lengths]),
+        ([Tree.chain(ids(3)) for _ in lengths], [3, 3], [[0], [0, 1]]),
+        ([Tree(ids(len(_PARENTS)), _PARENTS) for _ in lengths], [len(_PARENTS)] * 2, [[0, 2, 4], [0]]),
+        ([Tree.chain(ids(1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
     for trees, keep, committed in steps:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
@@ -173,15 +173,6 @@ def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None 
     if encoding.mask is not None:
         inputs["attention_mask"] = encoding.mask
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
-
-
-def _ids(source: random.Random, language: ModelSpec, count: int) -> list[int]:
-    return [source.randrange(3, min(language.vocab_size, language.config.vocab_size, 1000)) for _ in range(count)]
-
-
-def _close(language: ModelSpec, got: Tensor, own: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(language.dtype, _HALF_TOLERANCE)
-    return bool((got - own).abs().max() <= tolerance * own.float().std())
 
 
 def trial_encoding(language: ModelSpec, rows: int) -> Encoding | None:

@@ -119,16 +119,11 @@ def likeliest(
     Raises OptionError, naming `argument`, for more tokens than exist.
     """
     known = range(language.vocab_size) if known is None else known
-    ends = [token for token in ends_of(language) if token in known]
+    found = getattr(language.model.generation_config, "eos_token_id", None)
+    ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
     if size > len(known):
         raise OptionError.of(argument, f"at most the {len(known)} tokens of the draft", size)
     often = [token for token, _ in counts.most_common() if token in known]
     likely = [*often, *(token for token in sorted(known) if token not in counts)]
     others = [token for token in likely if token not in ends]
     return {*ends, *others[: max(size - len(ends), 0)]}
-
-
-def ends_of(language: LanguageModel) -> Sequence[int]:
-    found = getattr(language.model.generation_config, "eos_token_id", None)
-    ends = [found] if isinstance(found, int) else found or []
-    return [token for token in ends if token < language.vocab_size]

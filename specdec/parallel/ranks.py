@@ -17,7 +17,6 @@ import threading
 import time
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,16 +51,39 @@ class Shared:
         return self
 
 
-class Channel(ABC):
-    """Carries rank 0's messages to the other processes, in order."""
+class Job:
+    """Carries rank 0's messages, in order, to the processes that torchrun, or another launcher, started together."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
     def send(self, message: bytes) -> None:
         """Sends a message to all others; raises RuntimeError if one of them has ended."""
+        length = len(message).to_bytes(_LENGTH, "little")
+        first = torch.zeros(_FIRST, dtype=torch.uint8)
+        head = length + message[: _FIRST - _LENGTH]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        dist.broadcast(first, 0, group=self._group)
+        if rest := message[_FIRST - _LENGTH :]:
+            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, group=self._group)
 
-    @abstractmethod
+    def receive(self) -> bytes:
+        """The next message of rank 0."""
+        first = torch.empty(_FIRST, dtype=torch.uint8)
+        dist.broadcast(first, 0, group=self._group)
+        head = first.numpy().tobytes()
+        length, message = int.from_bytes(head[:_LENGTH], "little"), head[_LENGTH:]
+        if length <= len(message):
+            return message[:length]
+        rest = torch.empty(length - len(message), dtype=torch.uint8)
+        dist.broadcast(rest, 0, group=self._group)
+        return message + rest.numpy().tobytes()
+
     def gather(self, outcome: str | None) -> Sequence[str | None]:
         """The outcomes of all processes, by rank: an error's message, None for success."""
+        outcomes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        return outcomes
 
 
 class _Command(NamedTuple):
@@ -90,8 +112,8 @@ class Ranks:
     later command raises EngineError.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._numbers = count()
         self._gone: deque[int] = deque()  # numbers of things that rank 0 has dropped
         self._unsent = bytearray()
@@ -102,7 +124,6 @@ class Ranks:
 
     @property
     def in_command(self) -> bool:
-        """Whether this thread runs a command."""
         return self._thread == threading.get_ident()
 
     def do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -110,40 +131,33 @@ class Ranks:
 
         Raises the function's SpecdecError, which it must raise before it begins, and EngineError for any other.
         """
-        command = _Command(function, arguments, options)
-        with self._commanding():
-            self._write(command)
+        with self._commanding(_Command(function, arguments, options)) as command:
             self._send()
             return command.run()
 
     def note(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The same without waiting: the others run it before the next `do`."""
-        command = _Command(function, arguments, options)
-        with self._commanding():
-            self._write(command)
+        with self._commanding(_Command(function, arguments, options)) as command:
             return command.run()
 
-    def make(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[int, Any]:
+    def make(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
         """`note`, with a result that all keep until `drop_with`; returns its number and this process's result."""
         number = next(self._numbers)
-        command = _Command(function, arguments, options, number)
-        with self._commanding():
-            self._write(command)
+        with self._commanding(_Command(function, arguments, {}, number)) as command:
             return number, command.run()
 
     def load(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
         """`make` at once, waiting until all processes have succeeded; raises LoadError if one has not."""
         number = next(self._numbers)
-        command = _Command(function, arguments, {}, number, reports=True)
-        with self._commanding(), self._sending:  # no `beat` between the command and the reports
-            self._write(command)
+        given = _Command(function, arguments, {}, number, reports=True)
+        with self._commanding(given) as command, self._sending:  # no `beat` between the command and the reports
             self._send()
             try:
                 found = command.run()
             except Exception as error:
-                self._gather(str(error))
+                self._job.gather(str(error))
                 raise
-            for rank, outcome in enumerate(self._gather(None)):
+            for rank, outcome in enumerate(self._job.gather(None)):
                 if outcome is not None:
                     raise LoadError(f"process {rank}: {outcome}")
             return number, found
@@ -173,20 +187,25 @@ class Ranks:
         with self._sending:
             if self._broken is None and time.monotonic() - self._last_sent >= quiet:
                 try:
-                    self._send_bytes(b"")
+                    self._send(b"")
                 except RuntimeError as error:
                     self._broken = _lost(error)
 
     @contextmanager
-    def _commanding(self) -> Iterator[None]:
-        """Gives this thread the turn; raises EngineError if the processes are out of step, now or afterwards."""
+    def _commanding(self, command: _Command) -> Iterator[_Command]:
+        """Gives this thread the turn, with the command in the next message: packed now, as its arguments may change.
+
+        Raises EngineError if the processes are out of step, now or afterwards.
+        """
         with self._turn:
             if self._broken is not None:
                 raise EngineError(self._broken)
             assert self._thread is None, "a command issued a command"
             self._thread = threading.get_ident()
             try:
-                yield
+                gone = [self._gone.popleft() for _ in range(len(self._gone))]
+                self._unsent += _packed(command._replace(gone=gone))
+                yield command
             except SpecdecError:
                 raise
             except BaseException as error:
@@ -197,23 +216,13 @@ class Ranks:
             finally:
                 self._thread = None
 
-    def _write(self, command: _Command) -> None:
-        """Adds a command to the next message; packed now, since its arguments may change."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._unsent += _packed(command._replace(gone=gone))
-
-    def _gather(self, own: str | None) -> Sequence[str | None]:
+    def _send(self, message: bytes | None = None) -> None:
+        """Sends the commands that were written, or a message."""
+        if message is None:
+            message, self._unsent = bytes(self._unsent), bytearray()
         with self._sending:
-            return self._channel.gather(own)
-
-    def _send(self) -> None:
-        message, self._unsent = bytes(self._unsent), bytearray()
-        with self._sending:
-            self._send_bytes(message)
-
-    def _send_bytes(self, message: bytes) -> None:
-        self._channel.send(message)
-        self._last_sent = time.monotonic()
+            self._job.send(message)
+            self._last_sent = time.monotonic()
 
 
 class Follower:
@@ -278,45 +287,11 @@ def _packed(command: _Command | None) -> bytes:
 
 
 def _brief(error: BaseException) -> str:
-    """The first line of an error's message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _lost(error: BaseException) -> str:
     return f"a process of this job ended, or failed in a pass that all take part in ({_brief(error)}): {_OTHERS}"
-
-
-class _Job(Channel):
-    """The channel between the processes that torchrun, or another launcher, started together."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-
-    def send(self, message: bytes) -> None:
-        length = len(message).to_bytes(_LENGTH, "little")
-        first = torch.zeros(_FIRST, dtype=torch.uint8)
-        head = length + message[: _FIRST - _LENGTH]
-        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._group)
-        if rest := message[_FIRST - _LENGTH :]:
-            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, group=self._group)
-
-    def receive(self) -> bytes:
-        """The next message of rank 0."""
-        first = torch.empty(_FIRST, dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._group)
-        head = first.numpy().tobytes()
-        length, message = int.from_bytes(head[:_LENGTH], "little"), head[_LENGTH:]
-        if length <= len(message):
-            return message[:length]
-        rest = torch.empty(length - len(message), dtype=torch.uint8)
-        dist.broadcast(rest, 0, group=self._group)
-        return message + rest.numpy().tobytes()
-
-    def gather(self, outcome: str | None) -> Sequence[str | None]:
-        outcomes: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome, group=self._group)
-        return outcomes
 
 
 _own: list[Ranks] = []  # this process's, if it is rank 0
@@ -333,7 +308,7 @@ def join(option: str) -> Ranks | None:
     _start(option)
     if dist.get_world_size() == 1:
         return None
-    job = _Job()
+    job = Job()
     if dist.get_rank():
         _follow(job)
         raise SystemExit(0)
@@ -364,25 +339,23 @@ def _start(option: str) -> None:
     dist.init_process_group(backend, timeout=_PATIENCE, device_id=place if backend == "nccl" else None)
 
 
-def _follow(job: _Job) -> None:
+def _follow(job: Job) -> None:
     """Runs rank 0's commands until it ends; ignores Ctrl-C and prints nothing, which are rank 0's part."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    follower = Follower(job.gather)
+    follower, goes_on = Follower(job.gather), True
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")
-        while follower.run(_received(job)):
-            pass
+        while goes_on:
+            try:
+                message = job.receive()
+            except RuntimeError as error:
+                gone = f"process 0, which leads this job, is gone ({_brief(error)}): start the job again"
+                raise EngineError(gone) from error
+            goes_on = follower.run(message)
     dist.destroy_process_group()
-
-
-def _received(job: _Job) -> bytes:
-    try:
-        return job.receive()
-    except RuntimeError as error:
-        raise EngineError(f"process 0, which leads this job, is gone ({_brief(error)}): start the job again") from error
 
 
 def _keep_alive(ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ Every process runs the same passes over its part of the weights, and keeps its p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,6 @@ from specdec.core.work import Logits, Work
 from specdec.errors import EngineError, UnsupportedError
 from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.session import Session
-from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness
 from specdec.models.language_model import LanguageModel
 from specdec.parallel.ranks import Ranks, Shared
@@ -70,17 +69,14 @@ class ShardedModel(Shared, LanguageModel):
 
     @property
     def output_embeddings(self) -> Any:
-        """On rank 0 a whole copy, for drafts."""
         return self._whole_head if self.ranks is not None else super().output_embeddings
 
     def session(self) -> Session:
-        """A new session without rows, in every process."""
         if self.ranks is None:
             return super().session()
         return LedSession(self.ranks, *self.ranks.make(LanguageModel.session, self))
 
     def early_exit(self, layers: int) -> LanguageModel:
-        """A model of the first layers, in every process."""
         if self.ranks is None:
             return super().early_exit(layers)
         number, small = self.ranks.load(LanguageModel.early_exit, self, layers)
@@ -107,7 +103,6 @@ class ShardedModel(Shared, LanguageModel):
 
 
 def _whole(language: LanguageModel, module: str, name: str) -> Tensor | None:
-    """A whole weight, gathered in every process."""
     weight: Any = getattr(getattr(language.model, module)(), name, None)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
@@ -119,6 +114,15 @@ class LedPrefix(Shared, Prefix):
         super().__init__(own)
         self.number = number
         ranks.drop_with(self, number)
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    """A method without a pass, which every process runs on its own part."""
+
+    def call(led: LedSession, *arguments: Any, **options: Any) -> Any:
+        return led._ranks.note(getattr(type(led._own), name), led, *arguments, **options)
+
+    return call
 
 
 class LedSession(Shared, Session):
@@ -139,27 +143,10 @@ class LedSession(Shared, Session):
 
     @property
     def bytes(self) -> int:
-        """Bytes of this process's buffers."""
         return self._own.bytes
-
-    def bound(self, rows: int, columns: int) -> None:
-        self._each("bound", rows, columns)
-
-    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        added: list[int] = self._each("add", rows, encoding)
-        return added
-
-    def fork(self, row: int, length: int | None = None) -> int:
-        return int(self._each("fork", row, length))
-
-    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
-        return int(self._each("read_from", prefix, length, shift))
 
     def keep_prefix(self, row: int, length: int) -> Prefix:
         return LedPrefix(self._ranks, *self._ranks.make(type(self._own).keep_prefix, self, row, length))
-
-    def remove(self, rows: Sequence[int]) -> None:
-        self._each("remove", rows)
 
     def length(self, row: int) -> int:
         return self._own.length(row)
@@ -168,23 +155,13 @@ class LedSession(Shared, Session):
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
         bare = [replace(work, tree=Tree(work.tree.tokens, work.tree.parents), proposal=EMPTY) for work in works]
-        found: list[Logits] = self._at_once("run", bare, hidden=hidden, attentions=attentions)
+        found = self._ranks.do(type(self._own).run, self, bare, hidden=hidden, attentions=attentions)
         return [replace(out, work=work) for out, work in zip(found, works, strict=True)]
-
-    def commit(self, *given: Any, **how: Any) -> None:
-        self._each("commit", *given, **how)
 
     def refresh(self, rows: Sequence[int]) -> None:
         if self.cache_reset_length is not None:
-            self._each("refresh", rows)
+            self._refresh(rows)
 
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self._each("truncate", rows, lengths)
-
-    def _at_once(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Calls a method that runs a pass, which all processes must enter together."""
-        return self._ranks.do(getattr(type(self._own), method), self, *arguments, **options)
-
-    def _each(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Calls a method without a pass, which every process runs on its own part."""
-        return self._ranks.note(getattr(type(self._own), method), self, *arguments, **options)
+    add, fork, read_from = _noted("add"), _noted("fork"), _noted("read_from")
+    bound, remove, truncate, commit = _noted("bound"), _noted("remove"), _noted("truncate"), _noted("commit")
+    _refresh = _noted("refresh")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.kernels import attend, reference_attention, store_nodes
+from tests.tiny import threads
 
 FLOATS, HALVES = torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -218,35 +219,11 @@ def test_prompts(dtype: torch.dtype, window: int) -> None:
     call = prompt(150, 70, dtype, row=1, window=window)
     together = call.run()
     close(together, call.exact())
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
+    for count in (1, 2, 3):
+        with threads(count):
             assert same_bits(call.run(), together)
             for begin, end in ((0, 1), (3, 5), (17, 60), (60, 150)):
                 assert same_bits(call.of(list(range(begin, end))).run(), together[begin:end])
-        finally:
-            torch.set_num_threads(1)
-
-
-def test_a_tree_gets_the_bits_of_its_paths() -> None:
-    """Nodes of a tree that see their ancestors by bits get what they get as the end of a plain text."""
-    tree = prompt(40, 100, FLOATS)
-    parents = [-1, *(randint(max(0, i - 7), i - 1, generator(i)) for i in range(1, 40))]
-    lines, paths = [], []
-    for i, parent in enumerate(parents):
-        paths.append([*(paths[parent] if i else []), i])
-        lines.append(node(0, 0, 100, [100 + j for j in paths[i]], 2, 100 + i))
-    call = replace(tree, nodes=torch.tensor(lines, dtype=torch.int32))
-    together = call.run()
-    for i, path in enumerate(paths):
-        text = [*range(100), *(100 + j for j in path)]
-        plain_text = replace(
-            tree.of([i]),
-            keys=tree.keys[:, :, text],
-            values=tree.values[:, :, text],
-            nodes=torch.tensor([[0, 0, 0, len(text)]], dtype=torch.int32),
-        )
-        assert same_bits(plain_text.run()[0], together[i])
 
 
 @dtypes
@@ -295,40 +272,12 @@ def test_plain_operators_agree(dtype: torch.dtype) -> None:
     check()
 
 
-class Layer(torch.nn.Module):
-    """Stores tokens and attends."""
-
-    def forward(self, queries: Tensor, keys: Tensor, cache: Tensor, nodes: Tensor) -> Tensor:
-        store_nodes(keys * 2, keys, cache[0], cache[1], nodes)
-        return attend(queries, cache[0], cache[1], nodes, 0.5) + 1
-
-
-def layer_inputs() -> tuple[Tensor, ...]:
-    random = generator(0)
+def test_operators_keep_their_promises() -> None:
+    """Schemas and fakes agree with what the operators do."""
+    random, nodes = generator(0), prompt(3, 10, FLOATS).nodes
     queries, keys, cache = (
         torch.randn(shape, generator=random) for shape in [(1, 4, 3, 16), (1, 2, 3, 16), (2, 1, 2, 30, 16)]
     )
-    return queries, keys, cache, prompt(3, 10, FLOATS).nodes
-
-
-@pytest.mark.parametrize("way", ["compile", "export"])
-def test_graphs(way: str) -> None:
-    """torch.compile and torch.export take both operators in one graph, buffers change, with the same bits."""
-    layer = Layer()
-    inputs, others = layer_inputs(), layer_inputs()
-    with torch.no_grad():
-        if way == "compile":
-            graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        else:
-            graph = torch.export.export(layer, layer_inputs()).module()
-        assert same_bits(graph(*inputs), layer(*others))
-    assert same_bits(inputs[2], others[2])
-    assert not same_bits(inputs[2], layer_inputs()[2])
-
-
-def test_operators_keep_their_promises() -> None:
-    """Schemas and fakes agree with what the operators do."""
-    queries, keys, cache, nodes = layer_inputs()
     torch.library.opcheck(torch.ops.specdec.store_nodes.default, (keys, keys, cache[0], cache[1].clone(), nodes))
     torch.library.opcheck(torch.ops.specdec.attend.default, (queries, cache[0], cache[1], nodes, 0.5, 0.0, None, None))
 

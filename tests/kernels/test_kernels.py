@@ -25,10 +25,10 @@ from specdec.kernels import (
     build,
     ops,
     pack,
-    packed_layout,
     to_int4,
     to_int8,
 )
+from tests.tiny import threads
 
 HOME = build.folder()  # before tests get a home of their own
 ROOT = Path(build.__file__).parents[2]
@@ -79,6 +79,12 @@ def layer_of(kind: str, options: dict, outputs: int, inputs: int, *, bias: bool 
     return layer
 
 
+def product(x: Tensor, layer: PackedLinear) -> tuple[Tensor, Tensor]:
+    """What a layer computes, in float64, and the sum of its products' sizes."""
+    parts = [None if one is None else one.double() for one in (x, layer.weight(), layer.bias)]
+    return F.linear(*parts), F.linear(*(None if one is None else one.abs() for one in parts))
+
+
 @cases
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, inputs: int) -> None:
@@ -86,8 +92,7 @@ def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, in
     for bias in (False, True):
         layer = layer_of(kind, options, outputs, inputs, bias=bias)
         x = numbers(70, inputs, seed=2, dtype=dtype)
-        parts = [None if one is None else one.double() for one in (x, layer.weight(), layer.bias)]
-        exact, size = F.linear(*parts), F.linear(*(None if one is None else one.abs() for one in parts))
+        exact, size = product(x, layer)
         for rows in (1, 2, 5, 12, 13, 70):
             y = layer(x[:rows])
             assert y.dtype == dtype
@@ -99,15 +104,12 @@ def test_rows_do_not_see_their_neighbours(kind: str, options: dict, dtype: torch
     """A row's result is the same, bit for bit, alone, at any place, among any number of rows and on any threads."""
     layer, x = layer_of(kind, options, 100, 2500), numbers(140, 2500, seed=3, dtype=dtype)
     alone = torch.cat([layer(row[None]) for row in x[:70]])
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
+    for count in (1, 2, 3):
+        with threads(count):
             for begin, end in ((0, 2), (1, 4), (3, 11), (0, 12), (5, 18), (0, 33), (6, 70), (0, 70)):
                 assert torch.equal(layer(x[begin:end]), alone[begin:end])
             assert torch.equal(layer(x)[:70], alone)  # more than are summed up at a time
             assert torch.equal(layer(x.flip(0))[-70:].flip(0), alone)
-        finally:
-            torch.set_num_threads(1)
 
 
 @cases
@@ -143,33 +145,6 @@ def test_rounding() -> None:
     assert not to_int8(torch.zeros(3, 40)).weight().any()
 
 
-@pytest.mark.parametrize(("bits", "mins"), [(8, False), (4, False), (4, True)])
-def test_ggufs_blocks(bits: int, mins: bool) -> None:
-    """Q8_0, Q4_0 and Q4_1 are held as they are: integers in groups of 32 with scales, and mins, in half precision."""
-    low, high = (-127, 128) if bits == 8 else (0, 16)
-    values = torch.randint(low, high, (40, 96), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    scales, least = numbers(40, 3, seed=1).half(), numbers(40, 3, seed=2).half()
-    layer = pack(Quantized(values, bits, 32, scales, least if mins else None))
-    exact = values.double().view(40, 3, 32) - (8 if bits == 4 and not mins else 0)
-    exact = (exact * scales.double()[:, :, None] + (least.double()[:, :, None] if mins else 0)).flatten(1)
-    assert torch.equal(layer.weight(), exact.float())
-    x = numbers(5, 96, seed=3)
-    torch.testing.assert_close(layer(x).double(), x.double() @ exact.T, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(("kind", "options", "dtype"), [CASES[0], CASES[1], CASES[2], CASES[-1]])
-def test_compiled(kind: str, options: dict, dtype: torch.dtype) -> None:
-    """torch.compile takes layers and looked up rows in one graph, with the same bits."""
-    layer, ids = layer_of(kind, options, 70, 64), torch.tensor([3, 69])
-
-    def step(x: Tensor) -> Tensor:
-        return layer(x + layer.rows(ids).to(x.dtype)).relu()
-
-    x = numbers(2, 64, dtype=dtype)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
-
-
 @cases
 def test_operators_keep_their_promises(kind: str, options: dict, dtype: torch.dtype) -> None:
     """Schemas and fakes agree with what the operators do."""
@@ -199,8 +174,7 @@ def test_tiles(kind: str, options: dict, dtype: torch.dtype) -> None:
             refused("way", lambda layer=layer: layer(numbers(1, layer.inputs, dtype=dtype)), ValueError)
             continue
         x = numbers(48, inputs, seed=2, dtype=dtype)
-        parts = [one.double() for one in (x, layer.weight(), layer.bias)]
-        exact, size = F.linear(*parts), F.linear(*(one.abs() for one in parts))
+        exact, size = product(x, layer)
         y = layer(x)
         assert ((y - exact).abs() / size).max() < 4e-3
         for rows in range(1, 48):
@@ -236,9 +210,8 @@ def test_unpacked(kind: str, options: dict, dtype: torch.dtype) -> None:
         layer, x = layer_of(kind, options, outputs, inputs), numbers(5, inputs, seed=2, dtype=dtype)
         expected = F.linear(x, layer.weight().to(dtype), layer.bias.to(dtype))
         layer.way = ops.UNPACKED
-        torch.testing.assert_close(
-            layer(x), expected, **({"rtol": 0, "atol": 0} if kind in ("float32", "bfloat16") else {})
-        )
+        exact = {"rtol": 0, "atol": 0} if kind in ("float32", "bfloat16") else {}
+        torch.testing.assert_close(layer(x), expected, **exact)
 
 
 def test_the_fastest_way() -> None:
@@ -483,13 +456,3 @@ def test_choices_do_not_depend_on_what_was_loaded() -> None:
     )
     out, err = run(code, HOME).communicate()
     assert out == "0\n", err
-
-
-def test_layout_is_that_of_the_description() -> None:
-    """The columns of a chunk stand where linear.cpp reads them."""
-    values = torch.arange(32 * 8).view(32, 8) % 16
-    nibbles = packed_layout.packed(values.to(torch.int8), torch.uint8).view(torch.int32)[0, 0, :, 0]
-    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-        assert torch.equal(nibbles >> 4 * place & 15, values[:, column].int())
-    assert torch.equal(packed_layout.packed(values.to(torch.int8), torch.int8)[0, 1, 2], values[:, 6].to(torch.int8))
-    assert torch.equal(packed_layout.packed(values.bfloat16(), HALVES)[0, 3, :, 1], values[:, 7].bfloat16())

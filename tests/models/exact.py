@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Tree
+from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.models import Encoding, LanguageModel, Session
 from specdec.models.backends.kv_session import KvSession
@@ -22,12 +22,13 @@ SIBLINGS = [-1, 0, 0, 1, 2, -1, 5]
 
 
 class Twin:
-    """Rows of a session and, beside them, the texts they should hold."""
+    """Rows of a session and, beside them, the texts and branches that they should hold."""
 
     def __init__(self, language: LanguageModel, rows: int = 1, encoding: Encoding | None = None, seed: int = 0) -> None:
         self.language, self.random = language, random.Random(seed)
         self.encoding = encoding
         self.texts: list[list[int]] = []
+        self.pending: list[Tree] = []
         self.encodings: list[Encoding | None] = []
         self.session, self.rows = language.session(), list[int]()
         self.join(rows, encoding)
@@ -67,6 +68,7 @@ class Twin:
         self.session.commit(self.rows, paths, final=final)
         for text, tree, path in zip(self.texts, trees, paths, strict=True):
             text += [tree.tokens[node] for node in path]
+        self.pending = [EMPTY] * len(self.rows)
         assert self.lengths == [len(text) for text in self.texts]
 
     def step(self, trees: Sequence[Tree], keep: Sequence[int], paths: Sequence[list[int]]) -> None:
@@ -76,16 +78,12 @@ class Twin:
 
     def branch(self, rounds: int) -> None:
         """Rounds in which every row's branches grow at random, some die, and the text that all share moves up."""
-        pendings = [Tree([], []) for _ in self.texts]
         for _ in range(rounds):
-            trees = [self._grown(pending) for pending in pendings]
-            assert self.run(trees, [len(t) - len(c) for t, c in zip(trees, pendings, strict=True)]) < TOLERANCE
-            kept = [self._survivors(tree) for tree in trees]
-            self.session.commit(self.rows, [nodes for nodes, _ in kept], texts=[text for _, text in kept])
-            for text, tree, (nodes, text_length) in zip(self.texts, trees, kept, strict=True):
-                text += [tree.tokens[node] for node in nodes[:text_length]]
-            pendings = [tree.part(nodes, text_length) for tree, (nodes, text_length) in zip(trees, kept, strict=True)]
-            assert self.lengths == [len(text) for text in self.texts]
+            self.some(range(len(self.rows)), branches=1.0)
+
+    def prune(self) -> None:
+        """Drops all branches."""
+        self.commit([EMPTY] * len(self.rows), [[] for _ in self.rows])
 
     def _grown(self, pending: Tree) -> Tree:
         tokens, parents = pending.tokens + self.ids(4), list(pending.parents)
@@ -106,7 +104,9 @@ class Twin:
 
     def truncate(self, lengths: list[int]) -> None:
         self.session.truncate(self.rows, lengths)
-        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        for row, length in enumerate(lengths):
+            self.pending[row] = EMPTY if length < len(self.texts[row]) else self.pending[row]
+            del self.texts[row][length:]
         assert self.lengths == lengths
 
     def select(self, rows: list[int]) -> None:
@@ -117,6 +117,7 @@ class Twin:
         self.session.remove([row for row in self.rows if row not in chosen])
         self.rows = chosen
         self.texts = [list(self.texts[row]) for row in rows]
+        self.pending = [self.pending[row] for row in rows]
         self.encodings = [self.encodings[row] for row in rows]
 
     def add(self, source: int) -> None:
@@ -126,6 +127,7 @@ class Twin:
         """New rows with an encoding of their own."""
         self.rows += self.session.add(count, encoding)
         self.texts += [[] for _ in range(count)]
+        self.pending += [EMPTY] * count
         self.encodings += [None if encoding is None else encoding.select([i]) for i in range(count)]
 
     def wander(self) -> None:
@@ -133,33 +135,43 @@ class Twin:
         self.prefill(20, 4, 13)
         self.step([self.chain(3), self.tree(), self.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
         self.branch(3)
-        self.session.commit(self.rows, [[], [], []])
+        self.prune()
         self.leave(0)
         self.fork(1, 5)
 
     def fork(self, row: int, length: int | None = None) -> None:
-        """One more row, with the beginning of this one's text."""
+        """One more row, with the beginning of this one's text, or all of it and its branches."""
         self.rows.append(self.session.fork(self.rows[row], length))
         self.texts.append(self.texts[row][:length])
+        self.pending.append(EMPTY if length is not None else self.pending[row])
         self.encodings.append(self.encodings[row])
         assert self.lengths == list(map(len, self.texts))
 
     def leave(self, *rows: int) -> None:
         self.session.remove([self.rows[row] for row in rows])
         for row in sorted(rows, reverse=True):
-            del self.rows[row], self.texts[row], self.encodings[row]
+            del self.rows[row], self.texts[row], self.pending[row], self.encodings[row]
         assert self.lengths == list(map(len, self.texts))
 
-    def some(self, rows: Sequence[int], *, trees: bool = True) -> None:
-        """A pass over these rows alone, in this order, of which a random path is kept."""
-        grown = [self.tree() if trees and self.random.random() < 0.5 else self.chain(3) for _ in rows]
-        named = [self.rows[row] for row in rows]
-        for row, out in zip(rows, forward(self.session, named, grown, [len(t) for t in grown]), strict=True):
+    def some(self, rows: Sequence[int], *, trees: bool = True, branches: float = 0.0) -> None:
+        """A pass over these rows alone, in this order, of which a random path is kept, or branches with this chance."""
+        named, grown, kept = [self.rows[row] for row in rows], list[Tree](), list[tuple[list[int], int]]()
+        for pending in (self.pending[row] for row in rows):
+            if pending or branches:
+                grown.append(self._grown(pending))
+            else:
+                grown.append(self.tree() if trees and self.random.random() < 0.5 else self.chain(3))
+        fresh = [len(tree) - len(self.pending[row]) for row, tree in zip(rows, grown, strict=True)]
+        for row, out in zip(rows, forward(self.session, named, grown, fresh), strict=True):
             assert self.off(row, out) < TOLERANCE
-        paths = [tree.path(self.random.randrange(-1, len(tree))) for tree in grown]
-        self.session.commit(named, paths)
-        for row, tree, path in zip(rows, grown, paths, strict=True):
-            self.texts[row] += [tree.tokens[node] for node in path]
+            assert num_pending(self.session, self.rows[row]) == len(self.pending[row])
+        for tree in grown:
+            path = tree.path(self.random.randrange(-1, len(tree)))
+            kept.append(self._survivors(tree) if self.random.random() < branches else (path, len(path)))
+        self.session.commit(named, [nodes for nodes, _ in kept], texts=[text for _, text in kept])
+        for row, tree, (nodes, text) in zip(rows, grown, kept, strict=True):
+            self.texts[row] += [tree.tokens[node] for node in nodes[:text]]
+            self.pending[row] = tree.part(nodes, text)
         assert self.lengths == list(map(len, self.texts))
 
 

@@ -26,9 +26,7 @@ from specdec.decoding.samplers import GreedySampler
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
-from specdec.models.backends import compiled_key
-from specdec.models.backends.compiled import CompiledForward
-from specdec.models.backends.compiled_key import code_key
+from specdec.models.backends.compiled import CompiledForward, code_key
 from specdec.models.backends.compiler import KeptCode, _explained, _without_weights
 from specdec.models.backends.ragged import RaggedForward
 from tests.models.exact import Twin, twin_of
@@ -68,9 +66,18 @@ def compiled(model: nn.Module) -> CompiledForward:
 
 
 def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
-    """The chain of one row."""
-    made = session.draft_chain([row], [text], [rule])
-    return made.guesses[0]
+    """The chain of one row, which holds as much text as before."""
+    before = session.length(row)
+    [found] = session.draft_chain([row], [text], [rule]).guesses
+    assert session.length(row) == before + len(text) + len(found) - 1
+    session.truncate([row], [before])
+    return found
+
+
+def same_guesses(found: Any, expected: Any) -> bool:
+    """The same tokens, and nearly the same probabilities."""
+    (tokens, sure), (others, beliefs) = zip(*found, strict=True), zip(*expected, strict=True)
+    return tokens == others and sure == pytest.approx(beliefs, rel=1e-4)
 
 
 def ragged(name: str = "llama", **options: object) -> RaggedForward:
@@ -99,9 +106,7 @@ def test_a_compiler_that_fails(cache: Path, compiler: Callable[[str], None], cap
     assert [path.name for path in cache.glob("*/*")] == ["failed"]
 
 
-def test_a_compiler_that_is_killed(
-    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_compiler(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     """As when memory runs out: a warning says so, and the next one deletes what it left."""
     compiler('touch "$folder"/passes.pt2; kill -9 $$')
     for _ in range(2):
@@ -143,17 +148,11 @@ def test_a_broken_compiler() -> None:
     assert _explained(error).endswith("does not compile: mend it, or name another compiler in CXX")
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, homeless: None) -> None:
     """Nothing is kept, and one line says which folder is missing. (The model could not be loaded.)"""
-    for name in ("SPECDEC_COMPILED", "SPECDEC_KERNELS", "XDG_CACHE_HOME", "HOME"):
+    for name in ("SPECDEC_COMPILED", "SPECDEC_KERNELS"):
         monkeypatch.delenv(name, raising=False)
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    made = compiled(tiny("llama"))
-    assert not made.ready
+    assert not compiled(tiny("llama")).ready
     assert "there is no home folder to keep them in: name one in SPECDEC_KERNELS" in caplog.messages[-1]
 
 
@@ -279,9 +278,9 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for name in ("kernels/ops.py", "models/hf/derived.py"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=root / name: read(path) + b"#" * (path == own))
-            compiled_key._own_code.cache_clear()
+            compiled_module._own_code.cache_clear()
             assert key(ragged()) != before, name
-    compiled_key._own_code.cache_clear()
+    compiled_module._own_code.cache_clear()
     assert key(ragged()) == before
 
 
@@ -371,27 +370,20 @@ class TestCode:
         twin = twin_of(language, 2)
         twin.prefill(prompt, 4)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
-        whole = self.one_by_one(twin, row, text, 6)
+        pick = partial(GreedySampler(Processors(), 64).pick, FakeSequence([0]))
+        whole = [(token, sure) for token, sure, _ in self.picked(twin, row, text, 6, pick)]
         passes = session.passes
         for most in (1, 6):
-            found = chained(session, row, text, ChainRule(most, 64))
-            assert [token for token, _ in found] == [token for token, _ in whole[:most]]
-            assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole[:most]], rel=1e-4)
-            assert session.length(row) == prompt + 3 + most - 1
-            session.truncate([row], [prompt])
+            assert same_guesses(chained(session, row, text, ChainRule(most, 64)), whole[:most])
         assert session.passes == passes + 7
         assert chained(session, row, text, ChainRule(6, 64, confident=False)) == [(token, 1.0) for token, _ in whole]
-        session.truncate([row], [prompt])
         tokens, sure = zip(*whole, strict=True)
         # The chances of the first two are enough, of three not.
         at_least = math.prod(sure[:2]) * 0.9999
         assert len(chained(session, row, text, ChainRule(6, 64, until=Until(least=at_least)))) == 3
-        session.truncate([row], [prompt])
-        last = next(place for place, token in enumerate(tokens) if token == tokens[2])
+        last = tokens.index(tokens[2])
         assert len(chained(session, row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
-        session.truncate([row], [prompt])
         assert all(token < 9 for token, _ in chained(session, row, text, ChainRule(6, 9)))
-        session.truncate([row], [prompt])
         twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0, 1], [0]])  # as if nothing had been
 
     def test_chains_of_several_rows(self, language: LanguageModel) -> None:
@@ -408,13 +400,11 @@ class TestCode:
             ChainRule(6, 64, ends={*range(0, 64, 2)}),
         ]
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
-        session.truncate(rows, [len(text) for text in twin.texts])
         passes = session.passes
         found = session.draft_chain(rows, texts, rules).guesses
         assert len({*map(len, alone)}) > 2
         for mine, own, held, text, row in zip(found, alone, twin.texts, texts, rows, strict=True):
-            assert [token for token, _ in mine] == [token for token, _ in own]
-            assert [sure for _, sure in mine] == pytest.approx([sure for _, sure in own], rel=1e-4)
+            assert same_guesses(mine, own)
             assert session.length(row) == len(held) + len(text) + len(mine) - 1
         assert session.passes == passes + max(map(len, found))
         session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
@@ -435,19 +425,10 @@ class TestCode:
             given = ChainRule(6, 64, sampler.choice(fake), confident=confident, needs_q=sampler.needs_q)
             [found], [drawn_from] = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
-            tokens, sure, q = zip(*whole, strict=True)
-            assert [token for token, _ in found] == [*tokens]
-            assert [own for _, own in found] == pytest.approx([*sure], rel=1e-4)
+            assert same_guesses(found, [(token, sure) for token, sure, _ in whole])
             assert (drawn_from is None) != sampler.needs_q
             if drawn_from is not None:
-                torch.testing.assert_close(drawn_from, torch.stack(q), rtol=1e-3, atol=1e-5)
-
-    def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
-        """The likeliest guesses and their probabilities, by passes over one token each."""
-        pick = GreedySampler(Processors(), 64).pick
-        return [
-            (token, sure) for token, sure, _ in self.picked(twin, row, text, count, partial(pick, FakeSequence([0])))
-        ]
+                torch.testing.assert_close(drawn_from, torch.stack([q for *_, q in whole]), rtol=1e-3, atol=1e-5)
 
     def picked(
         self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any]

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from specdec.models import LanguageModel
-from tests.models.exact import Twin, twin_of
+from tests.models.exact import TOLERANCE, twin_of
 from tests.tiny import NAMES, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # missing kernels of recurrent models
@@ -24,55 +24,36 @@ def _language(name: str) -> LanguageModel:
     return LanguageModel(tiny(name))
 
 
-def _twin(name: str, rows: int = 1) -> Twin:
-    return twin_of(_language(name), rows)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_rollback(name: str) -> None:
-    """A prompt, a token, chains of which a part is kept, nothing is kept, and text that is taken back."""
-    twin = _twin(name)
+def test_a_row(name: str) -> None:
+    """A prompt, chains and trees of which a part is kept or nothing, text that is taken back, guesses of a draft."""
+    twin = twin_of(_language(name))
     twin.step([twin.chain(20)], [3], [list(range(20))])
     twin.step([twin.chain(1)], [1], [[0]])
-    twin.step([twin.chain(5)], [5], [[0, 1]])
-    twin.step([twin.chain(3)], [3], [[]])
-    twin.step([twin.chain(3)], [3], [[0, 1, 2]])
+    for size, kept in ((5, [0, 1]), (3, []), (3, [0, 1, 2])):
+        twin.step([twin.chain(size)], [size], [kept])
     twin.truncate([15])
-    twin.step([twin.chain(2)], [2], [[0, 1]])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tentative_tokens(name: str) -> None:
-    """A draft's own guesses, one pass each, then taken back to what was accepted."""
-    twin = _twin(name)
+    twin.step([twin.tree()], [7], [[0, 2, 4]])
+    twin.step([twin.tree()], [4], [[5, 6]])
+    twin = twin_of(_language(name))
     twin.prefill(20)
     for accepted in (2, 0, 3):
         length = len(twin.texts[0])
         for _ in range(3):
             tree = twin.chain(1)
-            assert twin.run([tree], [1]) < 2e-4
+            assert twin.run([tree], [1]) < TOLERANCE
             twin.commit([tree], [[0]], final=False)
         twin.truncate([length + accepted])
-        twin.step([twin.chain(1)], [1], [[0]])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tree(name: str) -> None:
-    """Siblings see their ancestors only, and the path that is kept is the one that stays."""
-    twin = _twin(name)
-    twin.prefill(20)
-    twin.step([twin.tree()], [7], [[0, 2, 4]])
-    twin.step([twin.tree()], [4], [[5, 6]])
-    twin.step([twin.chain(2)], [2], [[0, 1]])
+        twin.step([twin.chain(2)], [2], [[0, 1]])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_branches(name: str) -> None:
     """Branches are held over many rounds, beside another row's, and the rows are plain again afterwards."""
-    twin = _twin(name, 2)
+    twin = twin_of(_language(name), 2)
     twin.prefill(20, 4)
     twin.branch(6)
-    twin.session.commit(twin.rows, [[], []])
+    twin.prune()
     twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
     twin.select([1, 0])
     twin.branch(3)
@@ -81,7 +62,7 @@ def test_branches(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ragged_rows(name: str) -> None:
     """Rows of different lengths, sitting out, reordered, repeated, leaving and joining, each as if it were alone."""
-    twin = _twin(name, 3)
+    twin = twin_of(_language(name), 3)
     twin.prefill(20, 4, 13)
     twin.step([twin.chain(1) for _ in range(3)], [1, 1, 1], [[0]] * 3)
     twin.step([twin.chain(3), twin.chain(0), twin.chain(5)], [3, 0, 2], [[0], [], [0, 1, 2]])
@@ -91,7 +72,6 @@ def test_ragged_rows(name: str) -> None:
         trees = [twin.tree() for _ in rows]
         twin.step(trees, [7] * len(rows), [[0, 1, 3] if i % 2 else [0] for i in range(len(rows))])
     twin.add(1)
-    twin.step(
-        [twin.chain(1), twin.chain(2), twin.chain(0), twin.chain(9)], [1, 2, 0, 1], [[0], [0], [], list(range(9))]
-    )
+    trees = [twin.chain(size) for size in (1, 2, 0, 9)]
+    twin.step(trees, [1, 2, 0, 1], [[0], [0], [], list(range(9))])
     twin.step([twin.chain(2) for _ in range(4)], [2] * 4, [[0, 1]] * 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from specdec.models.hf.private_api import whole_gguf
 from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.matrix import endless
-from tests.oracle import KINDS, oracle
 from tests.tiny import tiny
 
 pytest.importorskip("gguf")
@@ -78,23 +78,6 @@ def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, bac
     embedding = language.model.get_input_embeddings()
     assert type(embedding) is (PackedEmbedding if tied else nn.Embedding)
     assert torch.equal(embedding(torch.tensor(PROMPT)), plain.get_input_embeddings()(torch.tensor(PROMPT)))
-
-
-@needs_kernels
-@pytest.mark.parametrize("types", ["Q4_0", "Q8_0"])
-def test_drafts_leave_the_text_alone(types: str, tmp_path: Path) -> None:
-    """Right, half right, wrong and random ones, and a draft from a GGUF file."""
-    path = saved_gguf(tmp_path / "model.gguf", types=[types])
-    plain = SpecGenerator.from_pretrained(path).generate(PROMPT, **COMMON)
-    assert plain.stats.exactness == "exact"
-    target = load(path)
-    for kind in KINDS:
-        out = SpecGenerator(target, oracle(kind, plain.sequences.tolist(), 64)).generate(PROMPT, **COMMON)
-        assert out.sequences.tolist() == plain.sequences.tolist(), kind
-    other = saved_gguf(tmp_path / "draft.gguf", types=["Q4_1"])
-    with_draft = SpecGenerator.from_pretrained(path, other)
-    assert with_draft.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
-    assert with_draft.drafter.models[0].backend == "packed"
 
 
 def test_eager_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,27 +176,16 @@ def test_a_draft_in_a_folder(tmp_path: Path) -> None:
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"quantization": "int4-weight"}, "`quantization`='int4-weight' and `gguf_file`"),
-        ({"offload": "disk"}, "`offload`='disk' and `gguf_file`"),
-    ],
-)
-def test_options_that_do_not_go_with_it(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Also where the file is named as the model."""
+def test_options_that_do_not_go_with_it(tmp_path: Path) -> None:
+    """Also where the file is named as the model; and names that are none."""
     path = saved_gguf(tmp_path / "model.gguf")
-    with pytest.raises(OptionError, match=message):
-        Loading(gguf_file="model.gguf", **given)
-    with pytest.raises(OptionError, match=message):
-        SpecGenerator.from_pretrained(path, **given)
-
-
-@pytest.mark.parametrize("name", ["", 5, ["model.gguf"]])
-def test_names_that_are_none(name: Any) -> None:
-    """They are told at once."""
-    with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in the model's folder"):
-        Loading(gguf_file=name)
+    for name, value in (("quantization", "int4-weight"), ("offload", "disk")):
+        for make in (partial(Loading, gguf_file="a.gguf"), partial(SpecGenerator.from_pretrained, path)):
+            with pytest.raises(OptionError, match=f"`{name}`='{value}' and `gguf_file`"):
+                make(**{name: value})
+    for none in ("", 5, ["model.gguf"]):
+        with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in the model's folder"):
+            Loading(gguf_file=none)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
@@ -19,7 +20,6 @@ from specdec.models import load
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import Int8Linear
-from specdec.options.bundled_models import pair
 from specdec.proposers.heads import kind_of
 from tests.folders import saved
 from tests.matrix import endless
@@ -71,13 +71,6 @@ def test_assisted_equals_plain(name: str, way: str, tmp_path: Path) -> None:
     for kind in KINDS:
         out = SpecGenerator(target, oracle(kind, plain.sequences.tolist(), 64)).generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == plain.sequences.tolist(), kind
-
-
-def test_offloading_needs_some_memory(tmp_path: Path, temporary: Path) -> None:
-    """What lies outside the layers, and one layer at a time, must fit; nothing is left behind."""
-    with pytest.raises(OptionError, match="`max_memory` must be at least"):
-        load(saved("llama", tmp_path / "model"), Loading(offload="disk", max_memory={"cpu": "1KB"}))
-    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -222,44 +215,28 @@ def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(folder, Loading(offload="cpu"))
 
 
-def half_written(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def cut_in_the_header(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:20])
-
-
-def with_a_broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "lla')
-
-
-def without_a_weight(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    state = load_file(folder / "model.safetensors")
-    state.pop("model.norm.weight")
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def with_another_shape(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+def spoil(folder: str, what: str) -> None:
+    """Breaks a checkpoint."""
+    file, config = Path(folder) / "model.safetensors", Path(folder) / "config.json"
+    content, known = file.read_bytes(), json.loads(config.read_text())
+    if what in ("half", "header"):
+        file.write_bytes(content[: len(content) // 2 if what == "half" else 20])
+    elif what == "weight":
+        state = load_file(file)
+        state.pop("model.norm.weight")
+        save_file(state, file, metadata={"format": "pt"})
+    else:
+        config.write_text(json.dumps({**known, "intermediate_size": 40}) if what == "shape" else '{"model_type": "lla')
 
 
 @pytest.mark.parametrize(
-    ("spoil", "offload"),
-    [
-        *((spoil, place) for spoil in (half_written, cut_in_the_header, without_a_weight) for place in (None, "disk")),
-        (with_another_shape, None),
-    ],
+    ("what", "offload"),
+    [*((what, place) for what in ("half", "header", "weight") for place in (None, "disk")), ("shape", None)],
 )
-def test_broken_checkpoints(spoil: Any, offload: str | None, tmp_path: Path, temporary: Path) -> None:
+def test_broken_checkpoints(what: str, offload: str | None, tmp_path: Path, temporary: Path) -> None:
     """Nothing is made up in the place of what is missing, and no temporary folder stays."""
     folder = saved("llama", tmp_path / "model")
-    spoil(Path(folder))
+    spoil(folder, what)
     with pytest.raises(LoadError, match="broken or incomplete"):
         load(folder, Loading(offload=offload))
     assert not list(temporary.iterdir())
@@ -269,7 +246,7 @@ def test_broken_checkpoints(spoil: Any, offload: str | None, tmp_path: Path, tem
 def test_shapes_of_weights_on_disk(how: dict[str, Any], tmp_path: Path, temporary: Path) -> None:
     """They are compared with the model's while loading. (Nobody did, as nothing is read then.)"""
     folder = saved("llama", tmp_path / "model")
-    with_another_shape(Path(folder))
+    spoil(folder, "shape")
     with pytest.raises(LoadError, match=r"has shape \[48, 32\] in .*, the model expects \[40, 32\]"):
         load(folder, Loading(**how, offload_folder=None if "offload" in how else str(tmp_path / "off")))
     assert not list(temporary.iterdir())
@@ -295,11 +272,12 @@ def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be loaded"):
         load(tmp_path)
     folder = saved("llama", tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
-    with pytest.raises(OptionError, match="safetensors"):
-        load(folder)
-    with_a_broken_config(Path(folder))
+    spoil(folder, "config")
     with pytest.raises((OptionError, LoadError), match="cannot be loaded"):
+        load(folder)
+    folder = saved("llama", tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "pytorch_model.bin")
+    with pytest.raises(OptionError, match="safetensors"):
         load(folder)
 
 
@@ -382,9 +360,15 @@ def test_temporary_files_live_as_long_as_the_model(tmp_path: Path, temporary: Pa
     assert not list(temporary.iterdir())
 
 
-def test_offloading_that_cannot_be(tmp_path: Path) -> None:
-    """A folder that cannot be written is told before anything is loaded; weights out of reach are not quantized."""
+def test_offloading_that_cannot_be(tmp_path: Path, temporary: Path) -> None:
+    """What lies outside the layers, and one layer at a time, must fit; nothing is left behind.
+
+    A folder that cannot be written is told before anything is loaded; weights out of reach are not quantized.
+    """
     folder = saved("llama", tmp_path / "model")
+    with pytest.raises(OptionError, match="`max_memory` must be at least"):
+        load(folder, Loading(offload="disk", max_memory={"cpu": "1KB"}))
+    assert not list(temporary.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"offload_folder.*written to"):
         load(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
@@ -392,27 +376,12 @@ def test_offloading_that_cannot_be(tmp_path: Path) -> None:
         load(folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off"))
 
 
-@pytest.mark.parametrize("way", ["int8-weight", "nf4"])
-def test_the_pair_of_the_package(way: str) -> None:
-    """Trained weights, a trained draft: quantized text stays the same with it."""
-    if way != "int8-weight":
-        pytest.importorskip("bitsandbytes")
-    files = pair()
-    generator = SpecGenerator.from_pretrained(str(files.target), str(files.draft), dtype="float32", quantization=way)
-    prompt, options = "def read_lines(path):\n", {"max_new_tokens": 12}
-    assisted = generator.generate(prompt, **options)
-    assert assisted.stats.exactness == "exact"
-    assert assisted.stats.num_accepted_draft_tokens > 0
-    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
-    assert plain.generate(prompt, **options).texts == assisted.texts
-
-
 # ------------------------------------------------------------------------------------------------ types, devices, names
 
 
-def half(folder: Path, **sizes: Any) -> str:
+def half(folder: Path) -> str:
     """A tiny Llama stored in float16."""
-    tiny("llama", **sizes).half().save_pretrained(folder)
+    tiny("llama").half().save_pretrained(folder)
     return str(folder)
 
 

@@ -72,11 +72,9 @@ class Doubling(nn.Module):
     """A module whose forward and whose other method are overridden in tests."""
 
     def forward(self, x: int) -> int:
-        """Twice `x`."""
         return 2 * x
 
     def half(self, x: int) -> int:
-        """Half of `x`."""
         return x // 2
 
 

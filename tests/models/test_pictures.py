@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.pictures.parts import eyes
+from specdec.models.hf.derived import eyes
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.oracle import oracle
@@ -94,16 +94,9 @@ def test_samples_and_layers_of_our_own(family: str) -> None:
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
-    """A copy of the target guesses all; another model, layers of the target and a model of text alone change
-    nothing.
-    """
+    """A copy of the target guesses all; another model, layers of the target, a model of text alone change nothing."""
     model, inputs = model_of(family), batch(family, rows_of(family))
-    drafts = {
-        "same": seeing(family),
-        "other": seeing(family, seed=1),
-        "early_exit:1": "early_exit:1",
-        "text": tiny("llama"),
-    }
+    drafts = {"same": seeing(family), "other": seeing(family, seed=1), "exit": "early_exit:1", "text": tiny("llama")}
     for name, draft in drafts.items():
         out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
         assert new(out.sequences) == new(expected(family)), name

@@ -165,56 +165,40 @@ def test_a_failing_trial_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"7", b'{"a": 3}', b"\xff\xfe", b"[" * 100_000, b'{"a": [[1], {}]}']
+    "content",
+    [b"", b"{", b"[]", b"7", b'{"a": 3}', b"\xff\xfe", b"[" * 100_000, b'{"%s": [null, ["x"], "that"]}'],
 )
 def test_a_broken_file(content: bytes, file: Path) -> None:
-    """Whatever lies there, what was tried counts, and the file is a good one afterwards."""
-    file.parent.mkdir()
-    file.write_bytes(content)
+    """Whatever lies there, what was tried counts, and the file is a good one afterwards, without entries of no name."""
+    probe_cache.holds("that", succeeding([]))
+    [releases] = json.loads(file.read_text())
+    file.write_bytes(content.replace(b"%s", releases.encode()))
     assert probe_cache.holds("this", succeeding([]))
-    assert ["this"] in json.loads(file.read_text()).values()
+    assert json.loads(file.read_text())[releases] == (["that", "this"] if b"that" in content else ["this"])
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_broken_entries_of_these_releases(file: Path) -> None:
-    """Entries that are no names are dropped."""
-    probe_cache.holds("that", succeeding([]))
-    [releases] = json.loads(file.read_text())
-    file.write_text(json.dumps({releases: [None, ["x"], "that"]}))
-    assert probe_cache.holds("this", succeeding([]))
-    assert json.loads(file.read_text()) == {releases: ["that", "this"]}
+def test_where_the_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, homeless: None
+) -> None:
+    """In the user's cache, unless the environment names another place.
 
-
-def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder that is a file, a file that is a folder or no home at all: the trial decides, and nothing is raised.
-
-    One line says what that costs, and how to mend it. (Nothing was said.)
+    In a folder that is a file, a file that is a folder or no home at all, the trial decides, and one line says what
+    that costs, and how to mend it. (Nothing was said.)
     """
     (tmp_path / "file").write_text("")
     for number, path in enumerate((tmp_path / "file" / "probes.json", tmp_path)):
         monkeypatch.setenv("SPECDEC_PROBES", str(path))
         assert probe_cache.holds(f"this {number}", succeeding([]))
         assert probe_cache.holds(f"that {number}", succeeding([]))
-        line = caplog.messages[number:]
-        assert len(line) == 1
-        assert line[0].startswith("results of trials are not kept, so every load takes longer: ")
-        assert line[0].endswith("change that, or name another file in SPECDEC_PROBES")
+        [line] = caplog.messages[number:]
+        assert line.startswith("results of trials are not kept, so every load takes longer: ")
+        assert line.endswith("change that, or name another file in SPECDEC_PROBES")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.delenv("SPECDEC_PROBES")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert probe_cache.holds("this", succeeding([]))
-
-
-def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the user's cache, unless the environment names another place."""
-    monkeypatch.delenv("SPECDEC_PROBES")
+    assert probe_cache.holds("this", succeeding([]))  # no home
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert probe_cache.holds("this", succeeding([]))
+    assert probe_cache.holds("it", succeeding([]))
     assert (tmp_path / "specdec" / "probes.json").exists()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")

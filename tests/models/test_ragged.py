@@ -17,7 +17,7 @@ from specdec.models.backends.padded import PaddedPasses
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.hf.derived import shallow_copy
 from tests.models.exact import Twin, in_threads, twin_of
-from tests.tiny import NAMES, tiny
+from tests.tiny import never, tiny
 
 pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore:.*generation flags")]
 
@@ -28,12 +28,8 @@ RAGGED = (
     "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "cohere2", "llama4_text", "deepseek_v3", "biogpt",
     "bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100", "whisper", "t5", "mt5",
 )  # fmt: skip
-# Attention that is not looked up by name, or that adds biases to scores.
-PADDED = ("gptj", "codegen", "falcon", "bloom", "mpt", "xglm")
 if version.parse(transformers.__version__) >= version.parse("5.23"):  # in 5.17 its attention is its own
     RAGGED += ("umt5",)
-else:
-    PADDED += ("umt5",)
 CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in RAGGED]
 
 
@@ -44,18 +40,11 @@ def _language(name: str) -> LanguageModel:
     return LanguageModel(tiny(name, **options), backend="packed")
 
 
-def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a padded pass")
-
-    monkeypatch.setattr(PaddedPasses, "run", refuse)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains, trees, held branches, rows that join, leave and are forked, and a text far beyond windows and buffers."""
     assert _language(name).ragged is not None
-    _refuse_padding(monkeypatch)
+    monkeypatch.setattr(PaddedPasses, "run", never)
     twin = twin_of(_language(name), 3)
     twin.wander()
     before = twin.session.passes
@@ -67,14 +56,6 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     twin.some([3, 0])
     twin.select([3, 1, 3])
     twin.branch(2)
-
-
-@pytest.mark.slow
-def test_families() -> None:
-    """Which run in a line; those that stop doing so are missed here."""
-    models = {name: LanguageModel(tiny(name), backend="packed") for name in (*RAGGED, *PADDED)}
-    assert {name for name, language in models.items() if language.ragged is not None} == set(RAGGED)
-    assert set(RAGGED) | set(PADDED) <= set(NAMES)
 
 
 def test_without_it() -> None:
@@ -115,7 +96,7 @@ def test_hidden_states(name: str, backend: str) -> None:
 def test_encoders_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose encoders are shorter, longer than a word of bits, or have holes, and forks that share one."""
     language, source = _language("m2m_100"), torch.Generator().manual_seed(0)
-    _refuse_padding(monkeypatch)
+    monkeypatch.setattr(PaddedPasses, "run", never)
     ids = torch.randint(3, 64, (3, 80), generator=source)
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0

@@ -14,10 +14,10 @@ import torch
 from specdec import EngineError, LoadError, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.placement import parts
-from specdec.parallel.ranks import Channel, Follower, Ranks
+from specdec.parallel.ranks import Follower, Job, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
 from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
@@ -37,7 +37,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-class Beside(Channel):
+class Beside(Job):
     """Another process in this one, which hears every message at once; `sent` are all that there were."""
 
     def __init__(self) -> None:
@@ -76,6 +76,14 @@ def shared(line: Beside) -> ShardedModel:
     return part.lead(ranks, number)
 
 
+@pytest.fixture
+def session(shared: ShardedModel) -> Session:
+    """With one row, 1."""
+    made = shared.session()
+    assert made.add(1) == [1]
+    return made
+
+
 def draft_of(kind: str, folder: Path) -> Any:
     if kind == "model":
         return tiny("llama", seed=1)
@@ -102,33 +110,28 @@ def test_texts_are_those_of_one_process(draft: str, line: Beside, shared: Sharde
     for text in texts:  # the second one continues what was kept of the first
         assert torch.equal(plain.generate([text]).sequences, gen.generate([text]).sequences)
     assert own.run([]) == []  # tells what the others were not told yet
-    held = next(
-        one for one in sessions(line) if one.buffers._written == own.own.buffers._written and one.passes == own.passes
-    )
+    like = own.own.buffers._written, own.passes
+    held = next(one for one in sessions(line) if (one.buffers._written, one.passes) == like)
     for mine, theirs in zip(own.own.buffers.pairs(), held.buffers.pairs(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_what_a_draft_thinks_of_its_guesses_stays_here(line: Beside, shared: ShardedModel) -> None:
+def test_what_a_draft_thinks_of_its_guesses_stays_here(line: Beside, session: Session) -> None:
     """Distributions over the vocabulary are many times as large as what the others need to know."""
-    session = shared.session()
-    row = session.add(1)[0]
     tree = Tree.chain([4, 5, 6], [0.5] * 3, torch.rand(3, 100_000))
-    session.run([Work(row, tree, 3)])
+    session.run([Work(1, tree, 3)])
     assert len(line.sent[-1]) < 2000
-    session.commit([row], [[0, 1]])
-    assert (session.length(row), session.passes) == (2, 1)
+    session.commit([1], [[0, 1]])
+    assert (session.length(1), session.passes) == (2, 1)
 
 
-def test_wrong_arguments_leave_the_processes_in_step(shared: ShardedModel) -> None:
+def test_wrong_arguments_leave_the_processes_in_step(session: Session) -> None:
     """Every process raises the same before it begins anything."""
-    session = shared.session()
-    row = session.add(1)[0]
     with pytest.raises(OptionError, match="rows of this session"):
-        session.run([Work.text(row + 1, [4])])
+        session.run([Work.text(2, [4])])
     with pytest.raises(OptionError, match="num_logits"):
-        session.run([Work.text(row, [4], 2)])
-    assert session.run([Work.text(row, [4])])[0].logits.shape == (1, 64)
+        session.run([Work.text(1, [4], 2)])
+    assert session.run([Work.text(1, [4])])[0].logits.shape == (1, 64)
 
 
 def test_a_lost_process_is_an_error_at_once_and_ever_after(line: Beside, shared: ShardedModel) -> None:
@@ -140,22 +143,18 @@ def test_a_lost_process_is_an_error_at_once_and_ever_after(line: Beside, shared:
 
     line.send = gone  # type: ignore[method-assign]
     for _ in range(2):
-        with pytest.raises(
-            EngineError, match=r"a process of this job ended.*connection reset by peer\): start the job"
-        ):
+        with pytest.raises(EngineError, match=r"a process of this job ended.*reset by peer\): start the job"):
             gen.generate(IDS)
 
 
 def test_a_pass_that_fails_here_alone_breaks_the_job(
-    line: Beside, shared: ShardedModel, monkeypatch: pytest.MonkeyPatch
+    line: Beside, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others may wait in the middle of it."""
-    session = shared.session()
-    row = session.add(1)[0]
     monkeypatch.setattr(line, "send", lambda _: None)
     monkeypatch.setattr(KvSession, "run", boom)
     with pytest.raises(EngineError, match="a process of this job ended, or failed in a pass"):
-        session.run([Work.text(row, [4])])
+        session.run([Work.text(1, [4])])
     monkeypatch.undo()
     with pytest.raises(EngineError, match="no memory"):
         session.add(1)
@@ -266,31 +265,23 @@ def test_only_what_can_be_kept_in_step_is(tmp_path: Path) -> None:
         gen.generate(IDS, synced_gpus=True)
 
 
-class Noted(Beside):
-    """Notes, beside what was sent, when reports were gathered."""
-
-    def gather(self, outcome: str | None) -> Sequence[str | None]:
-        self.sent.append(b"gathered")
-        return super().gather(outcome)
-
-
-def slow(part: int) -> int:
+def slow(part: list[threading.Thread], ranks: Ranks) -> list[threading.Thread]:
     """A part that takes as long as a sign of life may come in between."""
-    thread = threading.Thread(target=slow.ranks.beat, args=(0.0,))  # type: ignore[attr-defined]
-    slow.threads.append(thread)  # type: ignore[attr-defined]
-    thread.start()
-    thread.join(0.05)
+    part.append(threading.Thread(target=ranks.beat, args=(0.0,)))
+    part[-1].start()
+    part[-1].join(0.05)
     return part
 
 
-def test_no_sign_of_life_comes_between_loading_and_its_reports() -> None:
+def test_no_sign_of_life_comes_between_loading_and_its_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others gather then, and hear nothing else: both sides waited for ever."""
-    line = Noted()
-    slow.ranks, slow.threads = Ranks(line), list[threading.Thread]()  # type: ignore[attr-defined]
-    slow.ranks.load(slow, 1)  # type: ignore[attr-defined]
-    for thread in slow.threads:  # type: ignore[attr-defined]
+    sent: list[bytes] = []
+    job = Job.__new__(Job)
+    monkeypatch.setattr(job, "send", sent.append, raising=False)
+    monkeypatch.setattr(job, "gather", lambda outcome: sent.append(b"gathered") or [outcome, None], raising=False)
+    ranks, begun = Ranks(job), list[threading.Thread]()
+    monkeypatch.setattr("specdec.parallel.ranks._packed", lambda command: b"loading")
+    ranks.load(slow, begun, ranks)
+    for thread in begun:
         thread.join()
-    loading, gathered, *after = line.sent
-    assert loading
-    assert gathered == b"gathered"
-    assert after == [b"", b""]
+    assert sent == [b"loading", b"gathered", b""]

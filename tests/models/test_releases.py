@@ -1,4 +1,4 @@
-"""The oldest and the newest releases that `pyproject.toml` allows pass the tests of what libraries do not promise.
+"""Releases: which are allowed, and that the oldest and newest of them pass the tests of what libraries do not promise.
 
 torch is the one that is installed: another brings gigabytes.
 """
@@ -14,40 +14,64 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
+from torch import nn
+from transformers import AutoModelForCausalLM, utils
 
-from tests.models.test_compat import ROOT, requirements
+from specdec.models.hf import private_api
+from tests.folders import saved_gguf
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def wanted(which: str) -> list[str]:
-    """What pip is asked for: the lower bounds, or anything within the bounds."""
-    others = [need for need in requirements() if need.name != "torch"]
-    pinned = [f"{need.name}=={lowest(need)}" if which == "lowest" else str(need) for need in others]
-    return [f"torch=={torch.__version__.partition('+')[0]}", *pinned]
+ROOT = Path(__file__).parents[2]
+TESTS = [f"tests/models/test_{name}.py" for name in ("releases", "exact", "patching", "rotary", "streaming")]
 
 
-def lowest(need: Requirement) -> str:
-    """The lower bound."""
-    [bound] = [bound.version for bound in need.specifier if bound.operator == ">="]
-    return bound
+def requirements() -> list[Requirement]:
+    """What the package needs, of these libraries among others."""
+    lines = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0].splitlines()
+    return [Requirement(line.strip().strip('",')) for line in lines if line.strip()]
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
-    """The interpreter of an environment that finds what it lacks in this one."""
+def test_tested_releases_are_allowed() -> None:
+    """Every dependency has an upper bound, and the releases of constraints.txt lie within all bounds."""
+    pins = [line.split("#")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    tested = {pin.name: Version(next(iter(pin.specifier)).version) for pin in map(Requirement, pins)}
+    for need in requirements():
+        assert any(bound.operator == "<" for bound in need.specifier), f"{need.name} has no upper bound"
+        assert tested[need.name] in need.specifier
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights become floats, whatever kernels are installed, and no bar is shown where bars are switched off."""
+    pytest.importorskip("gguf")
+    saved_gguf(tmp_path / "model.gguf")
+    utils.logging.disable_progress_bar()
+    try:
+        with private_api.gguf_bars():
+            options = {"gguf_file": "model.gguf", "quantization_config": private_api.whole_gguf()}
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    finally:
+        utils.logging.enable_progress_bar()
+    assert type(model.lm_head) is nn.Linear
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert "it/s" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("which", ["lowest", "newest"])
+def test_other_releases(which: str, tmp_path: Path) -> None:
+    """With the lower bounds, or anything within the bounds; without a package index there is nothing to try."""
     venv.create(tmp_path / "venv", with_pip=True)
     [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    here = [path for path in sys.path if path.endswith("site-packages")]
+    here = [path for path in sys.path if path.endswith("site-packages")]  # it finds here what it lacks
     (packages / "zz_this_one.pth").write_text("\n".join(here), encoding="utf-8")
-    return tmp_path / "venv" / "bin" / "python"
-
-
-@pytest.mark.parametrize("which", ["lowest", "newest"])
-def test_other_releases(which: str, python: Path) -> None:
-    """`tests/models/test_compat.py` passes with them; without a package index there is nothing to try."""
+    python, wanted = tmp_path / "venv" / "bin" / "python", [f"torch=={torch.__version__.partition('+')[0]}"]
+    for need in (one for one in requirements() if one.name != "torch"):
+        [lowest] = [bound.version for bound in need.specifier if bound.operator == ">="]
+        wanted.append(f"{need.name}=={lowest}" if which == "lowest" else str(need))
     upgrade = ["--upgrade", "--upgrade-strategy", "eager"] if which == "newest" else []
-    command = [python, "-m", "pip", "install", "--retries", "1", *upgrade, *wanted(which)]
+    command = [python, "-m", "pip", "install", "--retries", "1", *upgrade, *wanted]
     installed = subprocess.run(command, capture_output=True, text=True)
     if installed.returncode:
         why = installed.stderr.strip().splitlines()[-1]
@@ -55,6 +79,6 @@ def test_other_releases(which: str, python: Path) -> None:
         pytest.skip(f"pip could not install them: {why}")
     if "Successfully installed" not in installed.stdout:
         pytest.skip("these are the releases that all tests run with")
-    tests = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/models/test_compat.py"]
+    tests = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(tests, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, f"{installed.stdout.splitlines()[-1]}\n{done.stdout[-4000:]}{done.stderr[-1000:]}"

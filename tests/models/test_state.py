@@ -10,6 +10,7 @@ from functools import wraps
 from importlib import import_module
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -77,12 +78,6 @@ def swapped(owner: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None
 
 
 @contextmanager
-def hooked(handle: Any) -> Iterator[None]:
-    yield
-    handle.remove()
-
-
-@contextmanager
 def other_attention(_: Any) -> Iterator[None]:
     held = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -95,12 +90,9 @@ def other_attention(_: Any) -> Iterator[None]:
     AttentionInterface.register("sdpa", held)
 
 
-@contextmanager
-def patched(model: Any) -> Iterator[None]:
+def patched(model: Any) -> Any:
     layer = model.model.layers[0].mlp
-    layer.forward = MethodType(lambda self, x: -type(self).forward(self, x), layer)
-    yield
-    del layer.forward
+    return patch.object(layer, "forward", MethodType(lambda self, x: -type(self).forward(self, x), layer))
 
 
 def tripled(module: Any, args: Any, out: Any) -> Any:
@@ -113,11 +105,11 @@ OF_ADAPTERS: dict[str, Any] = {
     "merged": lambda model: another_adapter(model, merged=True),
 }
 OF_CODE: dict[str, Any] = {  # which nobody can read
-    "steering": lambda model: hooked(model.model.layers[0].register_forward_hook(lambda _, args, out: out + 1.5)),
-    "early steering": lambda model: hooked(
-        model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * -1, *args[1:]))
+    "steering": lambda model: model.model.layers[0].register_forward_hook(lambda _, args, out: out + 1.5),
+    "early steering": lambda model: model.model.layers[1].register_forward_pre_hook(
+        lambda _, args: (args[0] * -1, *args[1:])
     ),
-    "global hook": lambda _: hooked(torch.nn.modules.module.register_module_forward_hook(tripled)),
+    "global hook": lambda _: torch.nn.modules.module.register_module_forward_hook(tripled),
     "other attention": other_attention,
     "patched": patched,
 }
@@ -184,34 +176,28 @@ def test_another_state_between_two_pieces_of_a_stream(change: str) -> None:
     assert out.stats.cached_prompt_tokens == 0
 
 
-def scaled_hook(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    module.register_forward_hook(lambda _, args, out: out * strength[0])
+def scale(kind: str, module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a caller's own code scale what a module returns."""
+    original, of_class = module.forward, type(module).forward
+    if kind == "hook":
+        module.register_forward_hook(lambda _, args, out: out * strength[0])
+    elif kind == "class":
+        other = wraps(of_class)(lambda self, x: of_class(self, x) * strength[0])
+        monkeypatch.setattr(type(module), "forward", other)
+    else:
+        module.forward = wraps(original)(lambda *args: original(*args) * strength[0])
+        if kind == "decorated method":
+            module.forward = torch.no_grad()(module.forward)
 
 
-def scaled_method(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = module.forward
-    module.forward = wraps(original)(lambda *args: original(*args) * strength[0])
-
-
-def decorated_method(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled_method(module, strength, monkeypatch)
-    module.forward = torch.no_grad()(module.forward)
-
-
-def scaled_class(module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = type(module).forward
-    other = wraps(original)(lambda self, x: original(self, x) * strength[0])
-    monkeypatch.setattr(type(module), "forward", other)
-
-
-@pytest.mark.parametrize("put", [scaled_hook, scaled_method, decorated_method, scaled_class])
-def test_what_nobody_can_read_is_continued_by_nobody(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["hook", "method", "decorated method", "class"])
+def test_what_nobody_can_read_is_continued_by_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's code may look at anything. Where it is asked for, texts are kept all the same.
 
     (Code that had its name from `functools.wraps` was taken for the library's.)
     """
     model, strength = tiny("llama"), [1.0]
-    put(model.model.layers[0].mlp, strength, monkeypatch)
+    scale(kind, model.model.layers[0].mlp, strength, monkeypatch)
     generator = SpecGenerator(model)
     for strength[0] in (1.0, -1.0):
         out = generator.generate(PROMPT, **COMMON)
@@ -246,10 +232,10 @@ def test_settings_of_every_kind_are_read() -> None:
     layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.data.t().contiguous().t())
     states = [ModelState.of(model)]
 
-    def patched(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def flipped(self: Any, x: torch.Tensor) -> torch.Tensor:
         return -x
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as context:
         for change in (
             lambda: setattr(layer, "scales", {"a": np.float64(2.0)}),
             lambda: setattr(layer, "scales", {"a": np.float64(3.0)}),
@@ -257,7 +243,7 @@ def test_settings_of_every_kind_are_read() -> None:
             lambda: layer.vector.mul_(2),
             lambda: layer.mlp.up_proj.weight.data.mul_(-1),
             lambda: model.model.rotary_emb.inv_freq.mul_(2),
-            lambda: patch.setattr(type(layer.mlp), "forward", patched),
+            lambda: context.setattr(type(layer.mlp), "forward", flipped),
         ):
             change()
             states.append(ModelState.of(model))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import AutoModelForCausalLM
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
@@ -29,16 +29,11 @@ OPTIONS = endless(8)
 CPU = torch.device("cpu")
 
 
-def auto_class(name: str) -> Any:
-    if name == "whisper":
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForCausalLM if name in DECODERS else AutoModelForSeq2SeqLM
-
-
 def pair(name: str, folder: Path, dtype: Any = torch.float32, **options: Any) -> tuple[Any, Any]:
     """The tiny model saved in `folder`, loaded into memory as `dtype`, and the same offloaded to disk."""
-    tiny(name, **options).save_pretrained(folder / "model")
-    load = auto_class(name).from_pretrained
+    model = tiny(name, **options)
+    model.save_pretrained(folder / "model")
+    load = type(model).from_pretrained
     whole = load(folder / "model", dtype=dtype).eval()
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()  # out of the file, where it may begin at any byte
@@ -146,7 +141,7 @@ def test_memory_is_respected(name: str, tmp_path: Path) -> None:
     """Weights and buffers take at most what is given; more memory keeps more layers; too little is an error."""
     whole, _ = pair(name, tmp_path, num_hidden_layers=8) if name == "llama" else pair(name, tmp_path, num_layers=4)
     total, kept = in_memory(whole), []
-    load = auto_class(name).from_pretrained
+    load = type(whole).from_pretrained
     with pytest.raises(OptionError, match="at least") as error:
         stream(load(tmp_path / "model", device_map={"": "disk"}), max_memory=1)
     least = int(str(error.value).split("at least ")[1].split()[0])
@@ -268,35 +263,25 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
 
 
-def test_an_early_exit_of_a_streamed_model(tmp_path: Path) -> None:
-    """Layers keep their reading when a model stops early."""
+def test_models_over_a_streamed_one(tmp_path: Path) -> None:
+    """Layers keep their reading when a model stops early; a compiler would take weights of one moment for all."""
     whole, model = pair("llama", tmp_path)
     stream(model)
     inputs = prompt_for("llama")
     expected = reference(whole, inputs, max_new_tokens=8).tolist()
     assert SpecGenerator(model, "early_exit:1").generate(**inputs, **OPTIONS).sequences.tolist() == expected
-
-
-def test_a_streamed_model_is_not_compiled(tmp_path: Path) -> None:
-    """The compiler would take the weights of one moment for those of all."""
-    model = pair("llama", tmp_path)[1]
-    stream(model)
     with pytest.raises(UnsupportedError, match="compiled"):
         LanguageModel(model, backend="compiled")
 
 
-def test_what_cannot_be_streamed() -> None:
-    """Weights that are kept in memory, models that were wrapped before, and no buffers at all."""
+def test_what_cannot_be_streamed(tmp_path: Path) -> None:
+    """Weights that are kept in memory, no buffers at all, and forwards that would get lost with accelerate's hooks."""
     model = tiny("llama")
     cpu_offload(model, execution_device=CPU)
     with pytest.raises(UnsupportedError, match="offloaded to disk"):
         stream(model)
     with pytest.raises(OptionError, match="buffers"):
         stream(model, buffers=0)
-
-
-def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
-    """A forward that somebody has replaced would get lost with accelerate's hooks."""
     model = tiny("bart")
     disk_offload(model, tmp_path, execution_device=CPU)
     forward = model.get_decoder().embed_positions.forward

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
-from specdec.models.vocabulary import CutHead
+from specdec.models import load
+from specdec.models.vocabulary import CutHead, cut_vocabulary
+from specdec.options.load import Vocabulary
 from specdec.proposers import DRAFTS, MtpDraft
 from specdec.proposers.model import ModelProposer
 from tests.folders import byte_tokenizer, saved, saved_model
@@ -19,6 +21,7 @@ from tests.heads import dflash_folder, eagle_folder, target
 from tests.matrix import endless
 from tests.proposers.heads.test_blocks import PEAGLE, assistant
 from tests.proposers.heads.test_mtp import checkpoint
+from tests.tiny import tiny_inputs
 from tests.versions import OLD
 
 RUN = endless(16)
@@ -92,11 +95,6 @@ def test_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "whisper"])
 def test_heads_of_all_kinds(name: str, tmp_path: Path) -> None:
     """Tied ones, with a bias added afterwards, scaled ones: what is left of them says what it said."""
-    from specdec.models import load
-    from specdec.models.vocabulary import cut_vocabulary
-    from specdec.options.load import Vocabulary
-    from tests.tiny import tiny_inputs
-
     folder = saved(name, tmp_path / name)
     whole, cut = load(folder), load(folder)
     cut_vocabulary(cut, Vocabulary(20), None)
@@ -109,35 +107,27 @@ def test_heads_of_all_kinds(name: str, tmp_path: Path) -> None:
     assert logits[..., 20:].max() == float("-inf")
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "match"),
-    [
-        (True, "`vocabulary` must be a number of tokens"),
-        (0, "`vocabulary` must be a number of tokens"),
-        (1000, "`vocabulary` must be at most the 64 tokens of the draft, got 1000"),
-        ("nowhere.txt", "there is no such file"),
-    ],
-)
-def test_wrong_vocabularies(vocabulary: Any, match: str, tmp_path: Path) -> None:
-    """Before anything is decoded."""
-    folder = saved("llama", tmp_path / "m")
-    with pytest.raises(OptionError, match=match):
-        SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": vocabulary})
-
-
-def test_what_cannot_be_cut(tmp_path: Path) -> None:
-    """Capped logits, heads of other kinds, texts without a tokenizer, targets."""
-    folder = saved("gemma2", tmp_path / "m")
-    with pytest.raises(UnsupportedError, match="caps its logits"):
-        SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": 8})
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Before anything is decoded; what is no model is loaded in no other way, and what copies knows all tokens."""
+    folders = {name: saved(name, tmp_path / name) for name in ("llama", "gemma2")}
+    (text := tmp_path / "text").write_text("a")
+    refused: list[tuple[str, str, dict[str, Any], str]] = [
+        ("llama", "llama", {"vocabulary": True}, "`vocabulary` must be a number of tokens"),
+        ("llama", "llama", {"vocabulary": 0}, "`vocabulary` must be a number of tokens"),
+        ("llama", "llama", {"vocabulary": 1000}, "`vocabulary` must be at most the 64 tokens of the draft, got 1000"),
+        ("llama", "llama", {"vocabulary": "nowhere.txt"}, "there is no such file"),
+        ("llama", "llama", {"vocabulary": text}, "needs the draft's tokenizer"),
+        ("gemma2", "gemma2", {"vocabulary": 8}, "caps its logits"),
+        ("llama", "mtp", {"vocabulary": 8, "dtype": "float16"}, "`draft` is no id or path: leave them out"),
+        ("llama", "suffix", {"vocabulary": 8}, "`draft` is no id or path: leave them out"),
+    ]
+    for name, draft, options, match in refused:
+        with pytest.raises((OptionError, UnsupportedError), match=match):
+            SpecGenerator.from_pretrained(folders[name], folders.get(draft, draft), draft_options=options)
+    with pytest.raises(OptionError, match="vocabulary"):
+        SpecGenerator.from_pretrained(folders["llama"], folders["llama"], vocabulary=8)
     with pytest.raises(UnsupportedError, match="a head of kind Bilinear"):
         CutHead(nn.Bilinear(2, 2, 2), torch.tensor([0]), 4)
-    llama, text = saved("llama", tmp_path / "l"), tmp_path / "text"
-    text.write_text("a")
-    with pytest.raises(OptionError, match="needs the draft's tokenizer"):
-        SpecGenerator.from_pretrained(llama, llama, draft_options={"vocabulary": text})
-    with pytest.raises(OptionError, match="vocabulary"):
-        SpecGenerator.from_pretrained(llama, llama, vocabulary=8)
 
 
 def head(kind: str, folder: Path) -> tuple[str, str]:
@@ -221,11 +211,3 @@ def test_a_head_s_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
     text.write_text("".join(chr(30 + token) for token in range(3, 64) if token not in known))
     with pytest.raises(OptionError, match="`vocabulary` must be a text of tokens that the draft knows, 30 in all"):
         SpecGenerator.from_pretrained(str(tmp_path / "t"), draft, draft_options={"vocabulary": text})
-
-
-def test_other_options_of_words(tmp_path: Path) -> None:
-    """What is no model is loaded in no other way, and what copies knows all tokens."""
-    folder = saved("llama", tmp_path / "m")
-    for draft, options in (("mtp", {"vocabulary": 8, "dtype": "float16"}), ("suffix", {"vocabulary": 8})):
-        with pytest.raises(OptionError, match="`draft` is no id or path: leave them out"):
-            SpecGenerator.from_pretrained(folder, draft, draft_options=options)

@@ -9,31 +9,39 @@ loads the code, which the next pass runs on.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import IO, Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
 from specdec.core.drafts import Chained, ChainRule
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.backends.compiled_key import code_key
-from specdec.models.backends.compiler import KeptCode, example, tensors_of
+from specdec.models.backends.compiler import WRITTEN, KeptCode, example, tensors_of
 from specdec.models.backends.packed_layers import alike
-from specdec.models.backends.ragged_inputs import StepInputs
-from specdec.models.backends.ragged_model import PassInputs, RaggedModel
+from specdec.models.backends.ragged_inputs import PassInputs, StepInputs
+from specdec.models.backends.ragged_model import RaggedModel
 
 _log = logging.getLogger(__name__)
 _SWITCH, _AFTER = "SPECDEC_COMPILE", "SPECDEC_COMPILE_AFTER"
 _SECONDS = "10"  # of passes, after which compiling pays
+_PLAIN = (bool, int, float, str, torch.dtype)  # attributes that tracing turns into constants
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
+_RELEASED = ("builtins", "torch", "transformers")  # packages whose versions are part of the key
 _PATIENCE = 5.0  # seconds that a program which ends waits until its compiler has started
 
 
@@ -116,9 +124,9 @@ class CompiledForward:
             self._waiting.join(timeout)
         return self.ready
 
-    def __call__(self, *given: Any) -> list[Tensor]:
-        """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel.forward`."""
-        return self._passes.run(PassInputs(*given).tensors)  # type: ignore[no-any-return]
+    def __call__(self, given: PassInputs) -> list[Tensor]:
+        """Logits `[1, kept, vocab]` and hidden states, as of `RaggedModel.forward`."""
+        return self._passes.run(given.tensors)  # type: ignore[no-any-return]
 
     def draft_chain(
         self, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
@@ -177,12 +185,8 @@ class CompiledForward:
             try:
                 self._passes = self._loaded()
             except Exception as error:
-                _log.warning(
-                    "the compiled passes of %s in %s cannot be used and are deleted: %s",
-                    self._name,
-                    code.folder,
-                    error,
-                )
+                where = f"the compiled passes of {self._name} in {code.folder}"
+                _log.warning("%s cannot be used and are deleted: %s", where, error)
                 code.fail(str(error))
                 with suppress(OSError):  # not ours to write
                     code.code.unlink(missing_ok=True)
@@ -204,6 +208,51 @@ class CompiledForward:
         if not alike(found, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return passes
+
+
+def code_key(model: RaggedModel) -> str:
+    """The key of compiled code: models with equal ones run the same code, over weights of their own."""
+    config = model.model.config.to_json_string(use_diff=False)
+    parts = [torch.__version__, transformers.__version__, kernels.digest(), _own_code()]
+    parts += [f"{model.widths} {model.states}", *(line for line in config.splitlines() if "_name_or_path" not in line)]
+    sources = set[str]()  # modules of Python that define the model's modules and the functions put into them
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        called = [value for _, value in sorted(vars(module).items()) if isinstance(value, _FUNCTIONS)]
+        called += [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+        names = [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in called]
+        constants = [(n, v) for n, v in sorted(vars(module).items()) if isinstance(v, _PLAIN) and n[0] != "_"]
+        constants = [(n, v) for n, v in constants if n != "name_or_path"]
+        parts.append(f"{name} {type(module).__module__}.{type(module).__qualname__} {constants} {names}")
+        sources |= {kind.__module__ for kind in type(module).__mro__} | {one.__module__ for one in called}
+    for name, tensor in tensors_of(model).items():
+        written = tensor.tolist() if tensor.numel() <= WRITTEN else ""
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()} {written}")
+    parts += [_digest([file]) for file in sorted(_files(sources))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _digest(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@cache
+def _own_code() -> str:
+    """A digest of the Python code that defines passes."""
+    root = Path(__file__).parents[2]
+    return _digest(sorted(file for room in ("kernels", "models") for file in (root / room).rglob("*.py")))
+
+
+def _files(modules: Iterable[str]) -> set[Path]:
+    """The files of these modules, but for releases' own; of remote code the whole folder."""
+    files = set[Path]()
+    for name in modules:
+        package = name.partition(".")[0]
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and package not in _RELEASED:
+            remote = package == TRANSFORMERS_DYNAMIC_MODULE_NAME
+            files.update(Path(file).parent.glob("*.py") if remote else [Path(file)])
+    return files
 
 
 def _wait(reference: weakref.ref[CompiledForward], name: str, begun: threading.Event) -> None:

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,7 +26,8 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged_model import PassInputs, RaggedModel
+from specdec.models.backends.ragged_inputs import PassInputs
+from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 
@@ -43,7 +43,6 @@ turn = open(sys.argv.pop(), "w")
 fcntl.flock(turn, fcntl.LOCK_EX)
 runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 """  # one compiler at a time: the others wait before they load torch
-_DAY = 24 * 3600  # seconds until a failed compiler is tried again without being asked
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
 _RETURNED = 100  # returned nodes of its first hidden state, one more for each other one
 
@@ -95,11 +94,7 @@ class KeptCode:
 
     def failure(self) -> str | None:
         """Why the compiler failed within the last day, if it did."""
-        try:
-            is_fresh = time.time() - self._failed.stat().st_mtime < _DAY
-            return self._failed.read_text("utf-8").strip().rpartition("\n")[2] if is_fresh else None
-        except OSError:
-            return None
+        return next(reversed(kernels.failure(self._failed)), None)
 
     def fail(self, reason: str) -> None:
         """Keeps the last line of `reason` as that of `failure`."""
@@ -261,14 +256,6 @@ def _make_room(new: Path) -> None:
             surplus -= sizes[folder]
 
 
-def _main(folder: Path, lock: int) -> None:
-    os.set_inheritable(lock, False)
-    with suppress(OSError):  # not on Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
-    torch.set_num_threads(1)
-    KeptCode(folder.parent.name).make(folder)
-
-
 def _compile(folder: Path) -> None:
     from torch.fx.experimental import _config as shape_config
 
@@ -286,4 +273,8 @@ def _compile(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    os.set_inheritable(int(sys.argv[2]), False)  # the lock
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
+    torch.set_num_threads(1)
+    KeptCode(Path(sys.argv[1]).parent.name).make(Path(sys.argv[1]))

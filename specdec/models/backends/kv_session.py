@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,15 +13,14 @@ from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
-from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
-from specdec.models.backends.ragged_model import Buffers
+from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.cache.kv_cache import KvCache
-from specdec.models.cache.session import Session, check_works
+from specdec.models.cache.session import check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
 
 
-class KvSession(KvCache, Session):
+class KvSession(KvCache):
     """A `KvCache` and its passes: with a `backend` the new nodes of all rows share a ragged one, else a padded one."""
 
     def __init__(self, language: ModelSpec, backend: RaggedForward | None) -> None:
@@ -94,36 +92,27 @@ class KvSession(KvCache, Session):
     def _run_ragged(
         self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
     ) -> dict[int, Logits]:
-        works, row_indices = [row.work for row in rows], [row.row_index for row in rows]
         for row in rows:
             self.buffers.extend(row.row_index, row.columns.top + row.work.num_new)
-        kinds, encoders = self._language.capability.kinds, self._encoders(row_indices)
-        if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
-            tokens, columns = [work.tree.tokens[0] for work in works], [row.columns.top for row in rows]
-            shifts = [row.columns.shift for row in rows]
-            inputs = RaggedInputs.next(row_indices, columns, shifts, tokens, kinds, self._language.device, encoders)
-        else:
-            inputs = RaggedInputs.of(rows, kinds, self._language.device, encoders)
-        if ragged.model.reads_embeds:
-            inputs = replace(inputs, ids=torch.cat([work.embeds for work in works if work.embeds is not None])[None])
-        logits, states = ragged(inputs, *self._pairs(ragged), hidden)
+        logits, states = ragged(self._inputs(ragged, rows), hidden)
         self._ragged_passes += 1
         found, begin, kept = dict[int, Logits](), 0, 0
-        for work in works:
+        for work in (row.work for row in rows):
             end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
             hidden_states = tuple(None if layer is None else layer[begin:end] for layer in states) or None
             found[work.row] = Logits(work, own, hidden_states=hidden_states, passes=(self.passes,))
             begin, kept = end, kept + work.num_logits
         return found
 
-    def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
-        return None if self.cross is None else [self.cross.seen(row_index) for row_index in row_indices]
-
-    def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
-        """Buffers of the text, and of the encoders' projections."""
-        return self.buffers.pairs(
-            ragged.model.widths, self._like
-        ), () if self.cross is None else self.cross.buffers.pairs()
+    def _inputs(self, ragged: RaggedForward, rows: Sequence[RowNodes]) -> PassInputs:
+        cross, language = self.cross, self._language
+        encoders = None if cross is None else [cross.seen(row.row_index) for row in rows]
+        inputs = PassInputs.of(rows, language.capability.kinds, language.device, encoders)
+        if ragged.model.reads_embeds:
+            embeds = [row.work.embeds for row in rows if row.work.embeds is not None]
+            inputs = inputs._replace(ids=torch.cat(embeds)[None])
+        frames = () if cross is None else cross.buffers.pairs()
+        return inputs._replace(buffers=self.buffers.pairs(ragged.model.widths, self._like), frames=frames)
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]
@@ -145,20 +134,17 @@ class KvSession(KvCache, Session):
             row.columns.begin(tree, len(tree) - 1, 0)
         if self.cross is not None:
             self.cross.project()
-        row_indices, kinds = [row.index for row in named], self._language.capability.kinds
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
-        for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
-            self.buffers.extend(row_index, begin + rule.most - 1)
+        for row, begin, rule in zip(named, begins, rules, strict=True):
+            self.buffers.extend(row.index, begin + rule.most - 1)
         nodes = [
-            RowNodes(row_index, row.columns, Work(row.number, tree))
-            for row_index, row, tree in zip(row_indices, named, trees, strict=True)
+            RowNodes(row.index, row.columns, Work(row.number, tree)) for row, tree in zip(named, trees, strict=True)
         ]
-        inputs = RaggedInputs.of(nodes, kinds, self._language.device, self._encoders(row_indices))
-        if embeds is not None:
-            inputs = replace(inputs, ids=torch.cat(list(embeds))[None])
-        shifts, most = [row.columns.shift for row in named], max(rule.most for rule in rules) - 1
-        steps = StepInputs.of(row_indices, begins, shifts, most, kinds)
-        chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
+        for node, one in zip(nodes, embeds or (), strict=False):
+            node.work.embeds = one
+        most = max(rule.most for rule in rules) - 1
+        steps = StepInputs.of(nodes, begins, most, self._language.capability.kinds)
+        chained = ragged.draft_chain(self._inputs(ragged, nodes), steps, rules)
         self._ragged_passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1

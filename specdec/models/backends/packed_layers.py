@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,16 +21,15 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.options.load import BACKENDS
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the timed passes
-_TRIES = 5
+_TRIES = 6
 _SAMPLE = 1024  # outputs and inputs of the layer on which dtypes are compared
 _WINS = 0.97  # packed passes must take less than this share of the time as loaded
 _ALIKE = 0.9  # cosine of logits of a model before and after a change
@@ -54,14 +52,7 @@ class PackedEmbedding(nn.Module):
         return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
 
 
-def check_backend(backend: str) -> None:
-    """Raises OptionError for an unknown backend."""
-    if backend not in BACKENDS:
-        raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
-
-
 def is_packed(model: nn.Module) -> bool:
-    """Whether some layers are packed."""
     return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
 
 
@@ -132,15 +123,26 @@ def _bytes(model: Any) -> int:
 
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
-    """Packs all layers, and embeddings tied to them; returns the undoing."""
-    undo: list[Callable[[], None]] = []
-    tied = tied_embeddings(model)
-    for name in list(_linears(model)):
+    return pack_layers(model, list(_linears(model)), lambda _, layer: weight_of(layer))
+
+
+def pack_layers(
+    model: Any, names: Sequence[str], weight: Callable[[str, Any], kernels.Weight | None]
+) -> Callable[[], None]:
+    """Replaces layers by packed ones over `weight(name, layer)`, unless that is None; returns the undoing."""
+    undo, tied = list[Callable[[], None]](), tied_embeddings(model)
+    for name in names:
         layer = model.get_submodule(name)
-        packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=name in tied)
-        del layer  # frees its weight
-        undo.append(replaced(model, name, packed, tied.get(name, ())))
-    return partial(undone, undo)
+        if (found := weight(name, layer)) is not None:
+            packed = kernels.pack(found, bias=layer.bias, lookup=name in tied)
+            del layer, found  # frees its weight
+            undo.append(replaced(model, name, packed, tied.get(name, ())))
+
+    def undo_all() -> None:
+        for step in undo:
+            step()
+
+    return undo_all
 
 
 def weight_of(layer: Any) -> Tensor:
@@ -170,12 +172,6 @@ def replaced(model: Any, name: str, packed: kernels.AnyLinear, tied: Sequence[st
             model.set_submodule(place, module)
 
     return undo
-
-
-def undone(undo: list[Callable[[], None]]) -> None:
-    """Undoes several changes."""
-    for step in undo:
-        step()
 
 
 def tied_embeddings(model: Any) -> dict[str, list[str]]:
@@ -230,8 +226,6 @@ def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
     layers = _linears(model).values()
     shapes = sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
-    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
-    kind = hashlib.sha256("\n".join([type(model).__name__, machine, *shapes]).encode()).hexdigest()[:16]
     del layers
 
     def faster() -> bool:
@@ -246,33 +240,30 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if holds(f"packed passes are faster: {kind}", faster) and _linears(model):
+    if _holds_here("packed passes are faster", faster, type(model).__name__, *shapes) and _linears(model):
         _pack(model)
 
 
 def slower_than_floats(dtype: torch.dtype) -> bool:
     """Whether linear layers are slower in this dtype than in float32 in short passes; measured once per machine."""
-    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
 
     def seconds(kind: torch.dtype) -> float:
         weight = torch.ones(_SAMPLE, _SAMPLE, dtype=kind)
         return sum(kernels.best_seconds(partial(nn.functional.linear, weight[:width], weight)) for width in _WIDTHS)
 
-    kind = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    return not holds(f"{dtype} is as fast as float32: {kind}", lambda: seconds(dtype) <= seconds(torch.float32))
+    return not _holds_here(f"{dtype} is as fast as float32", lambda: seconds(dtype) <= seconds(torch.float32))
+
+
+def _holds_here(what: str, trial: Callable[[], bool], *kind: str) -> bool:
+    """`holds`, of this machine and this kind of models."""
+    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+    digest = hashlib.sha256("\n".join([machine, *kind]).encode()).hexdigest()[:16]
+    return holds(f"{what}: {digest}", trial)
 
 
 def _seconds(model: Any) -> float:
-    """Seconds of short passes, the median for each width."""
-    total = 0.0
-    for width in _WIDTHS:
-        seconds = []
-        for _ in range(1 + _TRIES):
-            began = time.perf_counter()
-            _logits(model, width)
-            seconds.append(time.perf_counter() - began)
-        total += sorted(seconds[1:])[_TRIES // 2]
-    return total
+    """Seconds of short passes, the fastest of each width."""
+    return sum(kernels.best_seconds(partial(_logits, model, width), _TRIES) for width in _WIDTHS)
 
 
 @torch.no_grad()

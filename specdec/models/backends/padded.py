@@ -20,7 +20,7 @@ from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
-from specdec.models.cache.layout import AttentionView, Layout
+from specdec.models.cache.layout import Layout
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, returned
 
@@ -117,7 +117,9 @@ class PaddedPasses:
 
     def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
         """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
-        here = [parts.get(index) or self._idle(index) for index in range(first, last + 1)]
+        here = []
+        for index, held in enumerate(self._cache.rows[first : last + 1], first):
+            here.append(parts.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
         works = [part.work for part in here]
         layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
@@ -128,7 +130,9 @@ class PaddedPasses:
             inputs |= cross.inputs(first, first + len(works), self._cache.buffers)
         nodes = list(range(layout.nodes))
         if self._can_keep:
-            nodes = _nodes_with_logits(layout, works)
+            sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
+            # those with logits of some row; never none, as transformers takes 0 for all
+            nodes = sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
             is_end = nodes[0] == layout.nodes - len(nodes)
             inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
@@ -140,14 +144,8 @@ class PaddedPasses:
             more = {}
             if extras:
                 more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
-            found[work.row] = Logits(work, own, passes=(self.passes,) if work.num_new else (), **more)
+            found[work.row] = Logits(work, own, passes=(self.passes,), **more)
         return found
-
-    def _idle(self, row_index: int) -> RowNodes:
-        row = self._cache.rows[row_index]
-        pending = row.columns.pending
-        tree = row.tree.part(range(pending)) if pending else EMPTY
-        return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
         inputs: dict[str, Any] = {CACHE: self._cache.buffers} | _OPTIONS
@@ -161,19 +159,17 @@ class PaddedPasses:
         name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(self._language.capability.positions)
         if name is not None and (layout.view is not None or self._language.sees):
             inputs[name] = layout.shifted()
-        if layout.view is not None:
-            self._add_mask(inputs, layout.view, prefix)
-        return inputs
-
-    def _add_mask(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
-        language, capability = self._language, self._language.capability
-        if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
+        if layout.view is None:
+            return inputs
+        if (attention := attention_of(self._language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
                 f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
                 'load the model with attn_implementation="sdpa"'
             )
-        masks = {kind.name: view.mask(kind, self._language.dtype) for kind in capability.kinds}
+        capability = self._language.capability
+        masks = {kind.name: layout.view.mask(kind, self._language.dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
+        return inputs
 
     def _embed(self, ids: Tensor, works: Sequence[Work]) -> Tensor:
         if self._cache.cross is not None:
@@ -197,15 +193,10 @@ class PaddedPasses:
             return language.model(**inputs)
 
 
-def _nodes_with_logits(layout: Layout, works: Sequence[Work]) -> list[int]:
-    """The padded nodes with logits of some row, in order; never none, as transformers takes 0 for all."""
-    sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
-    return sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
-
-
 def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[str, Any]:
     """Hidden states and attentions of a row, which sees `frames` positions of its encoder."""
-    size, columns = layout.sizes[row], layout.row_columns(row)
+    size, own = layout.sizes[row], layout.maps[row]
+    columns = [*range(own.base), *own.scattered, *range(own.top, own.top + size)]
     extras = {
         "hidden_states": [None if layer is None else layer[row, :size] for layer in returned(output, "hidden_states")],
         "attentions": [layer[row, :, :size, columns] for layer in returned(output, "attentions")],

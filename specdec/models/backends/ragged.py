@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from specdec.errors import UnsupportedError
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.fused_linear import join, readers
 from specdec.models.backends.packed_layers import alike
-from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
-from specdec.models.backends.ragged_model import POSITIONS, Buffers, PassInputs, RaggedModel
+from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
+from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
@@ -49,21 +48,17 @@ class RaggedForward:
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
 
     def __call__(
-        self, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), layers: bool | Sequence[int] = ()
+        self, inputs: PassInputs, layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), None for the
-        others.
-
-        `frames` are the projections of encoders.
-        """
+        """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), or None."""
         if self.compiled is None or not self.compiled.ready:
             began = time.perf_counter()
-            logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
+            logits, hidden = self.model.output(inputs, layers or False)
             if self.compiled is not None:
                 self.compiled.spent(time.perf_counter() - began)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
         returned = self._returned(inputs.ids.shape[1], layers)
-        logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, returned))
+        logits, *states = self.compiled(inputs._replace(returned=returned))
         wanted = zip(states, returned, strict=True) if layers else ()
         return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in wanted)
 
@@ -83,20 +78,13 @@ class RaggedForward:
         faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
         return faster is not None and faster.ready and known
 
-    def draft_chain(
-        self,
-        inputs: RaggedInputs,
-        steps: StepInputs,
-        rules: Sequence[ChainRule],
-        buffers: Buffers,
-        frames: Buffers = (),
-    ) -> Chained:
+    def draft_chain(self, inputs: PassInputs, steps: StepInputs, rules: Sequence[ChainRule]) -> Chained:
         """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
         assert self.compiled is not None
         embeddings = self._embeddings
         returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.model.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return self.compiled.draft_chain(PassInputs.of(inputs, buffers, frames, returned), steps, rules, embeddings)
+        return self.compiled.draft_chain(inputs._replace(returned=returned), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:
@@ -128,17 +116,17 @@ class RaggedForward:
         output = own(**given, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))
         self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
-        buffers = [
+        buffers: Any = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
         ]
         columns, logits = ColumnMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
             work = Work.text(1, tokens.tolist(), len(tokens))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
-            inputs = RaggedInputs.of([RowNodes(1, columns, work)], language.capability.kinds, language.device, encoders)
-            inputs = replace(inputs, ids=self.model.inputs(inputs.ids))
+            inputs = PassInputs.of([RowNodes(1, columns, work)], language.capability.kinds, language.device, encoders)
+            ids = self.model.inputs(inputs.ids)
             with readers(self.model.model) as self._fusable:
-                logits.append(self(inputs, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
+                logits.append(self(inputs._replace(ids=ids, buffers=buffers, frames=_pairs(frames)))[0])
             columns.base = columns.top = columns.base + len(tokens)
         blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])

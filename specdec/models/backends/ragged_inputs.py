@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
 
 _WORD = 32  # columns per word of bits
 
+Buffers = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, `[rows, heads, columns, head width]`."""
+
 
 class RowNodes(NamedTuple):
     """The work of one row: its row of the buffers, and its column map."""
@@ -30,19 +34,22 @@ class RowNodes(NamedTuple):
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedInputs:
-    """`ids` and `positions` `[1, nodes]`, a table for each kind of layer, and the numbers `kept` of nodes with logits.
+class PassInputs(NamedTuple):
+    """The inputs of a ragged pass: `ids` and `positions` `[1, nodes]`, and a table for each kind of layer.
 
-    For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept` is never empty. `encoders` holds one
-    table of visible encoder positions, or nothing.
+    For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept`: numbers of the nodes with logits,
+    never none. `encoders`: one table of visible encoder positions, or nothing. `buffers` hold the text, `frames` the
+    encoders' projections. `returned[i]`: numbers of the nodes whose hidden state i is returned, all or none.
     """
 
     ids: Tensor
     positions: Tensor
-    tables: list[Tensor]
     kept: Tensor
-    encoders: list[Tensor]
+    tables: Sequence[Tensor]
+    encoders: Sequence[Tensor]
+    buffers: Buffers = ()
+    frames: Buffers = ()
+    returned: Sequence[Tensor] = ()
 
     @classmethod
     def of(
@@ -51,48 +58,33 @@ class RaggedInputs:
         kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
-    ) -> RaggedInputs:
+    ) -> PassInputs:
         """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
-        tokens = [token for row in rows for token in row.work.new_tokens]
-        placed = [_placed(row) for row in rows]
-        positions = np.concatenate([own.positions + row.columns.shift for own, row in zip(placed, rows, strict=True)])
-        wide = max(own.kin.shape[1] for own in placed)
-        tables = [np.concatenate([own.table(kind, wide) for own in placed]) for kind in kinds]
-        kept: list[int] = []
-        end = 0
-        for row in rows:
-            end += row.work.num_new
+        sizes, kept = [row.work.num_new for row in rows], list[int]()
+        if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
+            steps = StepInputs.of(rows, [row.columns.top for row in rows], 1, kinds)
+            positions, tables = steps.positions[0], [of_kind[0] for of_kind in steps.tables]
+        else:
+            placed = [_placed(row) for row in rows]
+            shifted = [own.positions + row.columns.shift for own, row in zip(placed, rows, strict=True)]
+            wide = max(own.kin.shape[1] for own in placed)
+            found = [np.concatenate([own.table(kind, wide) for own in placed]) for kind in kinds]
+            positions = torch.from_numpy(np.concatenate(shifted)[None])
+            tables = [torch.from_numpy(table[None, None]) for table in found]
+        for row, end in zip(rows, accumulate(sizes), strict=True):
             kept += range(end - row.work.num_logits, end)
         return cls(
-            torch.tensor([tokens], device=device),
-            torch.from_numpy(positions[None]).to(device),
-            [torch.from_numpy(table[None, None]).to(device) for table in tables],
-            torch.tensor(kept or [end - 1], device=device),
-            [] if encoders is None else [_cross([row.work.num_new for row in rows], encoders).to(device)],
+            torch.tensor([[token for row in rows for token in row.work.new_tokens]], device=device),
+            positions.to(device),
+            torch.tensor(kept or [sum(sizes) - 1], device=device),
+            [table.to(device) for table in tables],
+            [] if encoders is None else [_cross(sizes, encoders).to(device)],
         )
 
-    @classmethod
-    def next(
-        cls,
-        row_indices: Sequence[int],
-        columns: Sequence[int],
-        shifts: Sequence[int],
-        tokens: Sequence[int],
-        kinds: Sequence[AttentionKind],
-        device: torch.device,
-        encoders: Sequence[list[int]] | None = None,
-    ) -> RaggedInputs:
-        """One more token for each row, whose text fills the columns before `columns[i]`; its position is `shifts[i]`
-        more than the column.
-        """
-        steps = StepInputs.of(row_indices, columns, shifts, 1, kinds)
-        return cls(
-            torch.tensor([tokens], device=device),
-            steps.positions[0].to(device),
-            [tables[0].to(device) for tables in steps.tables],
-            torch.arange(len(tokens), device=device),
-            [] if encoders is None else [_cross([1] * len(tokens), encoders).to(device)],
-        )
+    @property
+    def tensors(self) -> list[Tensor]:
+        pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +96,14 @@ class StepInputs:
 
     @classmethod
     def of(
-        cls,
-        row_indices: Sequence[int],
-        columns: Sequence[int],
-        shifts: Sequence[int],
-        passes: int,
-        kinds: Sequence[AttentionKind],
+        cls, rows: Sequence[RowNodes], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
     ) -> StepInputs:
-        """For these rows of the buffers; the first tokens go to these columns, at positions `shifts[i]` more."""
+        """The first tokens of these rows go to these columns."""
         at = np.arange(passes)[:, None] + np.array(columns)
-        own = np.broadcast_to(np.array(row_indices), at.shape)
+        own = np.broadcast_to(np.array([row.row_index for row in rows]), at.shape)
         tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
-        return cls(torch.from_numpy((at + np.array(shifts))[:, None]), stacked)
+        return cls(torch.from_numpy((at + np.array([row.columns.shift for row in rows]))[:, None]), stacked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
 from specdec.kernels import ALIKE, PackedLinear
-from specdec.models.backends.ragged_inputs import RaggedInputs
+from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
@@ -36,36 +36,6 @@ from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
 
 ATTENTION = "specdec"
 POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
-
-Buffers = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, `[rows, heads, columns, head width]`."""
-
-
-class PassInputs(NamedTuple):
-    """The inputs of a pass: the tensors of `RaggedInputs`, buffers of the text, and encoders' projections (`frames`).
-
-    `returned[i]`: indices of the nodes whose hidden state i is returned (all or none).
-    """
-
-    ids: Tensor
-    positions: Tensor
-    kept: Tensor
-    tables: Sequence[Tensor]
-    encoders: Sequence[Tensor]
-    buffers: Buffers
-    frames: Buffers
-    returned: Sequence[Tensor]
-
-    @classmethod
-    def of(
-        cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), returned: Sequence[Tensor] = ()
-    ) -> PassInputs:
-        return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, returned)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
 
 
 class _Running(threading.local):

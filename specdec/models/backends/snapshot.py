@@ -88,10 +88,6 @@ class _Row:
         if self.num_cached and not taken and not recurrent_state.is_plain(self.cache):
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
-    def copy(self) -> _Row:
-        # The snapshot is shared: restoring copies its tensors.
-        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=copy.deepcopy(self.cache))
-
 
 class ReplaySession(Session):
     """Rows run one after another, trees as paths from root to leaf, branches anew with every path through them.
@@ -108,7 +104,8 @@ class ReplaySession(Session):
         self._numbers = 0
         self._cautious = False
         self._proven = False
-        self._cache_name = recurrent_state.cache_name(language.input_names)
+        names = (name for name in recurrent_state.CACHE_NAMES if name in language.input_names)
+        self._cache_name = next(names, None)
         self._state_names = recurrent_state.MODULE_STATE.get(language.config.model_type, ())
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
@@ -121,7 +118,9 @@ class ReplaySession(Session):
         source = self._row(row)
         if length is not None and length > len(source.tokens):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
-        number = self._new(copied := source.copy())
+        # The snapshot is shared: restoring copies its tensors.
+        own = {"tokens": list(source.tokens), "ran": list(source.ran), "cache": copy.deepcopy(source.cache)}
+        number = self._new(copied := replace(source, **own))
         if length is not None:
             self.truncate([number], [length])
             copied.tree, copied.pending = EMPTY, 0
@@ -182,13 +181,11 @@ class ReplaySession(Session):
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(map(self._row, rows), lengths, strict=True):
-            if length >= len(row.tokens):
-                continue
-            self._cautious |= length < len(row.tokens)
-            del row.tokens[length:]
-            row.rewind(len(row.tokens))
-            row.final = len(row.tokens)
-            row.tree, row.ran, row.pending = EMPTY, [], 0
+            if length < len(row.tokens):
+                self._cautious = True
+                del row.tokens[length:]
+                row.rewind(length)
+                row.final, row.tree, row.ran, row.pending = length, EMPTY, [], 0
 
     @property
     def bytes(self) -> int:
@@ -279,11 +276,14 @@ class ReplaySession(Session):
         }
 
     def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
-        inputs = self._inputs(row, tokens) | extras
+        inputs, spans = self._inputs(row, tokens) | extras, None
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
+        if self._language.capability.boundary is not None:  # lengths of the text when plain decoding read each token
+            at = torch.arange(row.num_cached + 1, row.num_cached + len(tokens) + 1)
+            spans = at[None].clamp(min=row.initial_length)
         try:
-            with self._language.scaled(self._spans(row, len(tokens))):
+            with self._language.scaled(spans):
                 output = self._call(row, inputs)
         except BaseException:
             row.forget_cache()  # only some layers may have written
@@ -300,12 +300,6 @@ class ReplaySession(Session):
                 for name in ("attentions", "cross_attentions")
             },
         }
-
-    def _spans(self, row: _Row, count: int) -> Tensor | None:
-        """Length of the text when plain decoding read each of the next `count` tokens, `[1, count]`."""
-        if self._language.capability.boundary is None:
-            return None
-        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.initial_length)
 
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:

@@ -79,22 +79,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def resized(self, rows: int, capacity: int, written: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Buffers of another size with the first `written[row]` columns of every row, as far as they fit."""
-        if self.buffers is None:
-            return None
-        moved = []
-        for old in self.buffers:
-            new = _zeros(old, rows, old.shape[1], capacity, old.shape[3])
-            for row, columns in enumerate(written[: min(rows, old.shape[0])]):
-                columns = min(capacity, old.shape[2], columns)
-                new[row, :, :columns] = old[row, :, :columns]
-            moved.append(new)
-        return moved[0], moved[1]
-
-    def forget(self) -> None:
-        self.buffers, self.is_initialized = None, False
-
 
 class KvBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers of a session; `prepare` sets where the next pass writes.
@@ -127,8 +111,9 @@ class KvBuffers(Cache):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """Bytes of the buffers; of lazy ones, of the pages that were written."""
-        total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
-        if not total or not all(_is_lazy(buffer) for buffer in self._buffers()):
+        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers()]
+        total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
+        if not total or not is_lazy or min(sizes) < _PAGES:
             return total
         self._note_touched()
         return total * sum(self._touched) // (self.row_capacity * self.capacity)
@@ -141,8 +126,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def node_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row `[rows, 1]` and column `[rows, nodes]` of every node, on this device."""
         if device not in self._node_index:
-            if self.columns is None:
-                raise ValueError("every row starts at the same column")
+            assert self.columns is not None, "every row starts at the same column"
             rows = torch.arange(self.columns.shape[0], device=device)[:, None]
             self._node_index[device] = (rows, self.columns.to(device))
         return self._node_index[device]
@@ -191,7 +175,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
 
     def bound(self, rows: int, columns: int) -> None:
-        """Sets the bounds and frees what lies beyond them."""
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
             kept = min(self.capacity, max(columns, self._held() + 1))
@@ -202,7 +185,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
         if not rows:
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
-                    layer.forget()
+                    layer.buffers, layer.is_initialized = None, False
                 self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * sum(self._written) * self._column_bytes <= self.bytes:
             self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))
@@ -275,15 +258,18 @@ class KvBuffers(Cache):  # type: ignore[misc]
             self._touched[row] = max(self._touched[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        written = [min(columns, capacity) for columns in self._written]
-        moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # changes nothing if it raises
-        for layer, buffers in zip(self.layers, moved, strict=True):
+        written, moved = [min(columns, capacity) for columns in self._written], list[Any]()
+        for layer in self.layers:
+            made = []
+            for old in layer.buffers or ():
+                made.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
+                for row, columns in enumerate(written[: min(rows, old.shape[0])]):
+                    columns = min(old.shape[2], columns)
+                    new[row, :, :columns] = old[row, :, :columns]
+            moved.append(tuple(made) or None)
+        for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
-
-
-def _is_lazy(like: Tensor) -> bool:
-    return like.device.type == "cpu" and like.numel() * like.element_size() >= _PAGES
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -298,7 +284,6 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of `device` that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
-from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.cache.buffers import KvBuffers
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
@@ -73,19 +73,27 @@ class CrossAttention:
         self._unread += range(first, first + count)
         self._forget()
 
+    @torch.no_grad()
     def project(self) -> None:
         """Projects new encodings, those of equal length in one pass."""
         alike: dict[int, list[int]] = {}
         for encoder_row in self._unread:
             alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in alike.items():
-            found = self._projected(torch.cat([self._encodings[encoder_row].hidden for encoder_row in encoder_rows]))
+            hidden = torch.cat([self._encodings[encoder_row].hidden for encoder_row in encoder_rows])
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            self._language.model(
+                decoder_input_ids=torch.zeros(len(hidden), 1, dtype=torch.long, device=self._language.device),
+                encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+                **{CACHE: cache},
+                use_cache=True,
+            )
             for i, encoder_row in enumerate(encoder_rows):
-                self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in found], frames)
+                found = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
+                self.buffers.write_prefix(encoder_row, found, frames)
         self._unread = []
 
     def fork(self, index: int) -> None:
-        """Appends a row that shares the encoding of row `index`."""
         self.encoder_rows.append(self.encoder_rows[index])
 
     def remove(self, index: int) -> None:
@@ -128,9 +136,10 @@ class CrossAttention:
             self._joined = {"encoder_outputs": BaseModelOutput(last_hidden_state=joined.hidden)}
             if joined.mask is not None and self._takes_mask:
                 self._joined["attention_mask"] = joined.mask
-            self._frames = [
-                Frames(*(_rows(side, encoder_rows, frames) for side in pair)) for pair in self.buffers.pairs()
-            ]
+            first = encoder_rows[0]
+            alone = encoder_rows == tuple(range(first, first + len(encoder_rows)))  # a view of them costs nothing
+            rows = slice(first, first + len(encoder_rows)) if alone else list(encoder_rows)
+            self._frames = [Frames(*(side[rows, :, :frames] for side in pair)) for pair in self.buffers.pairs()]
         return {**self._joined, CACHE: EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
@@ -145,24 +154,3 @@ class CrossAttention:
 
     def _forget(self) -> None:
         self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
-
-    @torch.no_grad()
-    def _projected(self, hidden: Tensor) -> Prefix:
-        """Keys and values `[rows, heads, frames, head width]` of each layer, projected from encoder outputs."""
-        language, rows = self._language, len(hidden)
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        language.model(
-            decoder_input_ids=torch.zeros(rows, 1, dtype=torch.long, device=language.device),
-            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
-            use_cache=True,
-            **{CACHE: cache},
-        )
-        return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
-
-
-def _rows(buffer: Tensor, encoder_rows: tuple[int, ...], frames: int) -> Tensor:
-    """These rows, without a copy where they are consecutive."""
-    first, count = encoder_rows[0], len(encoder_rows)
-    if encoder_rows == tuple(range(first, first + count)):
-        return buffer[first : first + count, :, :frames]
-    return buffer[list(encoder_rows), :, :frames]

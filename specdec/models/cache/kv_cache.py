@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Cache, check_paths
+from specdec.models.cache.session import Session, check_paths
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 
@@ -28,8 +28,8 @@ class Row:
     tree: Tree = EMPTY
 
 
-class KvCache(Cache):
-    """Rows of one model over `KvBuffers`; it runs nothing.
+class KvCache(Session):
+    """The rows of a session over `KvBuffers`, which `KvSession` runs.
 
     Dead branches leave void columns behind, which are compacted now and then.
     """

@@ -156,8 +156,8 @@ class Layout:
 
     @classmethod
     def of(cls, trees: Sequence[Tree], maps: list[ColumnMap], device: torch.device) -> Layout:
-        """The layout of `trees`, which begin with the pending branches of `maps`."""
-        sizes = [len(tree) - own.pending for tree, own in zip(trees, maps, strict=True)]
+        """The layout of `trees`, which begin with the pending branches of `maps`, or are empty."""
+        sizes = [max(len(tree) - own.pending, 0) for tree, own in zip(trees, maps, strict=True)]
         tops = [own.top for own in maps]
         nodes, start = max(sizes), max(tops)
         level = min(tops) == start
@@ -187,11 +187,6 @@ class Layout:
         """Length of the text when plain decoding read each node, `[rows, nodes]`."""
         initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
         return torch.maximum((self.view or self.causal()).positions + 1, initial)
-
-    def row_columns(self, row: int) -> list[int]:
-        """The columns of a row's text, its branches and its new nodes, in this order."""
-        own = self.maps[row]
-        return [*range(own.base), *own.scattered, *range(own.top, own.top + self.sizes[row])]
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:

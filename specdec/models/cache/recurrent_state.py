@@ -10,12 +10,8 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 # model_type -> attributes of modules that hold a row's state outside any cache.
 MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
-
-
-def cache_name(input_names: frozenset[str]) -> str | None:
-    """The keyword by which a model takes and returns its cache."""
-    return next((name for name in _CACHE_NAMES if name in input_names), None)
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""Keywords by which models take and return their caches."""
 
 
 def is_plain(cache: Any) -> bool:

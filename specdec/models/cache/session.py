@@ -1,4 +1,4 @@
-"""The interfaces of a cache, which holds rows of one model, and of a session, which also runs its passes."""
+"""The interface of a session: rows of one model, with their keys and values, and passes over them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
 
 
-class Cache(ABC):
-    """Rows of one model with their keys and values.
+class Session(ABC):
+    """Rows of one model with their keys and values, and passes over them, which `passes` counts.
 
     `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
     branches*: a tree of nodes that may become text (beams). With a `cache_reset_length` a text that grows beyond it
     must be read again from its beginning: no node of a pass may lie beyond that length while the text does not.
-    `keeps_prefixes`: whether `keep_prefix` and `read_from` work.
+    `keeps_prefixes`: whether `keep_prefix` and `read_from` work; `draft_chains`: whether `draft_chain` may return
+    chains.
     """
 
+    passes: int
     cache_reset_length: int | None
     keeps_prefixes = False
+    draft_chains: bool = False
 
     @property
     @abstractmethod
@@ -40,8 +43,7 @@ class Cache(ABC):
 
     @abstractmethod
     def fork(self, row: int, length: int | None = None) -> int:
-        """Adds a row with the first `length` tokens of `row`'s text (None: all, and its branches) and the same
-        encoding.
+        """Adds a row with the first `length` tokens of `row`'s text (None: all, and its branches) and its encoding.
 
         Raises OptionError if the row has fewer tokens.
         """
@@ -54,9 +56,7 @@ class Cache(ABC):
         raise UnsupportedError(f"{type(self).__name__} cannot copy prefixes: check `keeps_prefixes`")
 
     def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
-        """Adds a row with the first `length` tokens of a prefix from `keep_prefix`, whose positions go on by
-        `shift`.
-        """
+        """Adds a row with the first `length` tokens of a kept prefix, whose positions go on by `shift`."""
         raise UnsupportedError(f"{type(self).__name__} cannot read prefixes: check `keeps_prefixes`")
 
     @abstractmethod
@@ -66,6 +66,29 @@ class Cache(ABC):
     @abstractmethod
     def length(self, row: int) -> int:
         """Tokens of the row's text."""
+
+    @abstractmethod
+    def run(
+        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
+    ) -> list[Logits]:
+        """One pass over the new nodes of these rows, several where the model cannot run all in one; commits nothing.
+
+        `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
+        without a work, and works without new nodes, cost nothing.
+        """
+
+    def draft_chain(
+        self,
+        rows: Sequence[int],
+        texts: Sequence[list[int]],
+        rules: Sequence[ChainRule],
+        embeds: Sequence[Tensor] | None = None,
+    ) -> Chained | None:
+        """Extends texts and drafts a chain after each by its rule, in one call; None where that is not possible.
+
+        Rows then hold all guesses but the last. `embeds` `[tokens, width]` of each text are for models that read them.
+        """
+        return None
 
     @abstractmethod
     def commit(
@@ -85,47 +108,14 @@ class Cache(ABC):
         """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
 
 
-class Session(Cache):
-    """A cache that runs passes over its rows; `passes` counts them."""
-
-    passes: int
-    draft_chains: bool = False  # whether `draft_chain` may return chains
-
-    @abstractmethod
-    def run(
-        self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
-    ) -> list[Logits]:
-        """One pass over the new nodes of these rows; commits nothing.
-
-        `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
-        without a work, and works without new nodes, cost nothing. Runs several passes where the model cannot run all
-        rows in one.
-        """
-
-    def draft_chain(
-        self,
-        rows: Sequence[int],
-        texts: Sequence[list[int]],
-        rules: Sequence[ChainRule],
-        embeds: Sequence[Tensor] | None = None,
-    ) -> Chained | None:
-        """Extends texts and drafts a chain after each by its rule, in one call; None where that is not possible.
-
-        Rows then hold all guesses but the last. `embeds` `[tokens, width]` of each text are for
-        models that read embeddings.
-        """
-        return None
-
-
 def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
     """Raises OptionError unless each work begins with its row's branches, and has as many nodes as logits."""
     for work, branches in zip(works, pending, strict=True):
         if work.num_cached != branches or len(work.tree) < branches:
             raise OptionError.of("works", f"a tree that begins with the row's {branches} branches", work)
         if not 0 <= work.num_logits <= work.num_new:
-            raise OptionError.of(
-                "num_logits", f"between 0 and the {work.num_new} new nodes of the row", work.num_logits
-            )
+            nodes = f"between 0 and the {work.num_new} new nodes of the row"
+            raise OptionError.of("num_logits", nodes, work.num_logits)
 
 
 def check_paths(rows: Sequence[int], paths: Sequence[list[int]], texts: Sequence[int] | None) -> None:

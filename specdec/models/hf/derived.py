@@ -1,4 +1,4 @@
-"""Models made of other models, which stay unchanged: copies over their weights, some of their layers, joined parts.
+"""Models made of other models, which stay unchanged: copies over their weights, some of their layers, parts of them.
 
 An early exit shares all weights, and only the modules above the layer list are copied, shallowly; a model of chosen
 layers has copies of its own.
@@ -7,7 +7,8 @@ layers has copies of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import settled
-from specdec.models.hf.private_api import attention_of, set_attention
+from specdec.models.hf.private_api import attention_of, class_of, set_attention
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
-
+_CONFIGS = ("vision_config", "audio_config")
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
 _DECODER = ("activation_function", "max_target_positions", "scale_embedding", "vocab_size")
 
 
@@ -64,24 +66,21 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
 
 def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
     """A new model with copies of the `chosen` decoder layers and all other weights; UnsupportedError if it has none."""
-    path = ".".join(_path_to_layers(model, total))
+    path, state = ".".join(_path_to_layers(model, total)), dict[str, Tensor]()
+    for name, tensor in model.state_dict().items():
+        outside, found, rest = name.partition(f"{path}.")
+        number, _, rest = rest.partition(".")
+        if outside or not found:
+            state[name] = tensor
+        else:
+            state |= {f"{path}.{i}.{rest}": tensor for i, layer in enumerate(chosen) if layer == int(number)}
     try:
         small = type(model)(_cut_config(model.config, total, chosen))
-        small.load_state_dict(dict(_renumbered(model.state_dict(), path, chosen)))
+        small.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UnsupportedError(f"cannot make a {type(model).__name__} of its layers {list(chosen)}: {error}") from error
     small.generation_config = copy.deepcopy(model.generation_config)
     return small.to(model.device)
-
-
-def _renumbered(state: dict[str, Tensor], path: str, chosen: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
-        head, found, rest = name.partition(f"{path}.")
-        number, _, rest = rest.partition(".")
-        if head or not found:
-            yield name, tensor
-        else:
-            yield from ((f"{path}.{i}.{rest}", tensor) for i, layer in enumerate(chosen) if layer == int(number))
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:
@@ -139,3 +138,42 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
     model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
     return model.train(draft.training)
+
+
+def eyes(model: Any) -> dict[str, nn.Module]:
+    """The modules beside a model's decoder, by their names in its base model."""
+    base, decoder = model.base_model, model.get_decoder()
+    if base is decoder:
+        return {}
+    return {name: part for name, part in base.named_children() if decoder not in part.modules()}
+
+
+def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
+    """A class that loads only the part that reads text, or the other; None for models that cannot be divided.
+
+    Give a loaded model its own class back (`class_of`), which can be pickled.
+    """
+    kind = class_of(auto_class, config)
+    if kind is None or not any(hasattr(config, name) for name in _CONFIGS):
+        return None
+
+    class Part(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, *given: Any, **options: Any) -> None:
+            super().__init__(config, *given, **options)
+            beside, base = eyes(self), self.base_model
+            dropped = [(base, name) for name in beside]
+            if not reads_text and beside:
+                own = [(owner, name) for owner in (base, self) for name, _ in owner.named_children()]
+                dropped = [(owner, name) for owner, name in own if getattr(owner, name) is not base]
+                dropped = [(owner, name) for owner, name in dropped if owner is self or name not in beside]
+            for owner, name in dropped:
+                delattr(owner, name)
+            ignored = {rf"(^|\.){re.escape(name)}\." for _, name in dropped}
+            setattr(self, _IGNORED, {*(getattr(self, _IGNORED, None) or ()), *ignored})
+
+        def tie_weights(self, *given: Any, **options: Any) -> Any:
+            return super().tie_weights(*given, **options) if reads_text else None
+
+    Part.__name__ = Part.__qualname__ = kind.__name__
+    Part.__module__ = kind.__module__
+    return Part

@@ -57,13 +57,11 @@ class Home:
     @property
     def entry(self) -> Mapping[str, Any] | None:
         """The loader's index entry of a weight in a file; None if it is in memory or missing."""
-        entry: Mapping[str, Any] | None = getattr(self.loader, "index", {}).get(self.key)
-        return entry
+        return getattr(self.loader, "index", {}).get(self.key)
 
     @property
     def folder(self) -> str:
-        folder: str = self.loader.save_folder
-        return folder
+        return self.loader.save_folder
 
 
 def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -155,7 +155,6 @@ class _Reading:
         return [interface[kind] for interface in interfaces for kind in kinds if kind in interface]
 
     def _note(self, held: Any) -> None:
-        """Notes a collection with a copy and its objects."""
         self._live.append(held)
         self._contents.append(held.copy())
         if not isinstance(held, set):

@@ -19,8 +19,7 @@ CHANGING = threading.Lock()  # held while attributes of modules are replaced
 
 
 class _Wanted(threading.local):
-    def __init__(self) -> None:
-        self.methods: dict[Method, Callable[..., Any]] = {}
+    methods: Mapping[Method, Callable[..., Any]] = {}
 
 
 _wanted = _Wanted()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -30,25 +30,20 @@ class Lookup:
     """The methods by which a decoder derives positions in a style of `STYLES`; UnsupportedError if there are none."""
 
     def __init__(self, decoder: nn.Module, style: str) -> None:
-        self._methods = _methods(decoder, style)
+        # The methods to override, and by what: `own(module, query, key, *arguments of the model)`.
+        self._methods: dict[Method, Callable[..., Any]] = {(decoder, "build_alibi_tensor"): _alibi}
+        if style == "bias":
+            layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+            biased = [(layer, "compute_bias") for layer in layers if hasattr(layer, "compute_bias")]
+            self._methods = dict.fromkeys(biased, _relative_bias)
+        if style == "embedding":
+            if not isinstance(module := getattr(decoder, "embed_positions", None), nn.Module):
+                raise UnsupportedError(f"{type(decoder).__name__} has no `embed_positions` to look positions up in")
+            self._methods = {(module, "forward"): _embedding}
 
-    @contextmanager
-    def running(self, query: Tensor, key: Tensor) -> Iterator[None]:
+    def running(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
         """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`."""
-        with overridden({method: partial(own, method[0], query, key) for method, own in self._methods.items()}):
-            yield
-
-
-def _methods(decoder: nn.Module, style: str) -> dict[Method, Callable[..., Any]]:
-    """The methods to override, and by what: `own(module, query, key, *arguments of the model)`."""
-    if style == "alibi":
-        return {(decoder, "build_alibi_tensor"): _alibi}
-    if style == "bias":
-        layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
-        return {(layer, "compute_bias"): _relative_bias for layer in layers if hasattr(layer, "compute_bias")}
-    if not isinstance(module := getattr(decoder, "embed_positions", None), nn.Module):
-        raise UnsupportedError(f"{type(decoder).__name__} has no `embed_positions` to look positions up in")
-    return {(module, "forward"): _embedding}
+        return overridden({method: partial(own, method[0], query, key) for method, own in self._methods.items()})
 
 
 def _embedding(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -94,17 +89,14 @@ class Scaling:
                 "for it: load it without `trust_remote_code`, or without `rope_scaling`"
             )
 
-    @contextmanager
-    def running(self, spans: Tensor) -> Iterator[None]:
+    def running(self, spans: Tensor) -> AbstractContextManager[None]:
         """Context in which this thread's passes are scaled by `spans` `[rows, nodes]`, in tokens."""
-        with overridden(
-            {(module, "forward"): partial(_angles, module, self._alike(module, spans)) for module in self._modules}
-        ):
-            yield
-
-    def _alike(self, module: Any, spans: Tensor) -> Tensor:
-        """Spans that scale alike made equal: all up to the boundary, and for LongRoPE all beyond it."""
-        return spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
+        methods: dict[Method, Callable[..., Any]] = {}
+        for module in self._modules:
+            # Spans that scale alike made equal: all up to the boundary, and for LongRoPE all beyond it.
+            alike = spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
+            methods[module, "forward"] = partial(_angles, module, alike)
+        return overridden(methods)
 
 
 def _depends_on_length(module: Any) -> bool:
@@ -130,8 +122,7 @@ def _angles(module: Any, spans: Tensor, x: Tensor, position_ids: Tensor, *args: 
 def _merged(here: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, tuple):
         return tuple(_merged(here, *pair) for pair in zip(new, old, strict=True))
-    more = torch.nn.functional.pad(here, (0, 1))
-    return torch.where(more[..., None], new, old)
+    return torch.where(functional.pad(here, (0, 1))[..., None], new, old)
 
 
 def _as_built(module: nn.Module) -> Any:

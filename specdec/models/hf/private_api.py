@@ -1,8 +1,8 @@
 """Private names of transformers and torch that this package needs, one function each, with the reason.
 
 Private names at the heart of one module are used there alone: caches in `recurrent_state` and `buffers`, derived
-positions in `positions`, rotary modules in `rotary`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
-`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper`. `tests/models/test_compat.py` tries them.
+positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
+`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask to scores
 
 def attention_of(config: Any) -> str:
     """The attention implementation of a model, an argument of loading without a getter."""
-    kind: str = config._attn_implementation
-    return kind
+    return config._attn_implementation
 
 
 def set_attention(config: Any, kind: str | None) -> None:
@@ -73,14 +72,9 @@ def forget_outputs(model: Any) -> None:
                 del hooks[number]
 
 
-def loads(auto_class: Any, config: Any) -> bool:
-    """Whether an `AutoModelFor…` class has a model for this config, without making one."""
-    return type(config) in auto_class._model_mapping
-
-
 def class_of(auto_class: Any, config: Any) -> Any:
     """The class of an `AutoModelFor…` class for this config; None if it has none."""
-    return auto_class._model_mapping[type(config)] if loads(auto_class, config) else None
+    return auto_class._model_mapping.get(type(config), None)
 
 
 def skipped_keys(model: Any) -> Any:
@@ -127,7 +121,5 @@ def transcript(
     tokenizer: Any, outputs: Sequence[Mapping[str, Any]], *, timestamps: Any, language: Any, seconds: float
 ) -> tuple[str, dict[str, Any]]:
     """Text and chunks of a Whisper tokenizer's overlapping outputs, merged as the library's pipeline does."""
-    text, rest = tokenizer._decode_asr(
-        outputs, return_timestamps=timestamps, return_language=language, time_precision=seconds
-    )
-    return text, rest
+    how = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
+    return tokenizer._decode_asr(outputs, **how)

@@ -12,6 +12,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 from specdec import __version__
+from specdec.kernels import cache_folder
 
 _log = logging.getLogger(__name__)
 _TRYING = threading.Lock()
@@ -30,29 +32,22 @@ def holds(what: str, trial: Callable[[], bool | None]) -> bool:
 
     Runs one trial at a time; if it raises, nothing is remembered.
     """
+    releases = f"transformers {transformers.__version__}, torch {torch.__version__}, specdec {__version__}"
     with _TRYING:
-        if what not in _found and what in _read().get(_releases(), []):
+        if what not in _found and what in _read().get(releases, []):
             _found[what] = True
         if what not in _found:
             result = trial()
             _found[what] = result is not False
             if result:
-                _write(what)
+                _write(what, releases)
         return _found[what]
 
 
-def _releases() -> str:
-    return f"transformers {transformers.__version__}, torch {torch.__version__}, specdec {__version__}"
-
-
 def _path() -> Path | None:
-    if named := os.environ.get("SPECDEC_PROBES"):
-        return Path(named)
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(root) / "specdec" / "probes.json"
+    with suppress(RuntimeError):  # no home folder
+        return Path(os.environ.get("SPECDEC_PROBES") or cache_folder() / "probes.json")
+    return None
 
 
 def _read() -> dict[str, list[str]]:
@@ -62,18 +57,17 @@ def _read() -> dict[str, list[str]]:
         known = json.loads(path.read_text("utf-8")) if path is not None else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(known, dict):
-        return {}
+    known = known if isinstance(known, dict) else {}
     return {releases: held for releases, held in known.items() if isinstance(held, list)}
 
 
-def _write(what: str) -> None:
+def _write(what: str, releases: str) -> None:
     """Adds to the file atomically; of two processes at once, one result may be lost."""
     path, known = _path(), _read()
     if path is None:
         return
-    held = [one for one in known.get(_releases(), []) if isinstance(one, str)]
-    known[_releases()] = sorted({*held, what})
+    held = [one for one in known.get(releases, []) if isinstance(one, str)]
+    known[releases] = sorted({*held, what})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:

@@ -76,10 +76,16 @@ def tiny_model(model_type: str, **options: Any) -> Any:
     sizes = deepcopy(SIZES[model_type])  # configs change their arguments
     vocabulary = dict.fromkeys(["vocab_size", "decoder_vocab_size"], VOCABULARY)
     config = AutoConfig.for_model(model_type, **{**_IDS, **vocabulary, **sizes, **options})
-    kinds = [AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM, AutoModelForCausalLM]
+    return built(config)
+
+
+def built(config: Any, seed: int = 0) -> Any:
+    """A model of this config, with large random weights in float32, in eval mode."""
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        model = kinds[not config.is_encoder_decoder].from_config(config, dtype=torch.float32)
+        torch.manual_seed(seed)
+        model = kind.from_config(config, dtype=torch.float32)
         shake(model)
     return model.eval()
 

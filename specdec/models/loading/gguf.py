@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
-from specdec.models.backends.packed_layers import changed, is_plain, replaced, tied_embeddings, undone, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
 from specdec.models.loading.quantizers import Quantizer
@@ -31,7 +30,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  
 
 
 class GgufFile(Quantizer):
-    """A GGUF file in a folder or hub repository; `dtype` is the stored one.
+    """A GGUF file in a folder or hub repository; `dtype` is the stored one, float32 if some weights are quantized.
 
     Raises UnsupportedError without the package gguf, OptionError for a missing file or one of another kind, LoadError
     for a broken one.
@@ -43,8 +42,16 @@ class GgufFile(Quantizer):
         super().__init__(name)
         if find_spec("gguf") is None:
             raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
-        self._reader = _opened(_located(folder, name, revision))
-        self.dtype = _stored_dtype({tensor.tensor_type.name for tensor in self._reader.tensors})
+        from gguf import GGUFReader
+
+        path = _located(folder, name, revision)
+        try:
+            self._reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            raise LoadError(f"{path} is no readable GGUF file ({error}): download or make it again") from error
+        # of matrices: vectors are always float32
+        halves = {tensor.tensor_type.name for tensor in self._reader.tensors} - {"F32"}
+        self.dtype = _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -75,21 +82,17 @@ class GgufFile(Quantizer):
 
 def _pack(model: Any, reader: Any) -> Callable[[], None]:
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
-    tensor_name, undo = _names(reader), list[Callable[[], None]]()
+    tensor_name, embeddings = _names(reader), model.get_input_embeddings()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
-    shares = {name for name, module in plain.items() if module.weight is model.get_input_embeddings().weight}
-    tied = tied_embeddings(model)
-    for name in list(plain):
+    shares = {name for name, module in plain.items() if module.weight is embeddings.weight}
+
+    def blocks(name: str, layer: Any) -> Quantized | None:
         tensor = tensors.get(f"{tensor_name(name)}.weight")
         if tensor is None and name in shares:
             tensor = tensors.get("token_embd.weight")
-        layer = plain.pop(name)
-        blocks = None if tensor is None else _blocks(weight_of(layer), tensor)
-        if blocks is not None:
-            packed = kernels.pack(blocks, bias=layer.bias)
-            del layer  # frees its weight
-            undo.append(replaced(model, name, packed, tied.get(name, ())))
-    return partial(undone, undo)
+        return None if tensor is None else _blocks(weight_of(layer), tensor)
+
+    return pack_layers(model, list(plain), blocks)
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:
@@ -105,21 +108,6 @@ def _located(folder: str, name: str, revision: str | None) -> Path:
     return path
 
 
-def _opened(path: Path) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise LoadError(f"{path} is no readable GGUF file ({error}): download or make it again") from error
-
-
-def _stored_dtype(types: set[str]) -> torch.dtype:
-    """The dtype of a file's matrices (vectors are always float32); float32 if some are quantized."""
-    halves = types - {"F32"}
-    return _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
-
-
 def _names(reader: Any) -> Callable[[str], str | None]:
     """Maps a module's name to that of its tensors in the file; may be wrong for unusual architectures."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -131,13 +119,6 @@ def _names(reader: Any) -> Callable[[str], str | None]:
         return lambda name: None
     table = get_tensor_name_map(known[architecture], blocks.contents())
     return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
-
-
-def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
-    """A tensor's blocks in the order of a layer's weight; None if they are not equal to it."""
-    data = torch.tensor(tensor.data)
-    raw = data.view(len(data), int(tensor.shape[0]) // _GROUP, -1)  # [outputs, groups, bytes]
-    return _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](raw))
 
 
 def _four_bits(raw: Tensor) -> Quantized:
@@ -157,24 +138,22 @@ def _eight_bits(raw: Tensor) -> Quantized:
 _UNPACKED: dict[str, Callable[[Tensor], Quantized]] = {"Q4_0": _four_bits, "Q4_1": _four_bits, "Q8_0": _eight_bits}
 
 
-def _in_order_of(weight: Tensor, blocks: Quantized) -> Quantized | None:
-    """Blocks with their rows in the order of a layer's weight; None if they are not equal to it.
+def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
+    """A tensor's blocks with their rows in the order of a layer's weight; None if they are not equal to it.
 
     llama.cpp stores the rows of some queries and keys in another order, so rows are found by their content.
     """
+    data = torch.tensor(tensor.data)
+    raw = data.view(len(data), int(tensor.shape[0]) // _GROUP, -1)  # [outputs, groups, bytes]
+    blocks = _UNPACKED[tensor.tensor_type.name](raw)
     if blocks.values.shape != weight.shape:
         return None
     mine = blocks.weight().to(weight.dtype)
-    if _alike(mine, weight):
+    if (mine - weight).abs().max() <= _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max():
         return blocks
     places = {row: place for place, row in enumerate(_rows(mine))}
     order = [places.get(row) for row in _rows(weight)]
     return None if None in order else blocks.rows(torch.tensor(order))
-
-
-def _alike(mine: Tensor, weight: Tensor) -> bool:
-    most = _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max()
-    return bool((mine - weight).abs().max() <= most)
 
 
 def _rows(weight: Tensor) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.backends.packed_layers import changed, is_plain, replaced, tied_embeddings, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.private_api import int8_linear, quantizes
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import QUANTIZATIONS
@@ -47,17 +47,14 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
-        if self._in_place(rows):
+        half = rows.dtype in (torch.bfloat16, torch.float16) and rows.device.type == "cpu"
+        if half and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0:
             y = int8_linear(rows, self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
-
-    def _in_place(self, rows: Tensor) -> bool:
-        half = rows.dtype in (torch.bfloat16, torch.float16)
-        return half and rows.device.type == "cpu" and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0
 
 
 class WeightOnly(Quantizer):
@@ -83,17 +80,12 @@ class WeightOnly(Quantizer):
                     + ("use `offload` instead" if QUANTIZATIONS[self.name].offloads else "leave out `device_map`")
                 )
             model.set_submodule(name, self.layer(weight_of(module), module.bias))
-        self._convert_head(model)
-
-    def _convert_head(self, model: Any) -> None:
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
-            tied = tied_embeddings(model).get(name, ())
-            changed(model, lambda: replaced(model, name, kernels.pack(kernels.to_int8(head.weight), head.bias), tied))
+            changed(model, lambda: pack_layers(model, [name], lambda _, head: kernels.to_int8(head.weight)))
 
     def _fits(self, weight: Tensor) -> bool:
-        """Whether a layer with this weight can be packed."""
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,14 +27,14 @@ from transformers import (
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_packed, slower_than_floats
+from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
-from specdec.models.hf.private_api import class_of, loads
+from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
-from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, parts, read_ahead
+from specdec.models.loading.placement import device_map, dispatch, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import check
-from specdec.models.pictures.parts import eyes, part_class
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
@@ -62,11 +64,13 @@ def load(
     for a broken checkpoint, and if memory or disk run out.
     """
     how, source = how or Loading(), unwrapped(source, name)
-    if isinstance(source, LanguageModel):
-        _check_unused(how)
-        return source
-    if isinstance(source, PreTrainedModel):
-        _check_unused(how)
+    if isinstance(source, LanguageModel | PreTrainedModel):
+        if names := [option for option in how.given if option not in PASSES]:
+            raise OptionError(
+                f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead"
+            )
+        if isinstance(source, LanguageModel):
+            return source
         if (getattr(source, "tp_size", None) or 1) > 1:
             raise UnsupportedError(
                 f"the {name} is shared by several processes already, which would not follow one another: pass its name "
@@ -144,11 +148,6 @@ def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageM
     return {part: module.eval().to(language.device) for part, module in model.base_model.named_children()}
 
 
-def _check_unused(how: Loading) -> None:
-    if names := [name for name in how.given if name not in PASSES]:
-        raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
-
-
 def _check_devices(how: Loading) -> None:
     """Raises OptionError if `device_map` names a device that does not exist here."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -192,18 +191,18 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
         reader = text or kind
         options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
-        options["offload_folder"] = folder
+        options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         # a copy, as transformers replaces strings in it
         options["max_memory"] = how.max_memory and dict(how.max_memory)
         if how.tp_plan is not None:
             options["distributed_config"] = parts(config, how.tp_plan, name)
         with reading():
-            model, info = reader.from_pretrained(name, config=config, output_loading_info=True, **options)
+            model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
             options["dtype"] = _widened(name)
             model = None
-            model, info = reader.from_pretrained(name, config=config, output_loading_info=True, **options)
+            model, info = reader.from_pretrained(name, **options)
         if text is not None:
             model.__class__ = class_of(kind, config)
         check_complete(name, info, argument)
@@ -215,7 +214,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
             if places is not None:
                 dispatch(model, places, folder)
         read_ahead(model, how)
-        keep(model, how, folder)
+        if folder is not None and how.offload_folder is None:
+            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
 
 
@@ -264,9 +264,7 @@ def _computes_on_cpu(how: Loading) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
+    known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq]
     if not config.is_encoder_decoder:
-        known = (AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL)
-        return next((c for c in known if c is not None and loads(c, config)), AutoModelForCausalLM)
-    return next(
-        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)), AutoModelForSeq2SeqLM
-    )
+        known = [AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL]
+    return next((one for one in known if one is not None and class_of(one, config)), known[0])

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +49,7 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     if how.offload == "cpu":
         memory["cpu"] = _UNLIMITED
     layers = {type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
-    found: DeviceMap = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
-    return found
+    return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
 
 
 def read_ahead(model: Any, how: Loading) -> None:
@@ -90,7 +88,7 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
 
 @contextmanager
 def offload_folder(how: Loading) -> Iterator[Path | None]:
-    """Context with the folder for written weights; None if nothing goes to disk. `keep` makes it stay.
+    """Context with the folder for written weights; None if nothing goes to disk.
 
     Raises OptionError if it cannot be written to. After an error all written files are deleted.
     """
@@ -100,7 +98,12 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     own = how.offload_folder is None
     folder = Path(tempfile.mkdtemp(prefix="specdec-") if how.offload_folder is None else how.offload_folder)
     existed = folder.exists()
-    before = _writable(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            before = set(folder.iterdir())
+    except OSError as error:
+        raise OptionError.of("offload_folder", "a folder that can be written to", str(folder), str(error)) from error
     try:
         yield folder
     except BaseException:
@@ -110,21 +113,6 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
             for path in set(folder.iterdir()) - before:
                 path.unlink()
         raise
-
-
-def keep(model: Any, how: Loading, folder: Path | None) -> None:
-    """Deletes a temporary folder when the model that reads from it is deleted."""
-    if folder is not None and how.offload_folder is None:
-        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-
-
-def _writable(folder: Path) -> set[Path]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return set(folder.iterdir())
-    except OSError as error:
-        raise OptionError.of("offload_folder", "a folder that can be written to", str(folder), str(error)) from error
 
 
 def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:

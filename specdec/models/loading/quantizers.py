@@ -55,8 +55,7 @@ def make_quantizer(name: str | None) -> Quantizer:
     if isinstance(kind, str):
         module, _, attribute = kind.partition(":")
         kind = getattr(import_module(module), attribute)
-    made: Quantizer = kind(name)
-    return made
+    return kind(name)
 
 
 class BitsAndBytes(Quantizer):

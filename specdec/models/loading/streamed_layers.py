@@ -6,9 +6,14 @@ side in the checkpoint, a thread reads them at once into a reused buffer, and la
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +21,8 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import detach, execution_devices, wrapped_later
 from specdec.models.loading.weight_files import Files, Stored, find
-from specdec.models.loading.weight_reader import Buffer, Layer, Reader, StreamedForward, Weight
 
-Layers = list[tuple[nn.Module, Layer]]
+_ALIGNED = 64  # bytes; kernels round differently at other addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,144 @@ class Residency:
     resident: int
     buffers: int
     streamed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of a layer: the dictionary that holds it, its placeholder when it is away, its place on disk."""
+
+    home: dict[str, Any]
+    leaf: str
+    placeholder: Tensor
+    stored: Stored
+
+    @property
+    def nbytes(self) -> int:
+        return self.placeholder.nbytes
+
+    def put(self, tensor: Tensor) -> None:
+        parameter = isinstance(self.placeholder, nn.Parameter)
+        self.home[self.leaf] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+
+    def take(self) -> None:
+        self.home[self.leaf] = self.placeholder
+
+
+class Layer:
+    """A module's weights in the order of their bytes, and the contiguous runs of them."""
+
+    def __init__(self, module: nn.Module, weights: list[Weight]) -> None:
+        self.module: Any = weakref.ref(module)
+        self.weights = sorted(weights, key=lambda weight: (weight.stored.path, weight.stored.offset))
+        self.nbytes = sum(weight.nbytes for weight in weights)
+        self.runs: list[tuple[str, int, int, int]] = []  # path, first byte in it, first byte in the buffer, length
+        self.begins: list[int] = []  # of each weight, in the buffer
+        self.extent = 0
+        path, end = "", -1
+        for weight in self.weights:
+            stored = weight.stored
+            if (stored.path, stored.offset) == (path, end) and not self.extent % _ALIGNED:
+                _, start, begin, length = self.runs.pop()
+                self.runs.append((path, start, begin, length + stored.nbytes))
+            else:
+                self.extent = _aligned(self.extent)
+                self.runs.append((stored.path, stored.offset, self.extent, stored.nbytes))
+            self.begins.append(self.extent)
+            self.extent += stored.nbytes
+            path, end = stored.path, stored.offset + stored.nbytes
+
+
+class Buffer:
+    """Memory for one layer: `raw` as in the file, and `ready` converted, where these differ."""
+
+    def __init__(self, sizes: tuple[int, int], device: torch.device) -> None:
+        raw, ready = sizes
+        self.raw = torch.empty(raw, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.ready = torch.empty(ready, dtype=torch.uint8, device=device) if ready else None
+
+    @staticmethod
+    def sizes(layers: Sequence[Layer], device: torch.device) -> tuple[int, int]:
+        """Bytes of `raw` and `ready` for the largest of these layers."""
+        raw = max(layer.extent for layer in layers)
+        same = all(weight.stored.dtype == weight.placeholder.dtype for layer in layers for weight in layer.weights)
+        if same and device.type == "cpu":
+            return raw, 0
+        return raw, max(sum(_aligned(weight.nbytes) for weight in layer.weights) for layer in layers)
+
+    def fill(self, layer: Layer, files: Files) -> list[Tensor]:
+        """Reads the layer; returns its weights."""
+        view = self.raw.numpy().data
+        for path, offset, begin, length in layer.runs:
+            files.read(path, offset, view[begin : begin + length])
+        tensors, at = [], 0
+        for weight, begin in zip(layer.weights, layer.begins, strict=True):
+            tensor, like = weight.stored.of(self.raw[begin : begin + weight.stored.nbytes]), weight.placeholder
+            if self.ready is not None:
+                tensor = self.ready[at : at + like.nbytes].view(like.dtype).view(like.shape).copy_(tensor)
+                at = _aligned(at + like.nbytes)
+            tensors.append(tensor)
+        return tensors
+
+
+class Reader:
+    """Reads layers into buffers in a thread, which ends with the last reference to the reader."""
+
+    def __init__(self, streamed: Sequence[list[Layer]], device: torch.device, buffers: int, files: Files) -> None:
+        self.layers = [layer for found in streamed for layer in found]
+        self._after: list[int] = []  # after the last layer of a list comes its first again, in the next pass
+        for found in streamed:
+            start, n = len(self._after), len(found)
+            self._after += [start + (i + 1) % n for i in range(n)]
+        sizes = Buffer.sizes(self.layers, device) if self.layers else (0, 0)
+        self._files, self._free = files, [Buffer(sizes, device) for _ in range(buffers if self.layers else 0)]
+        self.nbytes = sum(sizes) * len(self._free)
+        self._reading: dict[int, tuple[Buffer, Future[list[Tensor]]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specdec-weights")
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def at_hand(self, number: int) -> Iterator[None]:
+        """Context in which this layer has its weights and the next ones are being read; for one thread at a time."""
+        with self._lock:
+            layer = self.layers[number]
+            tensors = self._fetch(number)
+            try:
+                for weight, tensor in zip(layer.weights, tensors, strict=True):
+                    weight.put(tensor)
+                yield
+            finally:
+                for weight in layer.weights:
+                    weight.take()
+
+    def _fetch(self, number: int) -> list[Tensor]:
+        wanted = [number]
+        while len(wanted) < len(self._free) + len(self._reading) and self._after[wanted[-1]] not in wanted:
+            wanted.append(self._after[wanted[-1]])
+        # One thread reads, so an unwanted read ends before its buffer is reused.
+        for unwanted in self._reading.keys() - set(wanted):
+            self._free.append(self._reading.pop(unwanted)[0])
+        for layer in wanted:
+            if layer not in self._reading:
+                buffer = self._free.pop()
+                self._reading[layer] = buffer, self._thread.submit(buffer.fill, self.layers[layer], self._files)
+        try:
+            return self._reading[number][1].result()
+        except Exception:
+            self._free += [buffer for buffer, _ in self._reading.values()]
+            self._reading.clear()
+            raise
+
+
+class StreamedForward:
+    """Replaces a layer's `forward`; the layer has its weights while it runs."""
+
+    def __init__(self, reader: Reader, number: int) -> None:
+        self._reader, self._number, self._module = reader, number, reader.layers[number].module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        with self._reader.at_hand(self._number):
+            return type(module).forward(module, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -41,43 +183,39 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)
-    _check_unwrapped(model)
-    device, files = _device(model), Files()
-    lists, rest = _layers_and_rest(model)
-    fixed = _bytes_in_memory(model) + sum({weight.stored: weight.nbytes for weight in rest}.values())
-    streamed, buffers = _streamed(lists, fixed, max_memory, buffers, device)
-    reader = _reader(streamed, device, buffers, files)
-    numbers = {layer: number for number, layer in enumerate(reader.layers)}
-    kept = [layer for layers in lists for _, layer in layers if layer not in numbers]
-    weights = [*rest, *(weight for layer in kept for weight in layer.weights)]
-    loaded = _load(weights, device, files)
-    detach(model)
-    for weight, tensor in loaded:
-        weight.put(tensor)
-    for module, layer in (pair for layers in streamed for pair in layers):
-        for weight in layer.weights:
-            weight.take()
-        module.forward = StreamedForward(module, reader, numbers[layer])
-    return Residency(fixed + sum(layer.nbytes for layer in kept), reader.nbytes, sum(layer.nbytes for layer in numbers))
-
-
-def _check_unwrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if wrapped_later(module):
             raise UnsupportedError(f"{name!r} was wrapped after it was offloaded: stream the model before that")
-
-
-def _device(model: nn.Module) -> torch.device:
     devices = execution_devices(model)
     if len(devices) > 1:
         raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
-    return devices.pop() if devices else torch.device("cpu")
+    device, files = devices.pop() if devices else torch.device("cpu"), Files()
+    lists, rest = _layers_and_rest(model)
+    here = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    fixed = sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in here}.values())
+    fixed += sum({weight.stored: weight.nbytes for weight in rest}.values())
+    streamed, buffers = _streamed(lists, fixed, max_memory, buffers, device)
+    reader = Reader(streamed, device, buffers, files)
+    numbers = {layer: number for number, layer in enumerate(reader.layers)}
+    kept = [layer for layers in lists for layer in layers if layer not in numbers]
+    loaded = _load([*rest, *(weight for layer in kept for weight in layer.weights)], device, files)
+    detach(model)
+    for weight, tensor in loaded:
+        weight.put(tensor)
+    for layer, number in numbers.items():
+        for weight in layer.weights:
+            weight.take()
+        layer.module().forward = StreamedForward(reader, number)
+    return Residency(fixed + sum(layer.nbytes for layer in kept), reader.nbytes, sum(layer.nbytes for layer in numbers))
 
 
-def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
+def _layers_and_rest(model: nn.Module) -> tuple[list[list[Layer]], list[Weight]]:
     """The layers with weights on disk, list by list, and the weights that belong to none or to several."""
-    lists = list(_module_lists(model))
-    owners = {f"{name}.{i}": module for name, found in lists for i, module in enumerate(found)}
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    owners = {f"{name}.{i}": module for name, found in lists.items() for i, module in enumerate(found)}
     by_owner: dict[str, list[Weight]] = {owner: [] for owner in ("", *owners)}
     users: dict[Stored, set[str]] = defaultdict(set)
     for name, weight in _weights(model):
@@ -87,20 +225,11 @@ def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
     shared = {stored for stored, found in users.items() if len(found) > 1}
     rest = by_owner.pop("")
     rest += [weight for weights in by_owner.values() for weight in weights if weight.stored in shared]
-    layers = {owner: [w for w in weights if w.stored not in shared] for owner, weights in by_owner.items()}
-    pairs = [
-        [(module, Layer(layers[f"{name}.{i}"])) for i, module in enumerate(found) if layers[f"{name}.{i}"]]
-        for name, found in lists
-    ]
-    return [found for found in pairs if found], rest
-
-
-def _module_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{o}.") for o in outer):
-            outer.append(name)
-            yield name, module
+    own = {owner: [w for w in weights if w.stored not in shared] for owner, weights in by_owner.items()}
+    layers = {owner: Layer(owners[owner], weights) for owner, weights in own.items() if weights}
+    names = [[f"{name}.{i}" for i in range(len(found))] for name, found in lists.items()]
+    by_list = [[layers[one] for one in of_list if one in layers] for of_list in names]
+    return [found for found in by_list if found], rest
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
@@ -116,16 +245,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
                 yield name, Weight(home, leaf, tensor, stored[name])
 
 
-def _bytes_in_memory(model: nn.Module) -> int:
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
-
-
 def _streamed(
-    lists: Sequence[Layers], fixed: int, max_memory: int | None, buffers: int, device: torch.device
-) -> tuple[list[Layers], int]:
+    lists: Sequence[list[Layer]], fixed: int, max_memory: int | None, buffers: int, device: torch.device
+) -> tuple[list[list[Layer]], int]:
     """The layers that do not stay, where `fixed` bytes are in memory anyway, and how many buffers there is room for."""
-    layers = [layer for found in lists for _, layer in found]
+    layers = [layer for found in lists for layer in found]
     if max_memory is None or not layers:
         return list(lists), buffers
     spare = max_memory - fixed
@@ -139,28 +263,18 @@ def _streamed(
     for found in reversed(lists):  # decoders come last, and their layers are read in every pass
         kept = _spread(found, spare)
         spare -= sum(layer.nbytes for layer in kept)
-        streamed.append([(module, layer) for module, layer in found if layer not in kept])
+        streamed.append([layer for layer in found if layer not in kept])
     return streamed, buffers
 
 
-def _spread(found: Layers, spare: int) -> set[Layer]:
+def _spread(found: list[Layer], spare: int) -> set[Layer]:
     """As many layers as fit into `spare` bytes, evenly spread, so that there is time to read those between them."""
     n = len(found)
     for count in range(n, 0, -1):
-        kept = {layer for i, (_, layer) in enumerate(found) if (i + 1) * count // n > i * count // n}
+        kept = {layer for i, layer in enumerate(found) if (i + 1) * count // n > i * count // n}
         if sum(layer.nbytes for layer in kept) <= spare:
             return kept
     return set()
-
-
-def _reader(streamed: Sequence[Layers], device: torch.device, buffers: int, files: Files) -> Reader:
-    """A reader of these layers; after the last one of a list comes its first again, in the next pass."""
-    layers = [layer for found in streamed for _, layer in found]
-    after: list[int] = []
-    for found in streamed:
-        start, n = len(after), len(found)
-        after += [start + (i + 1) % n for i in range(n)]
-    return Reader(layers, after, device, buffers if layers else 0, files)
 
 
 def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list[tuple[Weight, Tensor]]:
@@ -173,3 +287,7 @@ def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list
             files.read(stored.path, stored.offset, data.numpy().data)
             tensors[stored] = stored.of(data).to(device, weight.placeholder.dtype)
     return [(weight, tensors[weight.stored]) for weight in weights]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED

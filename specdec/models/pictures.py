@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.capability import ModelSpec
-from specdec.models.pictures.sizes import by_row, picture_tokens
+from specdec.models.picture_sizes import by_row, picture_tokens
 
 
 class _Kind(NamedTuple):
@@ -52,19 +52,17 @@ def sees(model: Any, input_names: frozenset[str]) -> bool:
 
 
 def place_tokens(config: Any) -> set[int]:
-    """The placeholder tokens of a model's text."""
     names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
     return {token for name in names if (token := getattr(config, name, None)) is not None}
 
 
 def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
     """Whether two models read the same arguments, with as many tokens for each picture."""
-    configs = model.model.config, other.model.config
-    eyes = [[getattr(getattr(config, "vision_config", None), name, None) for name in _SIZES] for config in configs] + [
-        [getattr(config, name, None) for name in _SIZES] for config in configs
-    ]
-    same = eyes[0] == eyes[1] and eyes[2] == eyes[3] and configs[0].model_type == configs[1].model_type
-    return model.sees and other.sees and same
+    both = []
+    for config in (model.model.config, other.model.config):
+        parts = (config, getattr(config, "vision_config", None))
+        both.append([config.model_type, *(getattr(part, name, None) for part in parts for name in _SIZES)])
+    return model.sees and other.sees and both[0] == both[1]
 
 
 def read_pictures(
@@ -78,8 +76,8 @@ def read_pictures(
     """What each row of a batch reads beside its text; None for rows of text alone.
 
     `rows` hold ids without padding, `masks` those given ids that were kept. With `whole`, a row's text is read with its
-    pictures to the end. Raises OptionError where places and
-    pictures do not fit, UnsupportedError for models that cannot go on in text.
+    pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
+    cannot go on in text.
     """
     tensors = {name: _tensor(name, given[name]) for name in sorted(NAMES & given.keys())}
     if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
@@ -94,7 +92,11 @@ def read_pictures(
         parts = [{**part, **more} for part, more in zip(parts, dealt, strict=True)]
     for name in _PER_TOKEN:
         if name in tensors and name in language.input_names:
-            _add_types(name, tensors[name], parts, masks)
+            types, shape = tensors[name], [len(masks), max(map(len, masks))]
+            if list(types.shape) != shape:
+                raise OptionError.of(name, f"of shape {shape}, like the ids", list(types.shape))
+            for part, own, mask in zip(parts, types, masks, strict=True):
+                part[name] = own[: len(mask)][torch.tensor(mask)][None]
     two_ways = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
     found: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
@@ -186,13 +188,6 @@ def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:
     return counts if at == len(sizes) else None
 
 
-def _add_types(name: str, types: Tensor, parts: list[dict[str, Tensor]], masks: Sequence[Sequence[bool]]) -> None:
-    if list(types.shape) != [len(masks), max(map(len, masks))]:
-        raise OptionError.of(name, f"of shape {[len(masks), max(map(len, masks))]}, like the ids", list(types.shape))
-    for part, own, mask in zip(parts, types, masks, strict=True):
-        part[name] = own[: len(mask)][torch.tensor(mask)][None]
-
-
 def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int) -> Pictures:
     """A row's pictures, which the first `end` of its ids are read with."""
     inputs = {"input_ids": torch.tensor([ids[:end]]), "attention_mask": torch.ones(1, end, dtype=torch.long), **part}
@@ -200,7 +195,10 @@ def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int
         if name in inputs:
             inputs[name] = inputs[name][:, :end]
     if "mm_token_type_ids" in language.input_names and "mm_token_type_ids" not in inputs:
-        inputs["mm_token_type_ids"] = _types(language.model.config, inputs["input_ids"])
+        # each token's kind: 0 for text, then in the order of `_KINDS`
+        inputs["mm_token_type_ids"] = types = torch.zeros_like(inputs["input_ids"])
+        for number, kind in enumerate(_KINDS, 1):
+            types[0, _places(language.model.config, kind, [ids[:end]])[0]] = number
     shift = 0
     rope_index = getattr(language.model.base_model, "get_rope_index", None)
     if rope_index is not None:
@@ -217,12 +215,3 @@ def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int
         for name, value in inputs.items()
     }
     return Pictures(placed, end, shift)
-
-
-def _types(config: Any, ids: Tensor) -> Tensor:
-    """Each token's kind: 0 for text, then in the order of `_KINDS`."""
-    types = torch.zeros_like(ids)
-    for number, kind in enumerate(_KINDS, 1):
-        for place in _places(config, kind, ids.tolist())[0]:
-            types[0, place] = number
-    return types
