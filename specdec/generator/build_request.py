@@ -121,7 +121,7 @@ class Call:
         needs_hidden = False
         for r, prompt in enumerate(self.prompts.rows):
             stop = Stopping(eos_ids, limit - prompt.padding, criteria)
-            own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.beams),)
+            own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
             extra = [*extras.logits_processor, *own]
             grammars = (one for one in extra if callable(getattr(type(one), "allowed", None)))
             strategy = self._make_strategy(r, prompt, seeds[r], stop, extra)
@@ -219,7 +219,7 @@ class Call:
         return RunningSequence(
             tokens=list(prompt.tokens),
             strategy=strategy,
-            returned=self.options.num_return_sequences or 1,
+            returned=self.options.num_return_sequences,
             history=[] if strategy.is_search and self.options.output_trace else None,
             encoder_tokens=prompt.encoder_ids,
             prediction=prompt.prediction,

@@ -14,9 +14,8 @@ from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
-from specdec.options.forms import Form
-from specdec.options.generate import Options, listed
-from specdec.options.refusals import warn_of_idle
+from specdec.options.generate import Form, Options, listed
+from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -80,7 +79,7 @@ def check_call(
     if streamer is not None and rows > 1:
         raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
     if options.output_attentions:
-        target.check_attentions(drafted=drafted, branched=options.beams > 1 or options.contrastive)
+        target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or options.contrastive)
     limit = length_limit(options, prompts, target)
     _check_least(options, limit, prompts, target)
     if options.stop_strings is not None and tokenizer is None:

@@ -92,7 +92,7 @@ def finished(call: Call, recorder: Recorder, seconds: float) -> Generation:
     if o.output_logits:
         out.logits = _per_token(seqs, "logits", pad)
     _add_traces(out, call, seqs)
-    if o.beams > 1:
+    if o.num_beams > 1:
         _add_beams(out, call)
     if o.num_samples is not None:
         out.sequences_scores = torch.tensor([_score(call, seq) for seq in seqs], device=seqs[0].device)
@@ -119,7 +119,7 @@ def _described(
     finish_reasons: Sequence[str],
 ) -> Generation:
     """`out` with `drafted`, `stats` and `texts` of the `new` tokens of `seqs`."""
-    if call.options.beams == 1:
+    if call.options.num_beams == 1:
         out.drafted = recorder.drafted([seq.id for seq in seqs])
     request, drafter = call.request, call.drafter
     settings = {
@@ -164,7 +164,7 @@ def _add_beams(out: Generation, call: Call) -> None:
     o, searches = call.options, [seq for seq in call.seqs if seq.is_search]
     found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
     device = call.seqs[0].device
-    out.beam_indices = _beam_indices([h.origins for h in found], o.beams, o.returned).to(device)
+    out.beam_indices = _beam_indices([h.origins for h in found], o.num_beams, o.returned).to(device)
     if o.output_trace:
         out.trace = [seq.history for seq in searches]
     if o.output_scores:

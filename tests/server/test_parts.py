@@ -18,7 +18,7 @@ import torch
 
 from specdec.decoding.processors.grammar import Grammar
 from specdec.errors import CancelledError, OptionError
-from specdec.options.forms import Form
+from specdec.options.generate import Form
 from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, ThreadStream
 from specdec.server.errors import ApiError

@@ -49,7 +49,7 @@ def make_schedule(
         options.assistant_confidence_threshold,
         offloaded,
         # Drawn trees bring less, and searches choose their branches themselves.
-        trees and options.beams == 1 and not options.needs_q,
+        trees and options.num_beams == 1 and not options.needs_q,
         learned,
     )
     return SCHEDULES[name].of(setup)

@@ -153,8 +153,8 @@ class Scoring(StrategyBase):
         return {
             "processors": setup.processors,
             "stop": setup.stop,
-            "num_beams": o.beams,
-            "groups": o.groups,
+            "num_beams": o.num_beams,
+            "groups": o.num_beam_groups,
             "max_new_tokens": setup.max_new_tokens,
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,

@@ -17,7 +17,7 @@ from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
 from specdec.options.generate import Options
-from specdec.options.refusals import warn_of_idle
+from specdec.options.resolve import warn_of_idle
 
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
