@@ -14,7 +14,7 @@ from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
-from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, learns, make_schedule
+from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, kind_of, make_schedule
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup, make_strategy
@@ -128,11 +128,11 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     """The next request of its family gets it; other schedules have nothing to hand on."""
     options = resolve({"schedule": "cost"})
     learned = Cost(patience=99)
-    assert learns(options)
+    assert kind_of(options).learns
     assert make_schedule(options, learned=learned, offloaded=True).patience == 99
     assert make_schedule(options, learned=Constant(3)).patience != 99
-    assert not learns(resolve({}))
-    assert not learns(resolve({"schedule": Cost()}))
+    assert not kind_of(resolve({})).learns
+    assert kind_of(resolve({"schedule": Cost()})) is None
 
 
 def test_a_threshold_alone_needs_confidence() -> None:

@@ -95,15 +95,6 @@ class Tree:
         """The length of its longest path, in tokens."""
         return len(self.tokens) if self.is_chain else max(self.depths()) + 1
 
-    def best_confidence(self) -> list[float] | None:
-        """The highest confidence at every depth; None without confidences."""
-        if self.confidence is None:
-            return None
-        best = [0.0] * self.depth
-        for depth, confidence in zip(self.depths(), self.confidence, strict=True):
-            best[depth] = max(best[depth], confidence)
-        return best
-
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, `node` included."""
         nodes = []

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
@@ -172,7 +172,16 @@ class Driver:
                 while wanted():
                     if self.engine.idle and not (self._arrived or self._cancelled):
                         raise EngineError("a request was lost: this is a defect of specdec, please report it")
-                    self._step()
+                    while self._arrived:
+                        if not self._arrived[0].done:  # cancelled before it arrived
+                            self.engine.submit(self._arrived[0])
+                        self._arrived.pop(0)
+                    if self._cancelled:
+                        self._drop_cancelled()
+                    self.engine.step()
+                    if self._waiting:
+                        with self._lock:
+                            self._wake()
         except BaseException as error:
             why = f"the thread that decoded for several calls was ended by {type(error).__name__}: call again"
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))
@@ -228,18 +237,6 @@ class Driver:
                 "a processor, criterion, draft or schedule called the generator that it runs in: use another "
                 "SpecGenerator there (models can be shared)"
             )
-
-    def _step(self) -> None:
-        """Submits new requests, drops cancelled ones, and runs one step."""
-        while self._arrived:
-            if not self._arrived[0].done:  # cancelled before it arrived
-                self.engine.submit(self._arrived[0])
-            self._arrived.pop(0)
-        self._drop_cancelled()
-        self.engine.step()
-        if self._waiting:
-            with self._lock:
-                self._wake()
 
     def _wake(self) -> None:
         """Wakes callers that can return, and all of them when no thread drives."""

@@ -17,17 +17,17 @@ from time import perf_counter
 
 import torch
 
-from specdec.core.outcome import Outcome, accept
-from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
+from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import CHUNK, SHARED_CHUNK
 from specdec.engine.drafts import Blamed, OpenDrafts, grouped
-from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import Request
+from specdec.engine.request import MemoryBudget, Request
 from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
+
+_IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
 class Engine:
@@ -84,14 +84,14 @@ class Engine:
 
     def abort(self, error: BaseException) -> None:
         """Ends every request with `error` and drops all keys and values, since a pass may have been interrupted."""
-        for request in {id(request): request for request in [*self.waiting, *self._admitted]}.values():
+        for request in dict.fromkeys([*self.waiting, *self._requests.values()]):
             request.error = error
             self._finish(request)
         self._begin(self.scheduler.prefix_cache)
 
     def step(self) -> None:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
-        while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
+        while self.waiting and self.budget.fits(self.waiting[0], self._requests.values()):
             request = self.waiting[0]
             self._admit(request)
             self.waiting.popleft()
@@ -121,7 +121,8 @@ class Engine:
         phases = drafted - began, verified - drafted, selected - verified
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
         self._end_failed()
-        self._release([one.seq for one in outcomes if one.finish is not None])
+        if ended := [one.seq for one in outcomes if one.finish is not None]:
+            self._release(ended)
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
@@ -139,30 +140,30 @@ class Engine:
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
-        seqs = [seq for seq in seqs if self._goes_on(seq)]
+        seqs = [seq for seq in seqs if self._requests[seq.id] not in self._failed]
         if not seqs:
             return []
         requests = {self._requests[seq.id] for seq in seqs}
         layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
+        outcomes: list[Outcome] = []
         with self._blamed(seqs):
-            works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
+            works = []
+            for seq in seqs:
+                rows = [one.row for one in seq.batch_seqs]
+                self.target.refresh(rows)
+                lengths = [self.target.length(row) for row in rows]
+                part = None if chunk is None or self._ends(seq, chunk) else chunk
+                works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
             together = [work for own in works for work in own]
             outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
-            return [
-                Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)
-            ]
-        return []
-
-    def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
-        """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
-        rows = [one.row for one in seq.batch_seqs]
-        self.target.refresh(rows)
-        lengths = [self.target.length(row) for row in rows]
-        if chunk is not None and not self._ends(seq, chunk):
-            return seq.chunks(lengths, chunk)
-        return seq.works(lengths, proposal)
+            for seq, own in zip(seqs, works, strict=True):
+                out, *others = [next(outputs) for _ in own]
+                for other in others:  # its unconditional sequence's
+                    out = replace(out, unconditional=other.logits, passes=[*out.passes, *other.passes])
+                outcomes.append(Outcome(seq, own, out))
+        return outcomes
 
     def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not
@@ -170,9 +171,11 @@ class Engine:
         """
         for one in outcomes:
             if one.out.work.num_logits:
+                out, request = one.out, self._requests[one.seq.id]
                 with self._blamed([one.seq]):
-                    accept(one, self._requests[one.seq.id].wanted(one.out))
-        return [one for one in outcomes if self._goes_on(one.seq)]
+                    plain = out.hidden_states is None and out.attentions is None
+                    accept(one, out if plain else request.wanted(out))
+        return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
@@ -199,7 +202,8 @@ class Engine:
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        outcomes, found = [one for one in outcomes if self._goes_on(one.seq)], {one.id: one for one in round_.seqs}
+        outcomes = [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
+        found = {seq.id: seq for seq in round_.seqs}
         for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
             request.passes += len({number for one in own for number in one.out.passes})
             request.rounds.append(round_.of([found[one.seq.id] for one in own if one.states]))
@@ -208,11 +212,6 @@ class Engine:
             with self._blamed(seqs):
                 pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
 
-    @property
-    def _admitted(self) -> list[Request]:
-        """The requests with sequences in the engine."""
-        return list(dict.fromkeys(self._requests.values()))
-
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""
         for seq in request.seqs:
@@ -220,26 +219,26 @@ class Engine:
             seq.id = self._last_id
             self._requests[seq.id] = request
         with self._blamed(request.seqs):
-            self.drafts.start(request.drafter)
+            if request.drafter is not None and id(request.drafter) not in self.drafts.open:
+                self.drafts.start(request.drafter)
             if request.encode is not None:
                 request.encoding = request.encode()
-            self._make_room()
+            if self.budget.limit is not None:
+                self._make_room(self.budget.limit)
             self.scheduler.add(request)
             self.prefilling += request.seqs
         self._end_failed()
 
-    def _make_room(self) -> None:
+    def _make_room(self, limit: float) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
-        limit, admitted = self.budget.limit, self._admitted
-        if limit is None:
-            return
+        admitted = list(dict.fromkeys(self._requests.values()))
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
         for draft in self.drafts.open.values():
             if draft.proposer.cache is not None:
                 draft.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.room = int(limit) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
@@ -303,8 +302,6 @@ class Engine:
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
         gone = [seq for seq in seqs if seq.id in self._requests]
-        if not gone:
-            return
         self.scheduler.remove(gone, self._requests)
         self.drafts.release(gone)
         requests = {self._requests.pop(seq.id) for seq in gone}
@@ -313,21 +310,19 @@ class Engine:
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)
-        self.drafts.close_idle(every=self.budget.limit is not None)
-
-    def _goes_on(self, seq: RunningSequence) -> bool:
-        """Whether the sequence's request has no error."""
-        return self._requests[seq.id] not in self._failed
+        used = {id(request.drafter) for request in self._requests.values()}
+        idle = [key for key in self.drafts.open if key not in used]
+        for key in idle[:-_IDLE] if self.budget.limit is None else idle:
+            del self.drafts.open[key]
 
     def _end_failed(self) -> None:
-        failed = dict(self._failed)
-        self._failed.clear()
-        for request, error in failed.items():
-            self._end(request, error)
+        while self._failed:
+            request, error = self._failed.popitem()
+            request.error = error
+            self._end(request)
 
-    def _end(self, request: Request, error: Exception | None = None) -> None:
+    def _end(self, request: Request) -> None:
         """Ends a request before its sequences have finished."""
-        request.error = error or request.error
         self._release(request.seqs)
         self._finish(request)
 
@@ -336,14 +331,6 @@ class Engine:
             request.done = True
             if request.counted:
                 request.pacing.users -= 1
-
-
-def _guided(outputs: list[Logits]) -> Logits:
-    """A sequence's output, with the logits of its unconditional one if it has one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    own, other = outputs
-    return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
 
 
 def seconds_on(device: torch.device) -> float:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from specdec.core.drafts import Draft, SavedState
-from specdec.core.rounds import Context
+from specdec.core.sequence import Context
 from specdec.core.tree import common_length
 
 LEAST = 16

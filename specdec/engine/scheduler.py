@@ -46,7 +46,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
-        self._stop_sharing(request.model_state)
+        for seq in self._keys:  # those that began under another state of the model share nothing any longer
+            if seq.context is not None and seq.context.model != request.model_state:
+                seq.context = self._keys[seq] = None
+                self._read.drop(seq)
+                self._reading.drop(seq)
         select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
@@ -56,14 +60,6 @@ class Scheduler:
                 self._copies[seq.task.source].add(seq)
                 self._keys[seq] = self._keys[seq] or seq.task.source
 
-    def _stop_sharing(self, model_state: bytes) -> None:
-        """Sequences that began under another state of the model no longer share anything."""
-        for seq in self._keys:
-            if seq.context is not None and seq.context.model != model_state:
-                seq.context = self._keys[seq] = None
-                self._read.drop(seq)
-                self._reading.drop(seq)
-
     def follow(self, seq: RunningSequence, request: Request) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
@@ -72,9 +68,15 @@ class Scheduler:
         if seq.cache_row is not None:
             return True
         source, length = self._nearest(seq)
-        if self._awaits(seq, length):
-            return False
-        length = self._joined(seq, source, length, self._draft_of(request))
+        other, common = self._reading.find(self._keys[seq], seq.text_ids[:-1])
+        if other is not None:  # how much further must its prompt go, that it is awaited?
+            further = 1 if self._are_copies(seq, other) else _WORTH_WAITING
+            outlives_prompt = further == 1 or other.max_length - len(other.tokens) > 1
+            if common >= length + further and outlives_prompt:
+                return False
+        draft = self._drafts.get(id(request.drafter))
+        if length and draft is not None and draft.drafter.hidden_layers:
+            length = self._joined(seq, source, length, draft)
         if seq.pictures is not None and length < seq.pictures.length:
             length = 0  # pictures are read together
         self._place(seq, source, length)
@@ -94,7 +96,7 @@ class Scheduler:
 
     def sees(self, seq: RunningSequence) -> bool:
         """Whether the next pass over the sequence reads its pictures."""
-        return seq.pictures is not None and seq.unread_pictures(self.target.length(seq.row)) is not None
+        return seq.pictures is not None and not self.target.length(seq.row)
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
@@ -121,11 +123,6 @@ class Scheduler:
             if not self._copies[one.task.source]:
                 del self._copies[one.task.source]
 
-    def _draft_of(self, request: Request) -> OpenDraft | None:
-        """The request's draft, if it reads hidden states."""
-        draft = self._drafts.get(id(request.drafter))
-        return draft if draft is not None and draft.drafter.hidden_layers else None
-
     def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
         """The running sequence or saved text with the longest common beginning, and its length in positions.
 
@@ -140,15 +137,6 @@ class Scheduler:
             if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, kept
-
-    def _awaits(self, seq: RunningSequence, now: int) -> bool:
-        """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
-        other, length = self._reading.find(self._keys[seq], seq.text_ids[:-1])
-        if other is None:
-            return False
-        if self._are_copies(seq, other):
-            return length > now
-        return length >= now + _WORTH_WAITING and other.max_length - len(other.tokens) > 1  # it outlives its prompt
 
     def _are_copies(self, seq: RunningSequence, other: RunningSequence) -> bool:
         """Whether a sequence without a row is a copy of another one's prompt, in the same request."""
@@ -167,11 +155,9 @@ class Scheduler:
         self._copies[seq.task.source].discard(seq)
 
     def _joined(
-        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft | None
+        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft
     ) -> int:
-        """How many of the first `length` positions of `source` the sequence's draft can continue as well."""
-        if draft is None or not length:
-            return length
+        """How many of the first `length` positions of `source` a draft that reads hidden states can continue too."""
         if seq.num_embeds_only:
             return 0
         if isinstance(source, RunningSequence) and (joined := _forked(draft, seq, source.id, length)):
@@ -192,8 +178,8 @@ class Scheduler:
         fits = len(ids) * self._model.kv_bytes <= min(kept.limit, kept.room)
         if not fits or not (request.caller_blocks or context.model == state()):
             return
-        draft = self._draft_of(request)
-        if draft is not None and not seq.num_embeds_only:
+        draft = self._drafts.get(id(request.drafter))
+        if draft is not None and draft.drafter.hidden_layers and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
                 saved, key = draft.proposer.save(seq, len(ids)), kept.key(context, draft.drafter)
                 if saved is not None and kept.wants(key, ids[: saved.length]):

@@ -16,8 +16,7 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import Draft, DraftTask
-from specdec.core.rounds import Context
-from specdec.core.sequence import RunningSequence
+from specdec.core.sequence import Context, RunningSequence
 from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors

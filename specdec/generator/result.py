@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import Round, SequenceRound
+from specdec.core.outcome import Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.stats import Stats
 from specdec.generator.build_request import Call

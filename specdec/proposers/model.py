@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import pad
 
 from specdec.core.drafts import Chained, ChainRule, Draft, Plan, Proposer, SequenceView
-from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits
+from specdec.core.work import CHUNK, SHARED_CHUNK, Logits
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed

@@ -13,7 +13,7 @@ import pytest
 from specdec.core.draft_schedules import WIDEST, Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
 from specdec.core.draft_schedules.cost import CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
-from specdec.core.rounds import Round, SequenceRound
+from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step
 from specdec.errors import OptionError
 

@@ -15,7 +15,7 @@ import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import Draft, SavedState
-from specdec.core.rounds import Context
+from specdec.core.sequence import Context
 from specdec.core.tree import common_length
 from specdec.core.work import Work
 from specdec.engine import prefix_cache, scheduler
@@ -430,7 +430,9 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5)._driver.engine.budget.limit <= free_bytes(torch.device("cpu"))
+    generator = SpecGenerator(model, kv_budget=0.5)
+    generator.generate([[5, 6]], **COMMON)
+    assert 10**6 < generator.engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)

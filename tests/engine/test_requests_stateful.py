@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
+from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 
 if TYPE_CHECKING:
     from specdec.core.drafts import SequenceView, Until
-    from specdec.core.rounds import Round, SequenceRound
+    from specdec.core.outcome import Round, SequenceRound
 
 WIDEST = 32
 """The most nodes that one draft pass continues, where the options name no number."""

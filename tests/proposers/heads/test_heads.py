@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import Commit, SequenceView
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.core.work import Work
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
