@@ -17,7 +17,7 @@ from specdec.core import draft_schedules
 from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, kind_of, make_schedule
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import STRATEGIES, StrategySetup, make_strategy
+from specdec.decoding.strategies import STRATEGIES, StrategySetup
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
@@ -44,14 +44,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def setup(options: Options, **more: Any) -> StrategySetup:
-    return StrategySetup(options=options, processors=Processors(), stop=Stopping(max_length=9), width=64, **more)
+def strategy_of(options: Options, **more: Any) -> Any:
+    how = {"processors": Processors(), "stop": Stopping(max_length=9), "width": 64, **more}
+    return next(kind for kind in STRATEGIES if kind.serves(options)).of(StrategySetup(options=options, **how))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
     """Every strategy has its options, and says what it is."""
-    strategy = make_strategy(setup(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2))
+    strategy = strategy_of(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2)
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
     takes_draft = name != "contrastive"
@@ -64,7 +65,7 @@ def test_every_strategy_has_its_options() -> None:
     """The cases above name them all; the names of ways of sampling are those that options know."""
     assert {strategy.name for strategy in STRATEGIES} == {*CASES}
     for name, needs_q in SAMPLING.items():
-        assert make_strategy(setup(resolve(CASES[name]))).sampler.needs_q == needs_q == resolve(CASES[name]).needs_q
+        assert strategy_of(resolve(CASES[name])).sampler.needs_q == needs_q == resolve(CASES[name]).needs_q
 
 
 @pytest.mark.parametrize(

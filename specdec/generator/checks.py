@@ -81,7 +81,8 @@ def check_call(
     if options.output_attentions:
         target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or options.contrastive)
     limit = length_limit(options, prompts, target)
-    _check_least(options, limit, prompts, target)
+    if options.min_length or options.min_new_tokens:
+        _check_least(options, limit, prompts, target)
     if options.stop_strings is not None and tokenizer is None:
         raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
     if isinstance(options.seed, Sequence) and len(options.seed) != rows:
@@ -110,14 +111,16 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
         asked = options.max_length
         raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
     # The last token is never read, except as a candidate of contrastive search.
-    needed = max(row.positions for row in prompts.rows) + limit - width - (not options.contrastive)
+    read = [row.tokens if row.embeds is None else row.embeds for row in prompts.rows]
+    longest = max(max(len(own), len(row.negative or ())) for own, row in zip(read, prompts.rows, strict=True))
+    needed = longest + limit - width - (not options.contrastive)
     if target.max_positions is not None and needed > target.max_positions:
         raise OptionError(
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
             "shorten the prompt or lower `max_new_tokens`"
         )
-    made_for = _made_for(target.config) if target.max_positions is None else None
-    if made_for is not None and needed > made_for:
+    trained = getattr(target.config, "max_position_embeddings", None) if target.max_positions is None else None
+    if trained and needed > trained and (made_for := _made_for(target.config)) is not None and needed > made_for:
         warnings.warn(
             f"the prompt and its continuation may need {needed} positions, and the target was made for {made_for}: "
             "beyond them its text is likely to fall apart",

@@ -171,6 +171,8 @@ class LanguageModel:
             source, state, made_of = self._reader.model, self._reader.read(), self._made_of
         if source is None or state is None:  # passes run on a copy
             return made_of, []
+        if state == made_of:
+            return state, []
         if self.backend != "eager":
             return state, state.changed(made_of)
         same = {

@@ -127,11 +127,30 @@ def build_processors(
         vocab_size,
     )
     _check(options, extra)
-    items = _merge(table.build(table.PROCESSORS, setup), extra)
+    items = _merge(_build(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
-        items += table.build(table.WARPERS, setup)
+        items += _build(table.WARPERS, setup)
     last = (*table.WATERMARK, *table.NORMALIZE)
-    return Processors(tuple(items + table.build(last, setup)), device)
+    return Processors(tuple(items + _build(last, setup)), device)
+
+
+def _build(entries: Sequence[table.Entry], setup: ProcessorSetup) -> list[Any]:
+    """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
+    made = []
+    for name, kind, arguments in entries:
+        value = getattr(setup, name) if name == "prefix_allowed_tokens_fn" else getattr(setup.options, name, None)
+        if value is None:
+            continue
+        try:
+            given = arguments(setup, value)
+            processor = None if given is None else kind(*given)
+        except OptionError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"`{name}`={value!r} was refused: {error}") from error
+        if processor is not None:
+            made.append(processor)
+    return made
 
 
 def _is_pure(item: Any) -> bool:

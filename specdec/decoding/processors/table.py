@@ -225,22 +225,3 @@ PURE: frozenset[Any] = (
     | {Timestamps, stock.WhisperTimeStampLogitsProcessor}
 )
 """Functions of ids and logits, which may be called for text that is never emitted; subclasses do not count."""
-
-
-def build(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
-    """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
-    made = []
-    for name, kind, arguments in entries:
-        value = getattr(setup, name) if name == "prefix_allowed_tokens_fn" else getattr(setup.options, name, None)
-        if value is None:
-            continue
-        try:
-            given = arguments(setup, value)
-            processor = None if given is None else kind(*given)
-        except OptionError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"`{name}`={value!r} was refused: {error}") from error
-        if processor is not None:
-            made.append(processor)
-    return made

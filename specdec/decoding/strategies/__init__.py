@@ -6,8 +6,6 @@ name in `specdec.options.fields.SAMPLING` as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.strategies.base import Greedy, StrategySetup
@@ -19,7 +17,6 @@ from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConst
 from specdec.decoding.strategies.contrastive import Contrastive
 from specdec.decoding.strategies.group import GroupSearch
 from specdec.decoding.strategies.sampling import Coupled, Match, Rejection
-from specdec.errors import OptionError
 
 STRATEGIES: tuple[type[Strategy], ...] = (
     Greedy,
@@ -35,16 +32,6 @@ STRATEGIES: tuple[type[Strategy], ...] = (
 """Every strategy; the first that serves the options of a sequence decodes it."""
 
 
-def make_strategy(setup: StrategySetup) -> Strategy:
-    """The strategy of one sequence; raises OptionError for contradicting options, or if no strategy serves them."""
-    kind: Any
-    for kind in STRATEGIES:
-        if kind.serves(setup.options):
-            made: Strategy = kind.of(setup)
-            return made
-    raise OptionError("no strategy serves these options: leave some out")
-
-
 __all__ = [
     "STRATEGIES",
     "BeamSearch",
@@ -58,6 +45,5 @@ __all__ = [
     "Rejection",
     "StrategySetup",
     "fold",
-    "make_strategy",
     "wanted",
 ]

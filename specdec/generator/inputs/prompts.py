@@ -46,12 +46,6 @@ class RowPrompt:
     negative: list[int] | None = None
     prediction: list[int] | None = None
 
-    @property
-    def positions(self) -> int:
-        """Positions before the first new token, of the longer of the prompt and its negative."""
-        own = self.tokens if self.embeds is None else self.embeds
-        return max(len(own), len(self.negative or ()))
-
 
 @dataclass(frozen=True)
 class Prompts:
@@ -95,10 +89,17 @@ def read_prompts(
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
-    _check_no_messages(prompt)
+    first = prompt
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
+        raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
     if isinstance(prompt, Mapping):
         given, prompt = _unpacked(prompt, given), None
-    given = _without_idle(given, options)
+    is_guided = options.guidance_scale not in (None, 1)
+    if not is_guided and (idle := [name for name in _NEGATIVES if name in given]):
+        warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
+        given = {name: value for name, value in given.items() if name not in idle}
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
     if messages is not None and has_pictures(messages):
@@ -113,18 +114,15 @@ def read_prompts(
     elif "inputs_embeds" in given:
         prompts = _embedded(value, *how)
     else:
-        prompts = _seen(_read(value, *how), given, options, target)
+        ids = _read(value, *how)
+        prompts = _prompts(ids, options)
+        if target.sees:
+            whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
+            found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
+            rows = [replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)]
+            prompts = replace(prompts, rows=rows)
     prompts = replace(prompts, is_text=prompts.is_text or messages is not None)
-    return _with_negatives(prompts, given, options, target)
-
-
-def _check_no_messages(prompt: Any) -> None:
-    """Raises OptionError for conversations passed as the prompt: `messages=` makes the use of a template explicit."""
-    first = prompt
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    if isinstance(first, Mapping) and "role" in first:
-        raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
+    return _with_negatives(prompts, given, target) if is_guided else prompts
 
 
 def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,14 +132,6 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     if twice := sorted(set(prompt) & set(given)):
         raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
     return {**given, **{name: value for name, value in prompt.items() if value is not None}}
-
-
-def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, Any]:
-    """The inputs; without guidance those other than negative prompts, of which it warns."""
-    idle = [name for name in _NEGATIVES if name in given and options.guidance_scale in (None, 1)]
-    if idle:
-        warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
-    return {name: value for name, value in given.items() if name not in idle}
 
 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
@@ -282,10 +272,8 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
     return outputs
 
 
-def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
-    """With guidance, the rows with their negative prompts, by default the prompt's last token."""
-    if options.guidance_scale in (None, 1):
-        return prompts
+def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: LanguageModel) -> Prompts:
+    """The rows with their negative prompts, by default the prompt's last token."""
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
@@ -298,16 +286,6 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
         raise OptionError("`guidance_scale` with `inputs_embeds` alone needs text to begin from: `negative_prompt_ids`")
     rows = [replace(row, negative=negative) for row, negative in zip(prompts.rows, negatives, strict=True)]
     return replace(prompts, rows=rows)
-
-
-def _seen(ids: Ids, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
-    """Prompts of rows of ids, with the pictures that stand in them."""
-    prompts = _prompts(ids, options)
-    if not target.sees:
-        return prompts
-    whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
-    found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
-    return replace(prompts, rows=[replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)])
 
 
 def _prompts(ids: Ids, options: Options) -> Prompts:
@@ -402,12 +380,10 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
     Raises OptionError for another type or number of predictions, and for text without a tokenizer.
     """
-    if prediction is None:
-        return prompts
     mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
-    items = (
-        [prediction] if isinstance(prediction, str) else prediction if mixed else _prediction_ids(prediction, target)
-    )
+    items = prediction if mixed else [prediction]
+    if not mixed and not isinstance(prediction, str):
+        items = read_ids("prediction", prediction, {}, target).kept
     if len(items) != len(prompts.rows):
         expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
         raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
@@ -418,7 +394,7 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
 def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not isinstance(item, str):
-        [ids] = _prediction_ids(item, target)
+        [ids] = read_ids("prediction", item, {}, target).kept
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
@@ -426,7 +402,3 @@ def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not ids:
         raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
     return ids
-
-
-def _prediction_ids(value: Any, target: LanguageModel) -> list[list[int]]:
-    return read_ids("prediction", value, {}, target).kept

@@ -43,7 +43,14 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
         keep = read_mask(mask, list(map(len, rows)), MASKS[name])
     kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
     for r, row in enumerate(kept):
-        _check_ids(row, f"row {r} of `{name}`", target)
+        if not row:
+            raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
+        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise OptionError(
+                f"row {r} of `{name}` holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+                "was it encoded by another tokenizer?"
+            )
     return Ids(rows, kept, keep)
 
 
@@ -63,15 +70,3 @@ def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise OptionError.of(name, f"one number per token, for rows of {lengths} tokens", got)
     return [[bool(number) for number in row] for row in rows]
-
-
-def _check_ids(row: list[int], name: str, target: LanguageModel) -> None:
-    """Raises OptionError for an empty row and for ids outside the target's vocabulary."""
-    if not row:
-        raise OptionError(f"{name} is empty: pass at least one token, for example the bos id")
-    wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
-    if wrong is not None:
-        raise OptionError(
-            f"{name} holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
-            "was it encoded by another tokenizer?"
-        )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,11 +15,11 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
-from specdec.models.backends.padded import PaddedPasses
+from specdec.models.backends.padded import OPTIONS, PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import Buffers
-from specdec.models.cache.kv_cache import KvCache
+from specdec.models.cache.kv_cache import KvCache, Row
 from specdec.models.cache.session import Session, check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
@@ -29,7 +32,8 @@ class KvSession(KvCache, Session):
         super().__init__(language)
         self._language, self._ragged = language, backend
         self._padded = PaddedPasses(language, self)
-        self._ragged_passes = 0
+        self._own_passes = 0  # besides the padded ones
+        self._can_keep = "logits_to_keep" in language.input_names
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
@@ -41,7 +45,7 @@ class KvSession(KvCache, Session):
 
     @property
     def passes(self) -> int:  # type: ignore[override]
-        return self._padded.passes + self._ragged_passes
+        return self._padded.passes + self._own_passes
 
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
@@ -52,9 +56,30 @@ class KvSession(KvCache, Session):
             row, nodes = self.row(work.row), len(work.tree.tokens)
             is_text = not (row.columns.scattered or work.num_cached or work.embeds is not None or work.pictures)
             if is_text and nodes and 0 <= work.num_logits <= nodes and work.tree.is_chain:
-                return [self._padded.chain(row, work)]
+                return [self._chain(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)
+
+    def _chain(self, row: Row, work: Work) -> Logits:
+        """The padded pass of one row over a chain after its text, which needs no layout."""
+        language, columns, nodes = self._language, row.columns, len(work.tree.tokens)
+        row.tree = work.tree
+        if not columns.top:
+            columns.begin(work.tree, work.first, work.text_length)
+        self.buffers.point(row.index, columns.base, nodes)
+        # numpy reads a list in a third of torch's time
+        ids = torch.from_numpy(np.array([work.tree.tokens])).to(language.device)
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.buffers} | OPTIONS
+        if language.sees:
+            begin = columns.base + columns.shift
+            inputs["position_ids"] = torch.arange(begin, begin + nodes, device=language.device)[None]
+        if self._can_keep:
+            inputs["logits_to_keep"] = work.num_logits or 1
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            logits = language.model(**inputs).logits[0]
+        self._own_passes += 1
+        more = logits.shape[0] - work.num_logits
+        return Logits(work, logits[more:] if more else logits, passes=(self.passes,))
 
     def _general(self, works: Sequence[Work], hidden: bool | Sequence[int], attentions: bool) -> list[Logits]:
         rows = [self.row(work.row) for work in works]
@@ -107,7 +132,7 @@ class KvSession(KvCache, Session):
         if ragged.model.reads_embeds:
             inputs = replace(inputs, ids=torch.cat([work.embeds for work in works if work.embeds is not None])[None])
         logits, states = ragged(inputs, *self._pairs(ragged), hidden)
-        self._ragged_passes += 1
+        self._own_passes += 1
         found, begin, kept = dict[int, Logits](), 0, 0
         for work in works:
             end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
@@ -159,7 +184,7 @@ class KvSession(KvCache, Session):
         shifts, most = [row.columns.shift for row in named], max(rule.most for rule in rules) - 1
         steps = StepInputs.of(row_indices, begins, shifts, most, kinds)
         chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
-        self._ragged_passes += max(map(len, chained.guesses))
+        self._own_passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY

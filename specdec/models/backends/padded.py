@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from specdec.models.cache.layout import AttentionView, Layout
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, returned
 
-_OPTIONS = {"use_cache": True, "return_dict": True}
+OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights
 
 
@@ -36,26 +35,6 @@ class PaddedPasses:
         self._language, self._cache = language, cache
         self._can_keep = "logits_to_keep" in language.input_names
 
-    def chain(self, row: Row, work: Work) -> Logits:
-        """The pass of one row over a chain after its text, which needs no layout."""
-        row.tree = work.tree
-        if not row.columns.top:
-            row.columns.begin(work.tree, work.first, work.text_length)
-        self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
-        # numpy reads a list in a third of torch's time
-        ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache.buffers} | _OPTIONS
-        if self._language.sees:
-            begin = row.columns.base + row.columns.shift
-            inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
-        if self._can_keep:
-            inputs["logits_to_keep"] = work.num_logits or 1
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            logits = self._language.model(**inputs).logits[0]
-        self.passes += 1
-        more = logits.shape[0] - work.num_logits
-        return Logits(work, logits[more:] if more else logits, passes=(self.passes,))
-
     def see(self, row: Row, work: Work, extras: dict[str, Any]) -> Logits:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
         pictures = work.pictures
@@ -65,7 +44,7 @@ class PaddedPasses:
         self._cache.buffers.point(row.index, 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
         output = self._language.model(
-            **pictures.inputs, past_key_values=self._cache.buffers, **_OPTIONS, **extras, **kept
+            **pictures.inputs, past_key_values=self._cache.buffers, **OPTIONS, **extras, **kept
         )
         self.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states"))
@@ -152,7 +131,7 @@ class PaddedPasses:
         return RowNodes(row_index, row.columns, Work(row.number, tree, 0, num_cached=pending))
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self._cache.buffers} | _OPTIONS
+        inputs: dict[str, Any] = {"past_key_values": self._cache.buffers} | OPTIONS
         padded = [work.new_tokens + [0] * (layout.nodes - work.num_new) for work in works]
         ids = torch.tensor(padded, device=self._language.device)
         prefix = "" if self._cache.cross is None else "decoder_"
