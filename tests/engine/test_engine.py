@@ -11,17 +11,12 @@ import torch
 from transformers import LogitsProcessor
 
 from specdec import DraftError, LanguageModel, SpecGenerator
-from specdec.core.draft_schedules import Constant, Heuristic
-from specdec.core.drafts import Draft, DraftTask, Proposer
-from specdec.core.sequence import RunningSequence
+from specdec.core.draft_schedules import Constant
+from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.decoding.processors import Processors
-from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import Greedy
 from specdec.engine import engine as loop
 from specdec.engine.engine import Engine
-from specdec.engine.request import Pacing, Request
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import FunctionDraft
@@ -30,29 +25,6 @@ from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
 PROMPTS = [[5, 9, 12], [6, 6, 9], [5, 17]]
-
-
-def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None, limit: int = 40) -> Request:
-    """Greedy rows that end at `limit` tokens, and each further one five sooner."""
-    rows: list[RunningSequence] = []
-    for place, prompt in enumerate(prompts):
-        most = limit - 5 * place
-        strategy = Greedy(Processors(), stop=Stopping(max_length=most))
-        rows.append(
-            RunningSequence(
-                tokens=list(prompt),
-                strategy=strategy,
-                max_length=most,
-                device=model.device,
-                task=DraftTask(strategy.sampler, encoder_row=place),
-            )
-        )
-    return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)
-
-
-def finish(engine: Engine) -> None:
-    while not engine.idle:
-        engine.step()
 
 
 def check_held(language: LanguageModel, session: Session, slot: int, text: list[int], encoding: Any) -> None:
@@ -171,17 +143,6 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert not torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(0)
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
-
-
-def test_rows_of_one_request_leave_one_by_one() -> None:
-    """Each at its own end; rounds tell of those that still ran."""
-    model = LanguageModel(tiny("llama"))
-    engine, one = Engine(model), request(model, PROMPTS, limit=20)
-    engine.submit(one)
-    finish(engine)
-    assert [len(row.tokens) for row in one.seqs] == [20, 15, 10]
-    assert [len(round_.seqs) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
-    assert one.passes == 17
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 1}, {"num_beams": 2}, {"num_samples": 2, "seed": 1}])
@@ -337,11 +298,11 @@ def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch
 
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
-    model = LanguageModel(tiny("llama"))
-    engine, one = Engine(model), request(model, PROMPTS[:1])
-    engine.submit(one)
+    generator = SpecGenerator(tiny("llama"))
+    request = generator._prepare([[5, 9, 12]], None, COMMON).request
+    generator.engine.submit(request)
     moments = iter([0, 1, 3, 7, 15])
     monkeypatch.setattr(loop, "perf_counter", lambda: next(moments))
-    engine.step()
-    [found] = one.rounds
+    generator.engine.step()
+    [found] = request.rounds
     assert (found.draft_seconds, found.verify_seconds, found.select_seconds, found.seconds) == (1, 2, 4, 15)

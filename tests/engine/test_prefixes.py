@@ -449,18 +449,3 @@ def test_what_a_position_takes_is_known(name: str) -> None:
     assert session.buffers.bytes <= language.kv_bytes * session.buffers.capacity
     latent = getattr(language.config, "kv_lora_rank", None)  # some versions keep less of these
     assert latent or 2 * session.buffers.bytes >= language.kv_bytes * session.buffers.capacity
-
-
-def test_buffers_shrink() -> None:
-    """After a large batch a small one does not hold on to all its memory."""
-    model = tiny("llama", vocab=64)
-    session: Any = LanguageModel(model).session()
-    session.buffers.spare_bytes = 0
-    rows = session.add(16)
-    session.run([Work.text(row, [5] * 300) for row in rows])
-    session.commit(rows, [list(range(300))] * 16)
-    before = session.bytes
-    session.remove(rows[1:])
-    assert session.bytes < before / 4
-    session.remove(rows[:1])
-    assert session.bytes == 0

@@ -307,6 +307,8 @@ class Requests(RuleBasedStateMachine):
         _, call, _ = self.live.pop(which % len(self.live))
         self.engine.cancel(call.request)
         assert call.request.done
+        users = [other for _, other, _ in self.live if other.request.pacing is call.request.pacing]
+        assert call.request.pacing.users == len(users)
         assert all(one.cache_row is None for row in call.seqs for one in row.batch_seqs)
 
     @precondition(lambda self: self.live)
