@@ -122,7 +122,11 @@ class Drafts:
             case "prompt_lookup_num_tokens":
                 return _lookup(**given)
             case "assistant_early_exit":
-                return self._early_exit(given[name], name)
+                layers, most = given[name], self._target.num_layers - 1
+                if not is_whole(layers) or not 1 <= layers <= most:
+                    expected = f"a number of the target's {most + 1} layers, at least 1 and not all"
+                    raise OptionError.of(name, expected, layers)
+                return EarlyExitDraft(self._target, layers)
             case "use_mtp":
                 if given[name] is not True:
                     raise OptionError.of(name, "True or False", given[name])
@@ -179,12 +183,6 @@ class Drafts:
         elif translates:
             drafter = TextBridge(drafter, tokenizer, assistant_tokenizer)
         return TextAloneDraft(drafter, place_tokens(target.model.config)) if target.sees and not sees else drafter
-
-    def _early_exit(self, layers: Any, name: str) -> Draft:
-        most = self._target.num_layers - 1
-        if not is_whole(layers) or not 1 <= layers <= most:
-            raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
-        return EarlyExitDraft(self._target, layers)
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
