@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,8 @@ from specdec.engine import engine as loop
 from specdec.engine.engine import Engine
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import FunctionDraft
 from tests.matrix import endless
+from tests.oracle import shapes
 from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
@@ -101,35 +100,12 @@ def test_long_prompts_are_read_in_chunks() -> None:
 
 def test_a_chunk_is_shared_by_the_rows_of_a_pass() -> None:
     """`prefill_chunk_size` bounds the prompt tokens of one pass over all rows, padding included."""
-    model, widths = tiny("llama"), []
-    hook = model.register_forward_pre_hook(
-        lambda _, a, given: widths.append(given["input_ids"].shape), with_kwargs=True
-    )
-    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
-    SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
-    hook.remove()
-    assert all(shape.numel() <= 6 for shape in widths)
-    assert len(widths) < 6
-
-
-def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
-    """Reading a long prompt counts as verification. (Its seconds were the draft's.)"""
     model = tiny("llama")
-    slow, forward = 0.02, model.forward
-
-    def sleepy(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(slow)
-        return forward(*args, **kwargs)
-
-    model.forward = sleepy
-    stats = (
-        SpecGenerator(model, FunctionDraft(lambda tokens, k: []))
-        .generate([[5] * 9], **COMMON, prefill_chunk_size=2)
-        .stats
-    )
-    assert stats.num_target_passes == 20
-    assert stats.verify_seconds > 20 * slow
-    assert stats.draft_seconds < 4 * slow
+    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
+    with shapes(model) as passes:
+        SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
+    assert all(rows * width <= 6 for rows, width in passes)
+    assert len(passes) < 6
 
 
 def test_greedy_leaves_the_global_generator_alone() -> None:
@@ -156,17 +132,11 @@ def test_finished_requests_leave_the_batch_at_once(how: dict[str, Any]) -> None:
         found = [len(row) >= 3 + lengths[prompts.index(row[:3].tolist())] for row in ids]
         return torch.tensor(found)
 
-    widths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: widths.append(len(given["input_ids"])), with_kwargs=True
-    )
-    out = SpecGenerator(model).generate(
-        prompts, max_new_tokens=30, eos_token_id=[], pad_token_id=0, stopping_criteria=[ends], **how
-    )
-    hook.remove()
+    with shapes(model) as passes:
+        out = SpecGenerator(model).generate(prompts, **endless(30), stopping_criteria=[ends], **how)
     copies = how.get("num_samples", 1)
     assert list(map(len, out.new_tokens())) == lengths
-    assert widths[-20:] == [2 * copies] * 4 + [copies] * 16
+    assert [rows for rows, _ in passes][-20:] == [2 * copies] * 4 + [copies] * 16
 
 
 class Fails(LogitsProcessor):

@@ -23,6 +23,7 @@ from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless
+from tests.oracle import shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = endless(12)
@@ -83,17 +84,13 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     shared = [(5 * i) % 50 + 5 for i in range(100)]
     prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
     calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
-    read = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: read.append(given["input_ids"].shape), with_kwargs=True
-    )
     for call in calls:
         engine.submit(call.request)
-    engine.step()
+    with shapes(model) as read:
+        engine.step()
     assert sum(rows * nodes for rows, nodes in read) <= 3 * 103
     while not engine.idle:
         engine.step()
-    hook.remove()
     cached = [call.seqs[0].cached_prompt_tokens for call in calls]
     assert cached[0] == cached[3] == cached[4] == 0
     assert min(cached[1:3]) >= 100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,24 +15,11 @@ from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_requests_stateful import Trouble, result
 from tests.matrix import endless
+from tests.oracle import shapes
 from tests.tiny import tiny
 
 COMMON = endless(24)
 LONG = [[5 + (7 * i) % 40 for i in range(150)]]
-Shape = tuple[int, int]
-
-
-@contextmanager
-def shapes(model: Any, name: str = "input_ids") -> Iterator[list[Shape]]:
-    """The shapes of the ids of all forwards of `model`."""
-    found: list[Shape] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: found.append(tuple(given[name].shape)), with_kwargs=True
-    )
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 def alone(model: Any, prompt: list[list[int]]) -> list[int]:
