@@ -44,7 +44,7 @@ class ConstrainedSearch(PoolSearch):
         """The search of one sequence; as in transformers, padding counts towards the constraints."""
         o = setup.options
         progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))
-        returned = o.num_return_sequences
+        returned = o.num_return_sequences or 1
         return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
 
     def begin(self) -> Beams:
