@@ -82,9 +82,7 @@ class RunningSequence:
 
     @property
     def remaining(self) -> int:
-        """How many tokens may follow a leaf: up to the length limit, and at most one beyond the cache's reset
-        length.
-        """
+        """How many tokens may follow a leaf, to the length limit, and at most one beyond the cache's reset length."""
         length = self.prompt_length + self.state.length if self.is_search else len(self.tokens)
         room = self.max_length - length
         for seq in self.batch_seqs:
@@ -105,9 +103,7 @@ class RunningSequence:
 
     @property
     def most_positions(self) -> int:
-        """How many columns of a cache its longer row may need, proposals not counted, if branches share no new
-        token.
-        """
+        """The most columns of a cache that its longer row needs, proposals not counted: no branches share a token."""
         prompt = max(one.num_embeds_only + one.prompt_length for one in self.batch_seqs)
         new = self.width * (self.max_length - self.prompt_length)
         return prompt + new + (VOID_COLUMNS if self.is_search else 0)

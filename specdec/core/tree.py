@@ -48,9 +48,7 @@ class Tree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
-        """This tree with `other` growing from its nodes `leaves`, by default from its last node; keeps no
-        confidences.
-        """
+        """This tree with `other` growing from its nodes `leaves`, by default the last one; keeps no confidences."""
         n = len(self.tokens)
         ends = leaves or (n - 1,)
         return Tree(

@@ -106,9 +106,7 @@ class Engine:
             self._round(running)
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
-        of each.
-        """
+        """One round: propose, run, accept, commit. With `chunk`: over at most so many tokens of unread prompts each."""
         began = perf_counter()
         proposals = self._propose(seqs, chunk)
         drafted = seconds_on(self.model.device)
@@ -166,9 +164,7 @@ class Engine:
         return outcomes
 
     def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not
-        fail.
-        """
+        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not fail."""
         for one in outcomes:
             if one.out.work.num_logits:
                 out, request = one.out, self._requests[one.seq.id]

@@ -10,9 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 
 class Rule(NamedTuple):
-    """A field without effect in specdec: its values without effect in transformers either, and the reason or
-    way out.
-    """
+    """A field without effect in specdec: its values without effect in transformers either, and the reason."""
 
     neutral: tuple[object, ...]
     why: str

@@ -45,9 +45,7 @@ class Form:
     field: str
 
     def compiled(self) -> str:
-        """llguidance's form of the grammar; raises OptionError for an invalid one, UnsupportedError without
-        llguidance.
-        """
+        """llguidance's grammar; raises OptionError for an invalid one, UnsupportedError without llguidance."""
         try:
             from llguidance import LLMatcher
         except ImportError:
