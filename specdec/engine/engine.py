@@ -164,7 +164,7 @@ class Engine:
         return outcomes
 
     def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not fail."""
+        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of the sound ones."""
         for one in outcomes:
             if one.out.work.num_logits:
                 out, request = one.out, self._requests[one.seq.id]

@@ -82,6 +82,11 @@ WRONG_OPTIONS = [
     ({"max_new_tokens": "3"}, "`max_new_tokens` must be a valid integer, got '3'"),
     ({"output_trace": True}, "`output_trace`=True belongs to beam search"),
     ({"num_samples": 3}, "`num_samples`=3 is about drawing tokens"),
+    ({"num_samples": 4, "do_sample": True, "num_beams": 2}, "`num_samples` ranks samples"),
+    ({"num_samples": 2, "do_sample": True, "num_return_sequences": 3}, "is more than `num_samples`=2"),
+    ({"ranking": "sum", "do_sample": True}, "`ranking` orders samples"),
+    ({"num_samples": 2, "ranking": "best", "do_sample": True}, "`ranking`"),
+    ({"num_samples": 0, "do_sample": True}, "`num_samples`"),
     *(
         ({"watermarking_config": value}, "`watermarking_config` must be a transformers WatermarkingConfig")
         for value in (3, {"colour": 3})
