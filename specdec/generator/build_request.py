@@ -92,8 +92,8 @@ class Call:
     request: Request = field(init=False)
     seqs: list[RunningSequence] = field(init=False)
     strategy: str = field(init=False)
-    time_limit: MaxTimeCriteria | None = None
-    in_step: AbstractContextManager[None] = field(default_factory=nullcontext)
+    time_limit: MaxTimeCriteria | None = field(default=None, init=False)
+    in_step: AbstractContextManager[None] = field(default_factory=nullcontext, init=False)
 
     def __post_init__(self) -> None:
         target, prompts, extras, drafter = self.target, self.prompts, self.extras, self.drafter

@@ -14,7 +14,7 @@ from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
-from specdec.options.generate import Form, Options, listed
+from specdec.options.generate import Options, listed
 from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
@@ -56,16 +56,6 @@ def _check_branches(drafter: Draft, options: Options) -> None:
             f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
             "leave the branches out, draft with a model that has the target's vocabulary, or set "
             "`guesses_trees = True` in a Draft of your own that guesses several"
-        )
-
-
-def check_form(form: Form, tokenizer: Any, prefix_allowed_tokens_fn: Any) -> None:
-    """Raises OptionError where the form of an answer lacks a tokenizer, or has a rival."""
-    if tokenizer is None:
-        raise OptionError(f"`{form.field}` needs a tokenizer: pass `tokenizer=`")
-    if prefix_allowed_tokens_fn is not None:
-        raise OptionError(
-            f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
         )
 
 

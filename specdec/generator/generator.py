@@ -19,7 +19,7 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import ScheduledDraft
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
-from specdec.generator.checks import check_draft, check_form
+from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Drafts,
@@ -311,8 +311,13 @@ class SpecGenerator:
         )
 
     def _grammar(self, form: Form, options: Options, extras: Extras) -> Grammar:
-        """The grammar of the form that the options set."""
-        check_form(form, extras.tokenizer, extras.prefix_allowed_tokens_fn)
+        """The grammar of the form that the options set; raises OptionError without a tokenizer, or with a rival."""
+        if extras.tokenizer is None:
+            raise OptionError(f"`{form.field}` needs a tokenizer: pass `tokenizer=`")
+        if extras.prefix_allowed_tokens_fn is not None:
+            raise OptionError(
+                f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
+            )
         own = listed(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
         ends = options.eos_ids or own or listed(getattr(extras.tokenizer, "eos_token_id", None))
         return self.grammars.make(form, extras.tokenizer, ends)
