@@ -12,7 +12,7 @@ from typing import Any
 from specdec.core.drafts import Hidden
 from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import NO_TRACE, Trace, View, stacked, trace_of
-from specdec.core.tree import EMPTY, Step, Tree
+from specdec.core.tree import EMPTY, Step, Tree, depths_of
 from specdec.core.work import Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
@@ -97,11 +97,11 @@ class Outcome:
         """
         work, first = self.out.work, length - self.seq.num_embeds_only
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
-        own: list[int] | slice = [node - work.num_cached for node in nodes]
-        if own and own == list(range(own[0], own[0] + len(own))):
-            own = slice(own[0], own[-1] + 1)  # which copies nothing
+        own = [node - work.num_cached for node in nodes]
+        is_run = bool(own) and own == list(range(own[0], own[0] + len(own)))
+        places = slice(own[0], own[-1] + 1) if is_run else own  # a slice copies nothing
         assert self.out.hidden_states is not None
-        parts = [self.out.hidden_states[layer][own] for layer in layers]
+        parts = [self.out.hidden_states[layer][places] for layer in layers]
         if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
             parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
         return Hidden(max(first, 0), work.num_cached, parts)
@@ -130,7 +130,7 @@ class Outcome:
         confidence = proposal.confidence or [1.0] * len(tokens)
         if self.seq.is_search:
             levels, best = min(self.accepted + (self.finish is None), depth), [0.0] * depth
-            for at, chance in zip(proposal.depths(), confidence, strict=True):
+            for at, chance in zip(depths_of(proposal.parents), confidence, strict=True):
                 best[at] = max(best[at], chance)
             tested = [(best[i], i < self.accepted) for i in range(levels)]
         else:

@@ -55,7 +55,7 @@ class RunningSequence:
     pictures: Pictures | None = None
     unconditional: RunningSequence | None = None
     id: int = -1
-    cache_row: int | None = None
+    cache_row: Any = None  # an int while it has a row
     context: Context | None = None
     encoding: Any = None
     prompt_length: int = field(init=False)
@@ -116,13 +116,6 @@ class RunningSequence:
         return [list(found.tokens) for found in self.state.finished[: self.returned]]
 
     @property
-    def finish_reasons(self) -> list[str]:
-        """Why each of `texts` ended; only of a sequence that ended."""
-        if not self.is_search:
-            return [self.finish or ""]
-        return [found.reason for found in self.state.finished[: self.returned]]
-
-    @property
     def length(self) -> int:
         """Positions of its text, embeddings without ids included."""
         return self.num_embeds_only + len(self.tokens)
@@ -161,7 +154,7 @@ class RunningSequence:
             if seq.embeds is not None and length < len(seq.embeds):
                 given["embeds"] = seq.embeds[length : length + num_text]
             if chunk is not None:
-                found.append(Work(seq.row, tree, 0, num_text, text_length=seq.length, **given))
+                found.append(Work(seq.cache_row, tree, 0, num_text, text_length=seq.length, **given))
                 continue
             if seq.tree.tokens:
                 tree = tree.graft(seq.tree)
@@ -171,11 +164,5 @@ class RunningSequence:
             num_logits = new_leaves + len(proposal.tokens)
             # branches without their text: the row was emptied, to be read again
             num_cached = 0 if text else seq.num_cached
-            found.append(Work(seq.row, tree, num_logits, num_text, num_cached, proposal, **given))
+            found.append(Work(seq.cache_row, tree, num_logits, num_text, num_cached, proposal, **given))
         return found
-
-    @property
-    def row(self) -> int:
-        """Its row of the target's cache."""
-        assert self.cache_row is not None
-        return self.cache_row

@@ -84,14 +84,10 @@ class Tree:
             node = after
         return len(tokens), False
 
-    def depths(self) -> list[int]:
-        """How many ancestors each node has; a node that follows the text has depth 0."""
-        return depths_of(self.parents)
-
     @property
     def depth(self) -> int:
         """The length of its longest path, in tokens."""
-        return len(self.tokens) if self.is_chain else max(self.depths()) + 1
+        return len(self.tokens) if self.is_chain else max(depths_of(self.parents)) + 1
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, `node` included."""

@@ -61,8 +61,10 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
         values = scores.detach().numpy()
         token = int(values.argmax())
         highest = float(values[token])
-        if not (confident and math.isfinite(highest)):
-            return token, _unless_infinite(highest)
+        if not math.isfinite(highest):
+            return token, math.nan
+        if not confident:
+            return token, 1.0
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values

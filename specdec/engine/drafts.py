@@ -41,10 +41,11 @@ Blame = Callable[[Sequence[RunningSequence]], Blamed]
 
 
 class OpenDraft(NamedTuple):
-    """A draft and its proposer."""
+    """A draft and its proposer; `hears`: it takes in the results of rounds."""
 
     drafter: Draft
     proposer: Proposer
+    hears: bool
 
 
 class OpenDrafts:
@@ -67,7 +68,7 @@ class OpenDrafts:
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self.open[id(drafter)] = OpenDraft(drafter, proposer)
+        self.open[id(drafter)] = OpenDraft(drafter, proposer, type(proposer).update is not Proposer.update)
 
     def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft.
@@ -166,7 +167,7 @@ class OpenDrafts:
         if not (one.states or layers):
             return None
         read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
-        hidden = one.hidden(layers, target.length(one.seq.row)) if read else None
+        hidden = one.hidden(layers, target.length(one.seq.cache_row)) if read else None
         return Commit(one.seq, one.path, one.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:

@@ -57,7 +57,8 @@ class Driver:
         request that is being read. Closing the generator cancels the request.
         """
         self._check()
-        self.engine.budget.check(request)
+        if self.engine.budget.given is not None:
+            self.engine.budget.check(request)
         with self._lock:
             self.check_open()
             if request in self._open:
@@ -206,7 +207,8 @@ class Driver:
             if self._cancelled and not anyway:
                 self._driving_thread = me
                 return False
-            self._wake()
+            if self._waiting:
+                self._wake()
             self._work.notify_all()
             return True
 

@@ -22,9 +22,8 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK
 from specdec.engine.drafts import Blamed, OpenDrafts, grouped
-from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import MemoryBudget, Request
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.scheduler import PrefixCache, Scheduler
 from specdec.models import LanguageModel
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
@@ -91,8 +90,10 @@ class Engine:
 
     def step(self) -> None:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
-        while self.waiting and self.budget.fits(self.waiting[0], self._requests.values()):
+        while self.waiting:
             request = self.waiting[0]
+            if self.budget.given is not None and not self.budget.fits(request, self._requests.values()):
+                break
             self._admit(request)
             self.waiting.popleft()
             if request.encode is not None and self.running:
@@ -118,7 +119,8 @@ class Engine:
         rounds = self._commit(outcomes, proposals)
         phases = drafted - began, verified - drafted, selected - verified
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
-        self._end_failed()
+        if self._failed:
+            self._end_failed()
         if ended := [one.seq for one in outcomes if one.finish is not None]:
             self._release(ended)
 
@@ -126,7 +128,11 @@ class Engine:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
         ready = [seq for seq in seqs if seq.tokens]
         if chunk is not None:
-            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self._ends(seq, chunk)]
+            ready = [
+                seq
+                for seq in ready
+                if (seq.pictures is None or not self.scheduler.sees(seq)) and self._ends(seq, chunk)
+            ]
         return self.drafts.propose(ready, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
@@ -149,8 +155,9 @@ class Engine:
         with self._blamed(seqs):
             works = []
             for seq in seqs:
-                rows = [one.row for one in seq.batch_seqs]
-                self.target.refresh(rows)
+                rows = [one.cache_row for one in seq.batch_seqs]
+                if self.target.cache_reset_length is not None:
+                    self.target.refresh(rows)
                 lengths = [self.target.length(row) for row in rows]
                 part = None if chunk is None or self._ends(seq, chunk) else chunk
                 works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
@@ -175,7 +182,8 @@ class Engine:
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        messages = [self.drafts.message(one, self.target) for one in outcomes]
+        hear = any(draft.hears for draft in self.drafts.open.values())
+        messages = [self.drafts.message(one, self.target) for one in outcomes] if hear else []
         passed = [(one, work) for one in outcomes for work in one.works]
         self.target.commit(
             [work.row for _, work in passed],
@@ -193,7 +201,8 @@ class Engine:
             rounds.append(one.round(prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        self.drafts.update([message for message in messages if message is not None])
+        if hear:
+            self.drafts.update([message for message in messages if message is not None])
         return rounds
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
@@ -219,13 +228,14 @@ class Engine:
                 self.drafts.start(request.drafter)
             if request.encode is not None:
                 request.encoding = request.encode()
-            if self.budget.limit is not None:
-                self._make_room(self.budget.limit)
+            if self.budget.given is not None:
+                self._make_room()
             self.scheduler.add(request)
             self.prefilling += request.seqs
-        self._end_failed()
+        if self._failed:
+            self._end_failed()
 
-    def _make_room(self, limit: float) -> None:
+    def _make_room(self) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
         ample = self.budget.ample(admitted)
@@ -234,30 +244,11 @@ class Engine:
             if draft.proposer.cache is not None:
                 draft.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = int(limit) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.room = (self.budget.limit or 0) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
-        """One pass over unread prompts: the first ones, as many as fit into a chunk."""
-        ready = self._ready()
-        self._end_failed()
-        ready = [seq for seq in ready if seq.id in self._requests]
-        if not ready:
-            return
-        request = self._requests[ready[0].id]
-        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
-        limit = SHARED_CHUNK if others_wait else CHUNK
-        chunk = min(request.prefill_chunk or limit, limit)
-        if request.traced:
-            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        batch = self._batch(ready, request, chunk)
-        self._round(batch, chunk)
-        self.scheduler.update(batch)
-        self.running += [seq for seq in self.prefilling if seq.prefilled]
-        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
-
-    def _ready(self) -> list[RunningSequence]:
-        """Prompts to read next.
+        """One pass over unread prompts: the first ones, as many as fit into a chunk.
 
         Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
         does not hold them up.
@@ -275,7 +266,22 @@ class Engine:
                 if self.scheduler.follow(seq, self._requests[seq.id]):
                     ready.append(seq)
                     unread += self.scheduler.unread(seq)
-        return ready
+        if self._failed:
+            self._end_failed()
+            ready = [seq for seq in ready if seq.id in self._requests]
+        if not ready:
+            return
+        request = self._requests[ready[0].id]
+        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
+        limit = SHARED_CHUNK if others_wait else CHUNK
+        chunk = min(request.prefill_chunk or limit, limit)
+        if request.traced:
+            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+        batch = self._batch(ready, request, chunk)
+        self._round(batch, chunk)
+        self.scheduler.update(batch)
+        self.running += [seq for seq in self.prefilling if seq.prefilled]
+        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 
     def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
@@ -287,7 +293,7 @@ class Engine:
                 continue
             size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
             widest, tokens = max(widest, size), tokens + size
-            sees = self.scheduler.sees(seq)
+            sees = seq.pictures is not None and self.scheduler.sees(seq)
             if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
                 break
             batch.append(seq)
@@ -308,7 +314,7 @@ class Engine:
                 self._finish(request)
         used = {id(request.drafter) for request in self._requests.values()}
         idle = [key for key in self.drafts.open if key not in used]
-        for key in idle[:-_IDLE] if self.budget.limit is None else idle:
+        for key in idle[:-_IDLE] if self.budget.given is None else idle:
             del self.drafts.open[key]
 
     def _end_failed(self) -> None:

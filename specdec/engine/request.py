@@ -117,24 +117,29 @@ class Request:
 class MemoryBudget:
     """A limit on the keys and values of all running sequences, target and drafts together.
 
-    `limit`: bytes (int), or until the first request a share of the memory that is free then (float); None: no limit. A
-    request counts as if every sequence grew to its maximal length.
+    `given`: bytes (int), or a share of the memory that is free at the first request (float); None: no limit. A request
+    counts as if every sequence grew to its maximal length.
     """
 
-    def __init__(self, limit: int | float | None, model: LanguageModel) -> None:
-        is_bytes = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-        if not (limit is None or is_bytes or (isinstance(limit, float) and 0 < limit <= 1)):
+    def __init__(self, given: int | float | None, model: LanguageModel) -> None:
+        is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
+        if not (given is None or is_bytes or (isinstance(given, float) and 0 < given <= 1)):
             raise OptionError.of(
-                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", limit
+                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", given
             )
-        self.limit, self._model = limit, model
+        self.given, self._model = given, model
         self._kept = (0, 0)  # rows and columns that buffers may keep allocated
         self.kept_bytes = 0  # their bytes
 
+    @property
+    def limit(self) -> int | None:
+        """In bytes; None: no limit."""
+        if isinstance(self.given, float):
+            self.given = int(self.given * free_bytes(self._model.device))
+        return self.given
+
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that does not even fit alone."""
-        if isinstance(self.limit, float):
-            self.limit = int(self.limit * free_bytes(self._model.device))
         if self.limit is not None and (needed := self.bytes([request])) > self.limit:
             raise OptionError(
                 f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "

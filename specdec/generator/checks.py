@@ -32,7 +32,7 @@ def check_draft(
     """
     if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
         warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
-    if drafter is not None and (not named or any(name in given for name in _BRANCHING)):
+    if drafter is not None and not drafter.guesses_trees and (not named or any(name in given for name in _BRANCHING)):
         _check_branches(drafter, options)
     if prediction is not None and (drafter is None or not drafter.reads_predictions):
         raise OptionError(
@@ -50,7 +50,7 @@ def _check_branches(drafter: Draft, options: Options) -> None:
     """Raises OptionError where trees are asked of a draft that guesses chains."""
     own = options.schedule is not None and not isinstance(options.schedule, str)
     asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
-    if asked > 1 and not drafter.guesses_trees:
+    if asked > 1:
         name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
         raise OptionError(
             f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
@@ -133,13 +133,14 @@ def _made_for(config: Any) -> int | None:
 def _check_vocabulary(options: Options, target: LanguageModel) -> None:
     """Raises OptionError for ids outside the target's vocabulary, unless its checkpoint sets them."""
     bias = options.sequence_bias or ()
-    named = {
+    named: dict[str, Any] = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        "constraints": [c.ids for c in wanted(options.constraints, None)],
-        "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
+    if options.constrained:
+        named["constraints"] = [c.ids for c in wanted(options.constraints, None)]
+        named["force_words_ids"] = [c.ids for c in wanted(None, options.force_words_ids)]
     for name, groups in named.items():
         wrong = next(
             (i for ids in groups for i in ids if not hasattr(i, "__index__") or not 0 <= i < target.vocab_size), None

@@ -15,8 +15,8 @@ from specdec.core.drafts import Draft
 from specdec.decoding.processors.grammar import Grammar, Grammars
 from specdec.engine.driver import Driver, release_helpers
 from specdec.engine.engine import Engine
-from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import ScheduledDraft
+from specdec.engine.scheduler import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
 from specdec.generator.checks import check_draft
@@ -62,6 +62,8 @@ class SpecGenerator:
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
 
+    _inherits = True
+
     def __init__(
         self,
         target: PreTrainedModel | LanguageModel | str | PathLike[str],
@@ -77,9 +79,8 @@ class SpecGenerator:
         **options: Any,
     ) -> None:
         check_loaded("SpecGenerator", options)
-        check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
-        self._defaults, self._task = options, task
+        self._defaults, self._task = check_defaults(options), task
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
@@ -326,19 +327,17 @@ class SpecGenerator:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
+        inherited: dict[str, Any] = {}
+        if self._inherits:  # the checkpoint's settings, and over them those of its task
+            tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
+            inherited = self.target.model.generation_config.to_dict() | tasks.get(self._task, {})
         return resolve(
             given,
             # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
-            inherited=self._inherited(),
+            inherited=inherited,
         )
-
-    def _inherited(self) -> dict[str, Any]:
-        """The checkpoint's generation settings, and over them those of its task."""
-        settings: dict[str, Any] = self.target.model.generation_config.to_dict()
-        tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
-        return settings | tasks.get(self._task, {})
 
 
 def _prefixes(wanted: bool | int | None) -> PrefixCache | None:

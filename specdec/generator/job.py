@@ -52,7 +52,7 @@ class Job:
         self.call = call
         self._driver = driver
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
-        self._phases = dict.fromkeys(_PHASES, 0.0)
+        self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
         self._seconds: float | None = None  # that it ran, once it has ended
         self._result: Generation | None = None
 
@@ -127,7 +127,10 @@ class Job:
         if complete:
             seqs = seqs if o.num_samples is None else _best(call)
             new = [text for seq in seqs for text in seq.texts]
-            reasons = [reason for seq in seqs for reason in seq.finish_reasons]
+            reasons = []
+            for seq in seqs:
+                found = seq.state.finished[: seq.returned] if seq.is_search else ()
+                reasons += [hypothesis.reason for hypothesis in found] or [seq.finish]
             padded = padded[:: o.copies].repeat_interleave(o.returned, 0)
         else:
             new = [[step.token for one in self._rounds.get(seq.id, ()) for step in one.steps] for seq in seqs]

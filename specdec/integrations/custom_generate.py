@@ -161,8 +161,7 @@ class CustomGenerate:
 class _Following(SpecGenerator):
     """A generator that inherits nothing from the checkpoint: transformers has merged its settings into each call."""
 
-    def _inherited(self) -> dict[str, Any]:
-        return {}
+    _inherits = False
 
 
 class _AfterPrompt:

@@ -119,7 +119,8 @@ class LanguageModel:
     @property
     def backend(self) -> str:
         """The backend of passes: "eager", "packed" or "compiled"; "auto" becomes the last one when code exists."""
-        ready = self._compiled is not None and self._compiled.ready
+        compiled = None if self.ragged is None else self.ragged.compiled
+        ready = compiled is not None and compiled.ready
         return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
 
     @property

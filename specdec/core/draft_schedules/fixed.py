@@ -101,9 +101,9 @@ class Limit:
         return len(confidence) < 2 or confidence[-2] >= self.threshold
 
 
-def check_nodes(tokens: int, branches: int | None) -> None:
+def check_nodes(tokens: int, branches: int) -> None:
     """Raises OptionError for trees of more than `MOST_NODES` nodes."""
-    if branches is not None and branches > 1 and tokens * branches > MOST_NODES:
+    if branches > 1 and tokens * branches > MOST_NODES:
         raise OptionError(
             f"{branches} branches (`num_assistant_branches`) of {tokens} tokens (`num_assistant_tokens`) are "
             f"{branches * tokens} nodes for every sequence, and a pass checks at most {MOST_NODES}: lower one of them"
@@ -126,7 +126,8 @@ class Constant:
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_nodes(self.k, self.branches)
+        if self.branches is not None:
+            check_nodes(self.k, self.branches)
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Constant:

@@ -126,8 +126,10 @@ def build_processors(
         device,
         vocab_size,
     )
-    _check(options, extra)
-    items = _merge(_build(table.PROCESSORS, setup), extra)
+    items = _build(table.PROCESSORS, setup)
+    if extra:
+        _check(options, extra)
+        items = _merge(items, extra)
     if getattr(options, "do_sample", None):
         items += _build(table.WARPERS, setup)
     last = (*table.WATERMARK, *table.NORMALIZE)

@@ -32,7 +32,6 @@ class KvSession(KvCache, Session):
         super().__init__(language)
         self._language, self._ragged = language, backend
         self._padded = PaddedPasses(language, self)
-        self._own_passes = 0  # besides the padded ones
         self._can_keep = "logits_to_keep" in language.input_names
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.
@@ -43,10 +42,6 @@ class KvSession(KvCache, Session):
             and not language.forgets_order
         )
 
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        return self._padded.passes + self._own_passes
-
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
@@ -56,16 +51,16 @@ class KvSession(KvCache, Session):
             row, nodes = self.row(work.row), len(work.tree.tokens)
             is_text = not (row.columns.scattered or work.num_cached or work.embeds is not None or work.pictures)
             if is_text and nodes and 0 <= work.num_logits <= nodes and work.tree.is_chain:
-                return [self._chain(row, work)]
+                return [self._chain(row, work, nodes)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)
 
-    def _chain(self, row: Row, work: Work) -> Logits:
+    def _chain(self, row: Row, work: Work, nodes: int) -> Logits:
         """The padded pass of one row over a chain after its text, which needs no layout."""
-        language, columns, nodes = self._language, row.columns, len(work.tree.tokens)
+        language, columns = self._language, row.columns
         row.tree = work.tree
         if not columns.top:
-            columns.begin(work.tree, work.first, work.text_length)
+            columns.begin(work.tree, nodes - work.num_logits, work.text_length)
         self.buffers.point(row.index, columns.base, nodes)
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(language.device)
@@ -77,7 +72,7 @@ class KvSession(KvCache, Session):
             inputs["logits_to_keep"] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = language.model(**inputs).logits[0]
-        self._own_passes += 1
+        self.passes += 1
         more = logits.shape[0] - work.num_logits
         return Logits(work, logits[more:] if more else logits, passes=(self.passes,))
 
@@ -132,7 +127,7 @@ class KvSession(KvCache, Session):
         if ragged.model.reads_embeds:
             inputs = replace(inputs, ids=torch.cat([work.embeds for work in works if work.embeds is not None])[None])
         logits, states = ragged(inputs, *self._pairs(ragged), hidden)
-        self._own_passes += 1
+        self.passes += 1
         found, begin, kept = dict[int, Logits](), 0, 0
         for work in works:
             end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
@@ -184,7 +179,7 @@ class KvSession(KvCache, Session):
         shifts, most = [row.columns.shift for row in named], max(rule.most for rule in rules) - 1
         steps = StepInputs.of(row_indices, begins, shifts, most, kinds)
         chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
-        self._own_passes += max(map(len, chained.guesses))
+        self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY

@@ -28,10 +28,9 @@ _NODES = 64  # nodes whose computation takes as long as reading the weights
 
 
 class PaddedPasses:
-    """Passes of the model's own code over a `KvCache`; `passes` counts them."""
+    """Passes of the model's own code over a `KvCache`, whose `passes` they count."""
 
     def __init__(self, language: ModelSpec, cache: KvCache) -> None:
-        self.passes = 0
         self._language, self._cache = language, cache
         self._can_keep = "logits_to_keep" in language.input_names
 
@@ -46,11 +45,12 @@ class PaddedPasses:
         output = self._language.model(
             **pictures.inputs, past_key_values=self._cache.buffers, **OPTIONS, **extras, **kept
         )
-        self.passes += 1
+        self._cache.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states"))
         attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions"))
         logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
-        return Logits(work, logits, hidden_states=states or None, attentions=attentions or None, passes=(self.passes,))
+        passes = (self._cache.passes,)
+        return Logits(work, logits, hidden_states=states or None, attentions=attentions or None, passes=passes)
 
     def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""
@@ -113,7 +113,7 @@ class PaddedPasses:
             is_end = nodes[0] == layout.nodes - len(nodes)
             inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
-        self.passes += 1
+        self._cache.passes += 1
         found: dict[int, Logits] = {}
         for row, (part, work) in enumerate(zip(here, works, strict=True)):
             begin = nodes.index(work.num_new - work.num_logits) if work.num_logits else 0
@@ -121,7 +121,7 @@ class PaddedPasses:
             more = {}
             if extras:
                 more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
-            found[work.row] = Logits(work, own, passes=(self.passes,) if work.num_new else (), **more)
+            found[work.row] = Logits(work, own, passes=(self._cache.passes,) if work.num_new else (), **more)
         return found
 
     def _idle(self, row_index: int) -> RowNodes:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import EMPTY, Tree, depths_of
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
@@ -54,7 +54,7 @@ class _Row:
         """Sets `initial_length` of a row without text, or whose cache is reset; as `ColumnMap.begin`."""
         if not tree.tokens:
             return
-        depths = tree.depths()
+        depths = depths_of(tree.parents)
         if not self.tokens:
             self.initial_length = text_length or depths[min(first, len(tree) - 1)] + 1
         length = len(self.tokens) + max(depths) + 1

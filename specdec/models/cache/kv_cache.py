@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Cache, check_paths
+from specdec.models.cache.session import Cache
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 
@@ -35,6 +35,7 @@ class KvCache(Cache):
     """
 
     keeps_prefixes = True
+    passes = 0
 
     def __init__(self, language: ModelSpec) -> None:
         self.cache_reset_length = language.capability.cache_reset_length
@@ -111,7 +112,6 @@ class KvCache(Cache):
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
         """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
-        check_paths(rows, paths, texts)
         moves = []
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
             row = self.row(number)
@@ -120,7 +120,8 @@ class KvCache(Cache):
             row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
             if row.columns.scattered:
                 moves += [(row.index, *move) for move in row.columns.compact(VOID_COLUMNS)]
-        self._move(moves)
+        if moves:
+            self._move(moves)
 
     def refresh(self, rows: Sequence[int]) -> None:
         if self.cache_reset_length is None:
@@ -136,7 +137,8 @@ class KvCache(Cache):
             if length < row.columns.length:
                 row.tree = EMPTY
                 moves += [(row.index, *move) for move in row.columns.cut(length)]
-        self._move(moves)
+        if moves:
+            self._move(moves)
 
     @property
     def bytes(self) -> int:

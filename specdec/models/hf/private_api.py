@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,10 +27,8 @@ CAPTURING = output_capturing.__name__  # module of the hooks that stay after a p
 TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask to scores
 
 
-def attention_of(config: Any) -> str:
-    """The attention implementation of a model, an argument of loading without a getter."""
-    kind: str = config._attn_implementation
-    return kind
+attention_of: Callable[[Any], str] = attrgetter("_attn_implementation")
+"""The attention implementation of a model's config, an argument of loading without a getter."""
 
 
 def set_attention(config: Any, kind: str | None) -> None:
