@@ -58,8 +58,6 @@ class Round:
 
     def of(self, seqs: list[SequenceRound]) -> Round:
         """The round with these sequences as its own, and the rest as others."""
-        if len(seqs) == len(self.seqs):
-            return self
         ids = {seq.id for seq in seqs}
         return replace(self, seqs=seqs, others=[seq for seq in self.seqs if seq.id not in ids])
 

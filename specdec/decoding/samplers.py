@@ -202,7 +202,8 @@ class GreedySampler:
 
     def _after(self, seq: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
-        return process(self.processors, seq, guesses, fit(logits, self.width))
+        fitted = fit(logits, self.width)
+        return process(self.processors, seq, guesses, fitted) if self.processors.items else fitted.float()
 
     def _after_all(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """The same for `logits` `[ends, vocab]`."""

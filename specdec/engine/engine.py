@@ -211,11 +211,13 @@ class Engine:
         found = {seq.id: seq for seq in round_.seqs}
         for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
             request.passes += len({number for one in own for number in one.out.passes})
-            request.rounds.append(round_.of([found[one.seq.id] for one in own if one.states]))
+            seqs = [found[one.seq.id] for one in own if one.states]
+            request.rounds.append(round_ if len(seqs) == len(found) else round_.of(seqs))
         decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].drafter is not None]
-        for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
-            with self._blamed(seqs):
-                pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
+        for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
+            with self._blamed(group):
+                seqs = [found[seq.id] for seq in group]
+                pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(found) else round_.of(seqs))
 
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""

@@ -273,7 +273,9 @@ class SpecGenerator:
         extras = Extras(**{**more, "tokenizer": tokenizer})
         named = named_drafts(drafts, config) if drafts or config is not None else {}
         draft = self._drafts.of_call(named, tokenizer) if named else self._draft
-        drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
+        drafter = draft.drafter
+        if drafter is not None and options.samples:
+            drafter = drafter.for_sampling(options.sampling)
         models = () if drafter is None else drafter.models
         state = self.target.state("target")
         exactness = self.target.exactness_of(state)

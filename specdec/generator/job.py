@@ -131,7 +131,8 @@ class Job:
             for seq in seqs:
                 found = seq.state.finished[: seq.returned] if seq.is_search else ()
                 reasons += [hypothesis.reason for hypothesis in found] or [seq.finish]
-            padded = padded[:: o.copies].repeat_interleave(o.returned, 0)
+            if o.at_the_end:
+                padded = padded[:: o.copies].repeat_interleave(o.num_return_sequences, 0)
         else:
             new = [[step.token for one in self._rounds.get(seq.id, ()) for step in one.steps] for seq in seqs]
             reasons = [row.finish_reasons[0] for row in per_row]
@@ -193,7 +194,7 @@ def _best(call: Call) -> list[RunningSequence]:
     o, seqs = call.options, call.seqs
     groups = [seqs[i : i + o.copies] for i in range(0, len(seqs), o.copies)]
     ranked = [sorted(group, key=lambda seq: _score(call, seq), reverse=True) for group in groups]
-    return [seq for group in ranked for seq in group[: o.returned]]
+    return [seq for group in ranked for seq in group[: o.num_return_sequences]]
 
 
 def _score(call: Call, seq: RunningSequence) -> float:
@@ -222,7 +223,7 @@ def _add_outputs(out: Generation, call: Call, seqs: list[RunningSequence], pad: 
     if o.num_beams > 1:
         searches = [seq for seq in seqs if seq.is_search]
         found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
-        out.beam_indices = _beam_indices([h.origins for h in found], o.num_beams, o.returned).to(device)
+        out.beam_indices = _beam_indices([h.origins for h in found], o.num_beams, o.num_return_sequences).to(device)
         if o.output_trace:
             out.trace = [seq.history for seq in searches]
         if o.output_scores:

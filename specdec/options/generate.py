@@ -204,11 +204,6 @@ class Options(BaseModel):
         return 1 if self.num_beams > 1 else self.num_samples or self.num_return_sequences
 
     @property
-    def returned(self) -> int:
-        """The number of texts that are returned for each prompt."""
-        return self.num_return_sequences if self.at_the_end else self.copies
-
-    @property
     def at_the_end(self) -> bool:
         """Whether texts are chosen when the call ends: beams and ranked samples."""
         return self.num_beams > 1 or self.num_samples is not None

@@ -1,10 +1,11 @@
-"""Prompts of every shape as rows of token ids without padding, the inputs of an encoder, and predictions."""
+"""Prompts of every shape as checked rows of token ids without padding, the inputs of an encoder, and predictions."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,17 @@ from transformers.utils import ModelOutput
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictures
-from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
+from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
 from specdec.options.resolve import warn_of_idle
 
+MASKS = {
+    "prompt": "attention_mask",
+    "decoder_input_ids": "decoder_attention_mask",
+    "negative_prompt_ids": "negative_prompt_attention_mask",
+}
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
@@ -45,6 +51,15 @@ class RowPrompt:
     pictures: Pictures | None = None
     negative: list[int] | None = None
     prediction: list[int] | None = None
+
+
+class Ids(NamedTuple):
+    """Rows of ids: as `given`, without padding (`kept`), and the `mask` of which given ids were kept."""
+
+    given: list[list[int]]
+    kept: list[list[int]]
+    mask: list[list[bool]]
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -402,3 +417,47 @@ def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not ids:
         raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
     return ids
+
+
+def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding."""
+    rows = _lists(value)
+    if rows is None or not all(map(is_whole, itertools.chain(*rows))):
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise OptionError.of(name, "text, or token ids: integers of shape [rows, length] like `input_ids`", got)
+    if not rows:
+        raise OptionError(f"`{name}` is empty: pass at least one row")
+    rows = [list(map(int, row)) for row in rows]
+    mask = given.get(MASKS.get(name, ""))
+    keep = [[token != pad for token in row] for row in rows]
+    if mask is not None:
+        keep = read_mask(mask, list(map(len, rows)), MASKS[name])
+    kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
+    for r, row in enumerate(kept):
+        if not row:
+            raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
+        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise OptionError(
+                f"row {r} of `{name}` holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+                "was it encoded by another tokenizer?"
+            )
+    return Ids(rows, kept, keep)
+
+
+def _lists(value: Any) -> list[Any] | None:
+    """Rows, or one row, as lists; None for other types."""
+    value = plain(value)
+    rows = [plain(row) for row in value] if is_list(value) else None
+    if rows and not any(map(is_list, rows)):
+        rows = [rows]
+    return rows if rows is not None and all(map(is_list, rows)) else None
+
+
+def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
+    """The mask of rows of these `lengths`; without one, all tokens count."""
+    rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
+    if rows is None or list(map(len, rows)) != lengths or any(map(is_list, itertools.chain(*rows))):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError.of(name, f"one number per token, for rows of {lengths} tokens", got)
+    return [[bool(number) for number in row] for row in rows]

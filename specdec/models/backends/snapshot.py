@@ -21,7 +21,7 @@ from specdec.core.tree import EMPTY, Tree, depths_of
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session, check_paths, check_works
+from specdec.models.cache.session import Session, check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
@@ -164,7 +164,6 @@ class ReplaySession(Session):
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
         """Extends texts; a cache beyond the kept path is brought back."""
-        check_paths(rows, paths, texts)
         for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
             path = kept if texts is None else kept[: texts[i]]
             if any(node >= len(row.tree) for node in kept):

@@ -126,9 +126,3 @@ def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
             raise OptionError.of(
                 "num_logits", f"between 0 and the {work.num_new} new nodes of the row", work.num_logits
             )
-
-
-def check_paths(rows: Sequence[int], paths: Sequence[list[int]], texts: Sequence[int] | None) -> None:
-    """Raises OptionError unless there is one path, and one of `texts` if given, per row."""
-    if len(paths) != len(rows) or (texts is not None and len(texts) != len(rows)):
-        raise OptionError.of("paths", f"one for each of {len(rows)} rows", len(paths))
