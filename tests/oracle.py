@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 Guess = Callable[[list[int], int], list[int]]
@@ -33,3 +34,16 @@ def rows_in_drafts(engine: Any) -> int:
     """How many rows the caches of an engine's drafts hold."""
     caches = [draft.proposer.cache for draft in engine.drafts.open.values()]
     return sum(len(cache.rows) for cache in caches if cache is not None)
+
+
+@contextmanager
+def shapes(model: Any, name: str = "input_ids") -> Iterator[list[tuple[int, int]]]:
+    """The shapes of the ids of all forwards of `model`."""
+    found: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: found.append(tuple(given[name].shape)), with_kwargs=True
+    )
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -16,8 +16,7 @@ from specdec.cli.terminal import loading
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 from specdec.options.fields import DRAFT_WORDS, DRAWING, IDLE, REFUSED
-from specdec.options.forms import FORMS
-from specdec.options.generate import Options
+from specdec.options.generate import FORMS, Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
 from specdec.options.resolve import read_yaml, resolve

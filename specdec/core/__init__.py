@@ -8,8 +8,7 @@ distribution, `q` the draft's.
 | `tree.py` | trees of candidate tokens, and the steps that the target's logits decide |
 | `work.py` | one row's share of a pass, and its output |
 | `sequence.py` | what the engine runs: a text, or a search over branches of one prompt |
-| `outcome.py` | what a round brings one sequence |
-| `rounds.py` | what cached keys depend on, and the results of a round |
+| `outcome.py` | what a round brings one sequence, and the results of rounds |
 | `strategies.py` | the interface of a strategy, and what it gets of the target's output |
 | `drafts.py` | the interface of a draft, its instructions and its messages |
 | `draft_schedules/` | how much to draft next |

@@ -317,7 +317,7 @@ class Draft(ABC):
         """A proposer without sequences, for a target with logits of this width."""
 
     def for_sampling(self, sampling: str | None) -> Draft:
-        """The draft for a call's kind of sampling: "rejection", "block", …, or None (no sampling)."""
+        """The draft for a call that samples: by "rejection", "block", …, or None, which is "coupled"."""
         return self
 
 

@@ -1,4 +1,6 @@
-"""What a round brings one sequence: the strategy's own steps, as far as the target's logits reach."""
+"""What a round brings one sequence: the strategy's own steps, as far as the target's logits reach; and the results of
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,56 @@ from itertools import takewhile
 from typing import Any
 
 from specdec.core.drafts import Hidden
-from specdec.core.rounds import SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import NO_TRACE, Trace, View, stacked, trace_of
-from specdec.core.tree import EMPTY, Step, Tree
+from specdec.core.tree import EMPTY, Step, Tree, depths_of
 from specdec.core.work import Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
 _MOST_HELD = 8  # times its own bytes that a view may keep in memory
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRound:
+    """The result of a round for one sequence.
+
+    `drafted`: nodes of the proposal; `depth`: its longest path. The draft had guessed the tokens of the first
+    `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
+    reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: the target or
+    the draft read a prompt in this round.
+    """
+
+    id: int
+    drafted: int
+    depth: int
+    accepted: int
+    prefill: bool
+    source: str
+    tested: Sequence[tuple[float, bool]]
+    levels: int
+    steps: list[Step]
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One turn of the loop: each sequence's result, the nodes that the target computed, and the seconds.
+
+    A request gets rounds with its own `seqs`; `others` shared the passes. Nodes and seconds cover both.
+    """
+
+    seqs: list[SequenceRound]
+    nodes: int
+    draft_seconds: float
+    verify_seconds: float
+    select_seconds: float
+    seconds: float
+    others: Sequence[SequenceRound] = ()
+
+    def of(self, seqs: list[SequenceRound]) -> Round:
+        """The round with these sequences as its own, and the rest as others."""
+        ids = {seq.id for seq in seqs}
+        return replace(self, seqs=seqs, others=[seq for seq in self.seqs if seq.id not in ids])
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +95,11 @@ class Outcome:
         """
         work, first = self.out.work, length - self.seq.num_embeds_only
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
-        own = _run([node - work.num_cached for node in nodes])
+        own = [node - work.num_cached for node in nodes]
+        is_run = bool(own) and own == list(range(own[0], own[0] + len(own)))
+        places = slice(own[0], own[-1] + 1) if is_run else own  # a slice copies nothing
         assert self.out.hidden_states is not None
-        parts = [self.out.hidden_states[layer][own] for layer in layers]
+        parts = [self.out.hidden_states[layer][places] for layer in layers]
         if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
             parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
         return Hidden(max(first, 0), work.num_cached, parts)
@@ -72,36 +118,29 @@ class Outcome:
         seq.finish, seq.prefilled = self.finish, True
 
     def round(self, *, prefill: bool) -> SequenceRound:
-        """The result of the round, without tensors of a pass."""
+        """The result of the round, without tensors of a pass.
+
+        Of a text all children of each node count as tested after which a step was taken, but not those of the step that
+        ended it; of a search, the highest confidence of each depth that it reached, and of the next one.
+        """
         proposal = self.out.work.proposal
-        tested, levels = self._depths_tested(proposal) if self.seq.is_search else self._nodes_tested(proposal)
+        tokens, parents, depth = proposal.tokens, proposal.parents, proposal.depth
+        confidence = proposal.confidence or [1.0] * len(tokens)
+        if self.seq.is_search:
+            levels, best = min(self.accepted + (self.finish is None), depth), [0.0] * depth
+            for at, chance in zip(depths_of(proposal.parents), confidence, strict=True):
+                best[at] = max(best[at], chance)
+            tested = [(best[i], i < self.accepted) for i in range(levels)]
+        else:
+            steps = self.steps[:-1] if self.finish else self.steps
+            accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
+            nodes = [node for node, parent in enumerate(parents) if parent in reached]
+            levels = len({parents[node] for node in nodes})
+            tested = [(confidence[node], node in accepted) for node in nodes]
+        key, source = self.seq.id, proposal.source
         return SequenceRound(
-            id=self.seq.id,
-            drafted=len(proposal.tokens),
-            depth=proposal.depth,
-            accepted=self.accepted,
-            prefill=prefill,
-            source=proposal.source,
-            tested=tested,
-            levels=levels,
-            steps=self.steps,
-            finish=self.finish,
+            key, len(tokens), depth, self.accepted, prefill, source, tested, levels, self.steps, self.finish
         )
-
-    def _nodes_tested(self, proposal: Tree) -> tuple[list[tuple[float, bool]], int]:
-        """All children of each node after which a step was taken; not those of the step that ended the text."""
-        steps = self.steps[:-1] if self.finish else self.steps
-        accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
-        confidence = proposal.confidence or [1.0] * len(proposal.tokens)
-        nodes = [node for node, parent in enumerate(proposal.parents) if parent in reached]
-        levels = len({proposal.parents[node] for node in nodes})
-        return [(confidence[node], node in accepted) for node in nodes], levels
-
-    def _depths_tested(self, proposal: Tree) -> tuple[list[tuple[float, bool]], int]:
-        """The highest confidence of each depth that the search reached, and of the next one."""
-        levels = min(self.accepted + (self.finish is None), proposal.depth)
-        confidence = proposal.best_confidence() or [1.0] * levels
-        return [(confidence[i], i < self.accepted) for i in range(levels)], levels
 
 
 def accept(one: Outcome, out: Logits) -> None:
@@ -132,7 +171,11 @@ def accept(one: Outcome, out: Logits) -> None:
         if move.step is not None:
             one.steps.append(move.step)
         if traces:
-            one.traces += _traces(seen, move.shown) if seq.is_search else [seen[0].trace]
+            shown = range(len(seen)) if move.shown is None else move.shown
+            if not seq.is_search:
+                one.traces.append(seen[0].trace)
+            elif shown:
+                one.traces.append(stacked([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown]))
         ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
         nodes = [children.get(end) for end in ends]
     if seq.is_search:
@@ -153,8 +196,11 @@ def _settle(
     The path that all leaves share becomes text.
     """
     paths = [tree.path(parent) for parent, _ in ends]
-    shared = _common(paths)
-    seen = _descendants(tree, {node for node in nodes if node is not None})
+    shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))]
+    seen = {node for node in nodes if node is not None}  # and all nodes below them
+    for node, parent in enumerate(tree.parents):
+        if parent in seen:
+            seen.add(node)
     rest = {node for path in paths for node in path} | seen
     path = [*shared, *sorted(rest - set(shared))]
     number = {-1: -1} | {node: max(i - len(shared), -1) for i, node in enumerate(path)}  # in the new tree
@@ -168,30 +214,3 @@ def _settle(
     one.leaves = [made[end] if node is None else number[node] for end, node in zip(ends, nodes, strict=True)]
     one.known = {number[node]: view(node) for node in seen}
     one.path, one.num_text, one.tokens = path, len(shared), [tree.tokens[node] for node in shared]
-
-
-def _traces(views: Sequence[View], shown: Sequence[int] | None) -> list[Trace]:
-    """The trace of a search's step, if any leaves are shown."""
-    leaves = range(len(views)) if shown is None else shown
-    return [stacked([views[leaf].trace for leaf in leaves], [leaf < 0 for leaf in leaves])] if leaves else []
-
-
-def _run(numbers: list[int]) -> list[int] | slice:
-    """Consecutive numbers as a slice, which copies nothing."""
-    together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    return slice(numbers[0], numbers[-1] + 1) if together else numbers
-
-
-def _common(paths: list[list[int]]) -> list[int]:
-    """The longest common prefix of all paths."""
-    levels = zip(*paths, strict=False)
-    return [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
-
-
-def _descendants(tree: Tree, nodes: set[int]) -> set[int]:
-    """`nodes` and all nodes below them."""
-    found = set(nodes)
-    for node, parent in enumerate(tree.parents):
-        if parent in found:
-            found.add(node)
-    return found

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftTask
-from specdec.core.rounds import VOID_COLUMNS, Context
 from specdec.core.strategies import Trace, View
 from specdec.core.tree import EMPTY, Step, Tree
-from specdec.core.work import Pictures, Work
+from specdec.core.work import VOID_COLUMNS, Pictures, Work
+
+
+class Context(NamedTuple):
+    """What keys and values depend on besides the tokens: sequences share them only where their contexts are equal.
+
+    `model`: digest of the target's state; `salt`: the caller's; `inputs`: digest of embeddings or encoder inputs.
+    """
+
+    model: bytes
+    salt: str = ""
+    inputs: bytes = b""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,7 +55,7 @@ class RunningSequence:
     pictures: Pictures | None = None
     unconditional: RunningSequence | None = None
     id: int = -1
-    cache_row: int | None = None
+    cache_row: Any = None  # an int while it has a row
     context: Context | None = None
     encoding: Any = None
     prompt_length: int = field(init=False)
@@ -72,9 +82,7 @@ class RunningSequence:
 
     @property
     def remaining(self) -> int:
-        """How many tokens may follow a leaf: up to the length limit, and at most one beyond the cache's reset
-        length.
-        """
+        """How many tokens may follow a leaf, to the length limit, and at most one beyond the cache's reset length."""
         length = self.prompt_length + self.state.length if self.is_search else len(self.tokens)
         room = self.max_length - length
         for seq in self.batch_seqs:
@@ -95,9 +103,7 @@ class RunningSequence:
 
     @property
     def most_positions(self) -> int:
-        """How many columns of a cache its longer row may need, proposals not counted, if branches share no new
-        token.
-        """
+        """The most columns of a cache that its longer row needs, proposals not counted: no branches share a token."""
         prompt = max(one.num_embeds_only + one.prompt_length for one in self.batch_seqs)
         new = self.width * (self.max_length - self.prompt_length)
         return prompt + new + (VOID_COLUMNS if self.is_search else 0)
@@ -108,13 +114,6 @@ class RunningSequence:
         if not self.is_search:
             return [self.tokens[self.prompt_length :]]
         return [list(found.tokens) for found in self.state.finished[: self.returned]]
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        """Why each of `texts` ended; only of a sequence that ended."""
-        if not self.is_search:
-            return [self.finish or ""]
-        return [found.reason for found in self.state.finished[: self.returned]]
 
     @property
     def length(self) -> int:
@@ -139,15 +138,24 @@ class RunningSequence:
             self._written = known
         return self._ids[:total][None]
 
-    def works(self, lengths: Sequence[int], proposal: Tree = EMPTY) -> list[Work]:
+    def works(self, lengths: Sequence[int], proposal: Tree = EMPTY, *, chunk: int | None = None) -> list[Work]:
         """Its work in the next pass, and that of its unconditional sequence: text, branches, then the proposal.
 
-        `lengths[i]` positions of the text are in the cache.
+        `lengths[i]` positions of the text are in the cache. With `chunk`: at most that many further positions of the
+        text; never the last, whose pass needs logits.
         """
         found = []
         for seq, length in zip(self.batch_seqs, lengths, strict=True):
-            text = seq.text_ids[length:]
-            tree, num_text = Tree.chain(text), len(text)
+            pictures, end = None if length else seq.pictures, None
+            if chunk is not None:
+                end = min(length + chunk, seq.length - 1) if pictures is None else pictures.length
+            text = seq.text_ids[length:end]
+            tree, num_text, given = Tree.chain(text), len(text), dict[str, Any](pictures=pictures)
+            if seq.embeds is not None and length < len(seq.embeds):
+                given["embeds"] = seq.embeds[length : length + num_text]
+            if chunk is not None:
+                found.append(Work(seq.cache_row, tree, 0, num_text, text_length=seq.length, **given))
+                continue
             if seq.tree.tokens:
                 tree = tree.graft(seq.tree)
             if proposal.tokens:
@@ -156,36 +164,5 @@ class RunningSequence:
             num_logits = new_leaves + len(proposal.tokens)
             # branches without their text: the row was emptied, to be read again
             num_cached = 0 if text else seq.num_cached
-            given: dict[str, Any] = {
-                "pictures": seq.unread_pictures(length),
-                "embeds": seq._embeds_at(length, num_text),
-            }
-            found.append(Work(seq.row, tree, num_logits, num_text, num_cached, proposal, **given))
+            found.append(Work(seq.cache_row, tree, num_logits, num_text, num_cached, proposal, **given))
         return found
-
-    def chunks(self, lengths: Sequence[int], most: int) -> list[Work]:
-        """The same for at most `most` further positions of the text; never the last, whose pass needs logits."""
-        found = []
-        for seq, length in zip(self.batch_seqs, lengths, strict=True):
-            pictures = seq.unread_pictures(length)
-            end = min(length + most, seq.length - 1) if pictures is None else pictures.length
-            ids = seq.text_ids[length:end]
-            given: dict[str, Any] = {"embeds": seq._embeds_at(length, len(ids)), "pictures": pictures}
-            found.append(Work(seq.row, Tree.chain(ids), 0, len(ids), text_length=seq.length, **given))
-        return found
-
-    def unread_pictures(self, length: int) -> Pictures | None:
-        """The pictures, if they are to be read: while the cache holds nothing, its `length` being 0."""
-        return None if length else self.pictures
-
-    @property
-    def row(self) -> int:
-        """Its row of the target's cache."""
-        assert self.cache_row is not None
-        return self.cache_row
-
-    def _embeds_at(self, begin: int, count: int) -> Tensor | None:
-        """The embeddings among `count` positions; None without any."""
-        if self.embeds is None or begin >= len(self.embeds):
-            return None
-        return self.embeds[begin : begin + count]

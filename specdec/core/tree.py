@@ -48,9 +48,7 @@ class Tree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
-        """This tree with `other` growing from its nodes `leaves`, by default from its last node; keeps no
-        confidences.
-        """
+        """This tree with `other` growing from its nodes `leaves`, by default the last one; keeps no confidences."""
         n = len(self.tokens)
         ends = leaves or (n - 1,)
         return Tree(
@@ -86,23 +84,10 @@ class Tree:
             node = after
         return len(tokens), False
 
-    def depths(self) -> list[int]:
-        """How many ancestors each node has; a node that follows the text has depth 0."""
-        return depths_of(self.parents)
-
     @property
     def depth(self) -> int:
         """The length of its longest path, in tokens."""
-        return len(self.tokens) if self.is_chain else max(self.depths()) + 1
-
-    def best_confidence(self) -> list[float] | None:
-        """The highest confidence at every depth; None without confidences."""
-        if self.confidence is None:
-            return None
-        best = [0.0] * self.depth
-        for depth, confidence in zip(self.depths(), self.confidence, strict=True):
-            best[depth] = max(best[depth], confidence)
-        return best
+        return len(self.tokens) if self.is_chain else max(depths_of(self.parents)) + 1
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, `node` included."""

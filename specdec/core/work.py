@@ -10,6 +10,13 @@ from torch import Tensor
 
 from specdec.core.tree import EMPTY, Tree
 
+CHUNK = 2048
+"""The most prompt tokens of one pass, while no other sequence waits for it."""
+SHARED_CHUNK = 256
+"""The same while sequences that have read their prompts wait for this pass."""
+VOID_COLUMNS = 64
+"""Columns of a row of the cache that dead branches may leave empty before the row is compacted."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:

@@ -61,8 +61,10 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
         values = scores.detach().numpy()
         token = int(values.argmax())
         highest = float(values[token])
-        if not (confident and math.isfinite(highest)):
-            return token, _unless_infinite(highest)
+        if not math.isfinite(highest):
+            return token, math.nan
+        if not confident:
+            return token, 1.0
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
@@ -194,7 +196,8 @@ class GreedySampler:
 
     def _after(self, seq: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
-        return process(self.processors, seq, guesses, fit(logits, self.width))
+        fitted = fit(logits, self.width)
+        return process(self.processors, seq, guesses, fitted) if self.processors.items else fitted.float()
 
     def _after_all(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """The same for `logits` `[ends, vocab]`."""

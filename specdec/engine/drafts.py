@@ -15,7 +15,6 @@ from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
 
 Item = TypeVar("Item")
-_IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
 class Blamed(NamedTuple):
@@ -42,10 +41,11 @@ Blame = Callable[[Sequence[RunningSequence]], Blamed]
 
 
 class OpenDraft(NamedTuple):
-    """A draft and its proposer."""
+    """A draft and its proposer; `hears`: it takes in the results of rounds."""
 
     drafter: Draft
     proposer: Proposer
+    hears: bool
 
 
 class OpenDrafts:
@@ -58,19 +58,17 @@ class OpenDrafts:
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], blamed: Blame) -> None:
         self.open: dict[int, OpenDraft] = {}
         self._model, self._requests, self._blamed = model, requests, blamed
-        self._is_offloaded = model.is_offloaded  # kept, since the property walks all modules
+        self.is_offloaded = model.is_offloaded  # kept, since the property walks all modules
 
-    def start(self, drafter: Draft | None) -> None:
-        """Starts a draft's proposer, which all its sequences share, unless it has started."""
-        if drafter is None or id(drafter) in self.open:
-            return
+    def start(self, drafter: Draft) -> None:
+        """Starts a draft's proposer, which all its sequences share."""
         if drafter.hidden_layers:
             self._model.check_hidden_states(drafter.hidden_layers)
         proposer = drafter.start(self._model.vocab_size)
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self.open[id(drafter)] = OpenDraft(drafter, proposer)
+        self.open[id(drafter)] = OpenDraft(drafter, proposer, type(proposer).update is not Proposer.update)
 
     def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft.
@@ -81,9 +79,13 @@ class OpenDrafts:
         """
         proposals: dict[int, Tree] = {}
         for draft, group in self._grouped(seqs):
-            if reading and not (draft.drafter.instant or self._is_offloaded):
+            if reading and not (draft.drafter.instant or self.is_offloaded):
                 continue
-            plans = self._plans(group)
+            plans: dict[int, Plan] = {}
+            for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
+                with self._blamed(together):
+                    found = pacing.schedule.plan(together)
+                    plans |= {seq.id: plan for seq, plan in zip(together, found, strict=True)}
             copies = draft.drafter.instant or draft.drafter.reads_predictions
             if not copies and all(plan.limit <= 0 for plan in plans.values()):
                 continue
@@ -98,23 +100,29 @@ class OpenDrafts:
         return proposals
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
-        """One draft's proposals by sequence id."""
+        """One draft's proposals by sequence id, cut before the first token that processors forbid.
+
+        Raises DraftError unless there is one Tree per sequence, with a list of tokens.
+        """
+        trees, kind = proposer.propose(seqs, plans), type(proposer).__name__
+        is_list = isinstance(trees, list | tuple)
+        if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
+            got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
+            raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}")
+        if odd := [type(tree.tokens).__name__ for tree in trees if not isinstance(tree.tokens, list)]:
+            raise DraftError(f"`tokens` of a Tree that `{kind}` proposes must be a list, got {odd[0]}")
         found: dict[int, Tree] = {}
-        for seq, plan, tree in zip(seqs, plans, _trees(proposer, seqs, plans), strict=True):
+        for seq, plan, tree in zip(seqs, plans, trees, strict=True):
             with self._blamed([seq]):
-                tree = _allowed(seq, tree)
-                self._check(seq, plan, tree, tree.source or type(proposer).__name__)
+                allowed = seq.task.allowed
+                if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
+                    kept = allowed(seq.tokens, tree.tokens)
+                    sure = tree.confidence and tree.confidence[:kept]
+                    tree = Tree.chain(tree.tokens[:kept], sure, source=tree.source)
+                self._check(seq, plan, tree, tree.source or kind)
                 if plan.limit > 0:
                     found[seq.id] = tree
         return found
-
-    def _plans(self, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
-        """The plans by sequence id."""
-        plans: dict[int, Plan] = {}
-        for pacing, group in grouped(seqs, lambda seq: self._requests[seq.id].pacing):
-            with self._blamed(group):
-                plans |= {seq.id: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
-        return plans
 
     def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
@@ -159,7 +167,7 @@ class OpenDrafts:
         if not (one.states or layers):
             return None
         read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
-        hidden = one.hidden(layers, target.length(one.seq.row)) if read else None
+        hidden = one.hidden(layers, target.length(one.seq.cache_row)) if read else None
         return Commit(one.seq, one.path, one.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:
@@ -183,13 +191,6 @@ class OpenDrafts:
                 for request in self._requests.values():
                     request.drafter = None if request.drafter is draft.drafter else request.drafter
 
-    def close_idle(self, *, every: bool) -> None:
-        """Drops proposers without sequences; the latest ones stay unless `every` is to go."""
-        used = {id(request.drafter) for request in self._requests.values()}
-        idle = [key for key in self.open if key not in used]
-        for key in idle if every else idle[:-_IDLE]:
-            del self.open[key]
-
     def _grouped(self, seqs: Iterable[Any]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
         """The sequences grouped by their drafts; those without one are left out."""
         drafts = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].drafter)))
@@ -203,30 +204,3 @@ def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any,
         owner = of(item)
         groups.setdefault(id(owner), (owner, []))[1].append(item)
     return list(groups.values())
-
-
-def _trees(proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> Sequence[Tree]:
-    """What the proposer proposes; raises DraftError unless it is one Tree per sequence, with lists of its tokens."""
-    trees = proposer.propose(seqs, plans)
-    is_list = isinstance(trees, list | tuple)
-    if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
-        got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
-        raise DraftError(
-            f"`{type(proposer).__name__}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}"
-        )
-    for tree in trees:
-        if not isinstance(tree.tokens, list):
-            raise DraftError(
-                f"`tokens` of a Tree that `{type(proposer).__name__}` proposes must be a list, got "
-                f"{type(tree.tokens).__name__}"
-            )
-    return trees
-
-
-def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
-    """A chain that was not drawn, cut before the first token that processors forbid; other trees as they are."""
-    allowed = seq.task.allowed
-    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
-        return tree
-    kept = allowed(seq.tokens, tree.tokens)
-    return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)

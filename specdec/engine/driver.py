@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
@@ -57,7 +57,8 @@ class Driver:
         request that is being read. Closing the generator cancels the request.
         """
         self._check()
-        self.engine.budget.check(request)
+        if self.engine.budget.given is not None:
+            self.engine.budget.check(request)
         with self._lock:
             self.check_open()
             if request in self._open:
@@ -172,7 +173,16 @@ class Driver:
                 while wanted():
                     if self.engine.idle and not (self._arrived or self._cancelled):
                         raise EngineError("a request was lost: this is a defect of specdec, please report it")
-                    self._step()
+                    while self._arrived:
+                        if not self._arrived[0].done:  # cancelled before it arrived
+                            self.engine.submit(self._arrived[0])
+                        self._arrived.pop(0)
+                    if self._cancelled:
+                        self._drop_cancelled()
+                    self.engine.step()
+                    if self._waiting:
+                        with self._lock:
+                            self._wake()
         except BaseException as error:
             why = f"the thread that decoded for several calls was ended by {type(error).__name__}: call again"
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))
@@ -197,7 +207,8 @@ class Driver:
             if self._cancelled and not anyway:
                 self._driving_thread = me
                 return False
-            self._wake()
+            if self._waiting:
+                self._wake()
             self._work.notify_all()
             return True
 
@@ -228,18 +239,6 @@ class Driver:
                 "a processor, criterion, draft or schedule called the generator that it runs in: use another "
                 "SpecGenerator there (models can be shared)"
             )
-
-    def _step(self) -> None:
-        """Submits new requests, drops cancelled ones, and runs one step."""
-        while self._arrived:
-            if not self._arrived[0].done:  # cancelled before it arrived
-                self.engine.submit(self._arrived[0])
-            self._arrived.pop(0)
-        self._drop_cancelled()
-        self.engine.step()
-        if self._waiting:
-            with self._lock:
-                self._wake()
 
     def _wake(self) -> None:
         """Wakes callers that can return, and all of them when no thread drives."""

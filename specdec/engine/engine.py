@@ -17,17 +17,16 @@ from time import perf_counter
 
 import torch
 
-from specdec.core.outcome import Outcome, accept
-from specdec.core.rounds import CHUNK, SHARED_CHUNK, Round, SequenceRound
+from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import CHUNK, SHARED_CHUNK
 from specdec.engine.drafts import Blamed, OpenDrafts, grouped
-from specdec.engine.memory_budget import MemoryBudget
-from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.request import MemoryBudget, Request
+from specdec.engine.scheduler import PrefixCache, Scheduler
 from specdec.models import LanguageModel
+
+_IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
 class Engine:
@@ -84,15 +83,17 @@ class Engine:
 
     def abort(self, error: BaseException) -> None:
         """Ends every request with `error` and drops all keys and values, since a pass may have been interrupted."""
-        for request in {id(request): request for request in [*self.waiting, *self._admitted]}.values():
+        for request in dict.fromkeys([*self.waiting, *self._requests.values()]):
             request.error = error
             self._finish(request)
         self._begin(self.scheduler.prefix_cache)
 
     def step(self) -> None:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
-        while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
+        while self.waiting:
             request = self.waiting[0]
+            if self.budget.given is not None and not self.budget.fits(request, self._requests.values()):
+                break
             self._admit(request)
             self.waiting.popleft()
             if request.encode is not None and self.running:
@@ -106,9 +107,7 @@ class Engine:
             self._round(running)
 
     def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, run, accept, commit. With `chunk`: over unread prompts, at most that many tokens
-        of each.
-        """
+        """One round: propose, run, accept, commit. With `chunk`: over at most so many tokens of unread prompts each."""
         began = perf_counter()
         proposals = self._propose(seqs, chunk)
         drafted = seconds_on(self.model.device)
@@ -120,14 +119,20 @@ class Engine:
         rounds = self._commit(outcomes, proposals)
         phases = drafted - began, verified - drafted, selected - verified
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
-        self._end_failed()
-        self._release([one.seq for one in outcomes if one.finish is not None])
+        if self._failed:
+            self._end_failed()
+        if ended := [one.seq for one in outcomes if one.finish is not None]:
+            self._release(ended)
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
         ready = [seq for seq in seqs if seq.tokens]
         if chunk is not None:
-            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self._ends(seq, chunk)]
+            ready = [
+                seq
+                for seq in ready
+                if (seq.pictures is None or not self.scheduler.sees(seq)) and self._ends(seq, chunk)
+            ]
         return self.drafts.propose(ready, reading=chunk is not None)
 
     def _ends(self, seq: RunningSequence, chunk: int) -> bool:
@@ -139,44 +144,46 @@ class Engine:
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
-        seqs = [seq for seq in seqs if self._goes_on(seq)]
+        seqs = [seq for seq in seqs if self._requests[seq.id] not in self._failed]
         if not seqs:
             return []
         requests = {self._requests[seq.id] for seq in seqs}
         layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
+        outcomes: list[Outcome] = []
         with self._blamed(seqs):
-            works = [self._works(seq, proposals.get(seq.id, EMPTY), chunk) for seq in seqs]
+            works = []
+            for seq in seqs:
+                rows = [one.cache_row for one in seq.batch_seqs]
+                if self.target.cache_reset_length is not None:
+                    self.target.refresh(rows)
+                lengths = [self.target.length(row) for row in rows]
+                part = None if chunk is None or self._ends(seq, chunk) else chunk
+                works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
             together = [work for own in works for work in own]
             outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
-            return [
-                Outcome(seq, own, _guided([next(outputs) for _ in own])) for seq, own in zip(seqs, works, strict=True)
-            ]
-        return []
-
-    def _works(self, seq: RunningSequence, proposal: Tree, chunk: int | None) -> list[Work]:
-        """A sequence's works in this round; with `chunk`, that many tokens of its prompt unless they end it."""
-        rows = [one.row for one in seq.batch_seqs]
-        self.target.refresh(rows)
-        lengths = [self.target.length(row) for row in rows]
-        if chunk is not None and not self._ends(seq, chunk):
-            return seq.chunks(lengths, chunk)
-        return seq.works(lengths, proposal)
+            for seq, own in zip(seqs, works, strict=True):
+                out, *others = [next(outputs) for _ in own]
+                for other in others:  # its unconditional sequence's
+                    out = replace(out, unconditional=other.logits, passes=[*out.passes, *other.passes])
+                outcomes.append(Outcome(seq, own, out))
+        return outcomes
 
     def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of those that did not
-        fail.
-        """
+        """Runs every sequence's strategy as far as the logits reach; returns the outcomes of the sound ones."""
         for one in outcomes:
             if one.out.work.num_logits:
+                out, request = one.out, self._requests[one.seq.id]
                 with self._blamed([one.seq]):
-                    accept(one, self._requests[one.seq.id].wanted(one.out))
-        return [one for one in outcomes if self._goes_on(one.seq)]
+                    plain = out.hidden_states is None and out.attentions is None
+                    accept(one, out if plain else request.wanted(out))
+        return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        messages = [self.drafts.message(one, self.target) for one in outcomes]
+        hear = any(draft.hears for draft in self.drafts.open.values())
+        messages = [self.drafts.message(one, self.target) for one in outcomes] if hear else []
         passed = [(one, work) for one in outcomes for work in one.works]
         self.target.commit(
             [work.row for _, work in passed],
@@ -194,24 +201,23 @@ class Engine:
             rounds.append(one.round(prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        self.drafts.update([message for message in messages if message is not None])
+        if hear:
+            self.drafts.update([message for message in messages if message is not None])
         return rounds
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        outcomes, found = [one for one in outcomes if self._goes_on(one.seq)], {one.id: one for one in round_.seqs}
+        outcomes = [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
+        found = {seq.id: seq for seq in round_.seqs}
         for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
             request.passes += len({number for one in own for number in one.out.passes})
-            request.rounds.append(round_.of([found[one.seq.id] for one in own if one.states]))
+            seqs = [found[one.seq.id] for one in own if one.states]
+            request.rounds.append(round_ if len(seqs) == len(found) else round_.of(seqs))
         decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].drafter is not None]
-        for pacing, seqs in grouped(decided, lambda seq: self._requests[seq.id].pacing):
-            with self._blamed(seqs):
-                pacing.schedule = pacing.schedule.after(round_.of([found[seq.id] for seq in seqs]))
-
-    @property
-    def _admitted(self) -> list[Request]:
-        """The requests with sequences in the engine."""
-        return list(dict.fromkeys(self._requests.values()))
+        for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
+            with self._blamed(group):
+                seqs = [found[seq.id] for seq in group]
+                pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(found) else round_.of(seqs))
 
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""
@@ -220,49 +226,31 @@ class Engine:
             seq.id = self._last_id
             self._requests[seq.id] = request
         with self._blamed(request.seqs):
-            self.drafts.start(request.drafter)
+            if request.drafter is not None and id(request.drafter) not in self.drafts.open:
+                self.drafts.start(request.drafter)
             if request.encode is not None:
                 request.encoding = request.encode()
-            self._make_room()
+            if self.budget.given is not None:
+                self._make_room()
             self.scheduler.add(request)
             self.prefilling += request.seqs
-        self._end_failed()
+        if self._failed:
+            self._end_failed()
 
     def _make_room(self) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
-        limit, admitted = self.budget.limit, self._admitted
-        if limit is None:
-            return
+        admitted = list(dict.fromkeys(self._requests.values()))
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
         for draft in self.drafts.open.values():
             if draft.proposer.cache is not None:
                 draft.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.room = (self.budget.limit or 0) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
-        """One pass over unread prompts: the first ones, as many as fit into a chunk."""
-        ready = self._ready()
-        self._end_failed()
-        ready = [seq for seq in ready if seq.id in self._requests]
-        if not ready:
-            return
-        request = self._requests[ready[0].id]
-        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
-        limit = SHARED_CHUNK if others_wait else CHUNK
-        chunk = min(request.prefill_chunk or limit, limit)
-        if request.traced:
-            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        batch = self._batch(ready, request, chunk)
-        self._round(batch, chunk)
-        self.scheduler.update(batch)
-        self.running += [seq for seq in self.prefilling if seq.prefilled]
-        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
-
-    def _ready(self) -> list[RunningSequence]:
-        """Prompts to read next.
+        """One pass over unread prompts: the first ones, as many as fit into a chunk.
 
         Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
         does not hold them up.
@@ -280,7 +268,22 @@ class Engine:
                 if self.scheduler.follow(seq, self._requests[seq.id]):
                     ready.append(seq)
                     unread += self.scheduler.unread(seq)
-        return ready
+        if self._failed:
+            self._end_failed()
+            ready = [seq for seq in ready if seq.id in self._requests]
+        if not ready:
+            return
+        request = self._requests[ready[0].id]
+        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
+        limit = SHARED_CHUNK if others_wait else CHUNK
+        chunk = min(request.prefill_chunk or limit, limit)
+        if request.traced:
+            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+        batch = self._batch(ready, request, chunk)
+        self._round(batch, chunk)
+        self.scheduler.update(batch)
+        self.running += [seq for seq in self.prefilling if seq.prefilled]
+        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 
     def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
@@ -292,7 +295,7 @@ class Engine:
                 continue
             size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
             widest, tokens = max(widest, size), tokens + size
-            sees = self.scheduler.sees(seq)
+            sees = seq.pictures is not None and self.scheduler.sees(seq)
             if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
                 break
             batch.append(seq)
@@ -303,8 +306,6 @@ class Engine:
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
         gone = [seq for seq in seqs if seq.id in self._requests]
-        if not gone:
-            return
         self.scheduler.remove(gone, self._requests)
         self.drafts.release(gone)
         requests = {self._requests.pop(seq.id) for seq in gone}
@@ -313,21 +314,19 @@ class Engine:
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)
-        self.drafts.close_idle(every=self.budget.limit is not None)
-
-    def _goes_on(self, seq: RunningSequence) -> bool:
-        """Whether the sequence's request has no error."""
-        return self._requests[seq.id] not in self._failed
+        used = {id(request.drafter) for request in self._requests.values()}
+        idle = [key for key in self.drafts.open if key not in used]
+        for key in idle[:-_IDLE] if self.budget.given is None else idle:
+            del self.drafts.open[key]
 
     def _end_failed(self) -> None:
-        failed = dict(self._failed)
-        self._failed.clear()
-        for request, error in failed.items():
-            self._end(request, error)
+        while self._failed:
+            request, error = self._failed.popitem()
+            request.error = error
+            self._end(request)
 
-    def _end(self, request: Request, error: Exception | None = None) -> None:
+    def _end(self, request: Request) -> None:
         """Ends a request before its sequences have finished."""
-        request.error = error or request.error
         self._release(request.seqs)
         self._finish(request)
 
@@ -336,14 +335,6 @@ class Engine:
             request.done = True
             if request.counted:
                 request.pacing.users -= 1
-
-
-def _guided(outputs: list[Logits]) -> Logits:
-    """A sequence's output, with the logits of its unconditional one if it has one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    own, other = outputs
-    return replace(own, unconditional=other.logits, passes=[*own.passes, *other.passes])
 
 
 def seconds_on(device: torch.device) -> float:

@@ -1,5 +1,7 @@
 """The rows of the target's cache: which sequence gets one, what it continues, and what is kept when it leaves.
 
+`PrefixIndex` finds the text that begins like a prompt, `PrefixCache` keeps finished ones.
+
 A prompt is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
 of its keys and values, as far as its draft can continue too; while another sequence is reading what both have in
 common, it waits. Copies of a prompt within one request do so for every model, however short the prompt is.
@@ -7,21 +9,133 @@ common, it waits. Copies of a prompt within one request do so for every model, h
 
 from __future__ import annotations
 
-from collections import defaultdict
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import count
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
-from specdec.core.drafts import SavedState
-from specdec.core.sequence import RunningSequence
+from specdec.core.drafts import Draft, SavedState
+from specdec.core.sequence import Context, RunningSequence
 from specdec.core.tree import common_length
 from specdec.engine.drafts import OpenDraft
-from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, prefix_bytes
 
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
+
+
+LEAST = 16
+"""The fewest common positions that are worth a copy."""
+
+_SIZE = array("i").itemsize
+
+Owner = TypeVar("Owner", bound=Hashable)
+Key = tuple[Context | None, int | None]
+"""What a saved state depends on besides the tokens, and the id of the drafter whose state it is; None: the target's."""
+
+
+class PrefixIndex(Generic[Owner]):
+    """Owners of texts, one text each, in the order of the texts: a prompt's place is beside the text most like it.
+
+    So a look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys have nothing in
+    common.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[Hashable, list[tuple[bytes, int, Owner]]] = {}  # sorted; of equal ones, the latest first
+        self._places: dict[Owner, tuple[Hashable, tuple[bytes, int, Owner]]] = {}
+        self._numbers = count(0, -1)
+
+    def find(self, key: Hashable, ids: Sequence[int]) -> tuple[Owner | None, int]:
+        """The owner of the text with the longest common beginning, and its length; (None, 0) if nothing is common."""
+        texts, wanted = self._texts.get(key, []), array("i", ids).tobytes()
+        at = bisect_left(texts, (wanted,))
+        best, longest = None, 0
+        for text, _, owner in texts[max(at - 1, 0) : at + 1]:
+            if (length := common_length(text, wanted) // _SIZE) > longest:
+                best, longest = owner, length
+        return best, longest
+
+    def put(self, owner: Owner, key: Hashable, ids: Sequence[int]) -> None:
+        """Makes `ids` the owner's text; with key None, which nobody shares, nothing happens."""
+        self.drop(owner)
+        if key is not None:
+            entry = array("i", ids).tobytes(), next(self._numbers), owner
+            self._places[owner] = key, entry
+            insort(self._texts.setdefault(key, []), entry)
+
+    def drop(self, owner: Owner) -> None:
+        """Forgets an owner, if it has a text."""
+        if owner in self._places:
+            key, entry = self._places.pop(owner)
+            del self._texts[key][bisect_left(self._texts[key], entry)]
+            if not self._texts[key]:
+                del self._texts[key]
+
+
+class PrefixCache:
+    """Saved states of texts whose sequences have left, at most `limit` bytes; the least recently used is dropped first.
+
+    `room`: the bytes that running sequences leave.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.room, self.bytes = limit, limit, 0
+        self._index = PrefixIndex[SavedState]()
+        self._states: OrderedDict[SavedState, Key] = OrderedDict()
+        self._drafters: WeakValueDictionary[int, Draft] = WeakValueDictionary()
+
+    def key_of(self, drafter: Draft, context: Context | None) -> Key:
+        """The key of a drafter's own states; that of the target's is `(context, None)`."""
+        if id(drafter) not in self._drafters:  # it may have the id of one that is gone
+            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafters}])
+            self._drafters[id(drafter)] = drafter
+        return context, id(drafter)
+
+    def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
+        """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""
+        found, length = self._index.find(key, ids)
+        if found is None or length < LEAST:
+            return None, 0
+        self._states.move_to_end(found)
+        return found, length
+
+    def wants(self, key: Key, ids: Sequence[int]) -> bool:
+        """Whether a text is long enough to keep, and no state covers it."""
+        return len(ids) >= LEAST and self.find(key, ids)[1] < len(ids)
+
+    def keep(self, key: Key, ids: Sequence[int], state: SavedState) -> None:
+        """Adds the state of a wanted text, if it fits, in place of that of a text which it continues."""
+        if state.bytes > min(self.limit, self.room):
+            return
+        known, length = self.find(key, ids)
+        if known is not None and known.length == length:
+            self._drop(known)
+        self._states[state] = key
+        self._index.put(state, key, ids)
+        self.bytes += state.bytes
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Drops the least recently used states until the others fit."""
+        while self._states and self.bytes > min(self.limit, self.room):
+            self._drop(next(iter(self._states)))
+
+    def clear(self) -> None:
+        """Drops all states."""
+        self._drop(*self._states)
+
+    def _drop(self, *states: SavedState) -> None:
+        for state in states:
+            self._index.drop(state)
+            del self._states[state]
+            self.bytes -= state.bytes
 
 
 class Scheduler:
@@ -38,7 +152,7 @@ class Scheduler:
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
         keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
-        self._model, self._drafts = model, drafts
+        self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
         self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)  # of one prompt, without a row; by source
         self._read = PrefixIndex[RunningSequence]()  # what rows hold
@@ -46,7 +160,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
-        self._stop_sharing(request.model_state)
+        for seq in self._keys:  # those that began under another state of the model share nothing any longer
+            if seq.context is not None and seq.context.model != request.model_state:
+                seq.context = self._keys[seq] = None
+                self._read.drop(seq)
+                self._reading.drop(seq)
         select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
@@ -56,14 +174,6 @@ class Scheduler:
                 self._copies[seq.task.source].add(seq)
                 self._keys[seq] = self._keys[seq] or seq.task.source
 
-    def _stop_sharing(self, model_state: bytes) -> None:
-        """Sequences that began under another state of the model no longer share anything."""
-        for seq in self._keys:
-            if seq.context is not None and seq.context.model != model_state:
-                seq.context = self._keys[seq] = None
-                self._read.drop(seq)
-                self._reading.drop(seq)
-
     def follow(self, seq: RunningSequence, request: Request) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
@@ -72,9 +182,15 @@ class Scheduler:
         if seq.cache_row is not None:
             return True
         source, length = self._nearest(seq)
-        if self._awaits(seq, length):
-            return False
-        length = self._joined(seq, source, length, self._draft_of(request))
+        other, common = self._reading.find(self._keys[seq], seq.text_ids[:-1])
+        if other is not None:  # how much further must its prompt go, that it is awaited?
+            further = 1 if self._are_copies(seq, other) else _WORTH_WAITING
+            outlives_prompt = further == 1 or other.max_length - len(other.tokens) > 1
+            if common >= length + further and outlives_prompt:
+                return False
+        draft = self._drafts.get(id(request.drafter))
+        if length and draft is not None and draft.drafter.hidden_layers:
+            length = self._joined(seq, source, length, draft)
         if seq.pictures is not None and length < seq.pictures.length:
             length = 0  # pictures are read together
         self._place(seq, source, length)
@@ -90,11 +206,11 @@ class Scheduler:
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
-        return seq.length - self.target.length(seq.row)
+        return seq.length - self.target.length(seq.cache_row)
 
     def sees(self, seq: RunningSequence) -> bool:
         """Whether the next pass over the sequence reads its pictures."""
-        return seq.pictures is not None and seq.unread_pictures(self.target.length(seq.row)) is not None
+        return seq.pictures is not None and not self.target.length(seq.cache_row)
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
@@ -121,34 +237,20 @@ class Scheduler:
             if not self._copies[one.task.source]:
                 del self._copies[one.task.source]
 
-    def _draft_of(self, request: Request) -> OpenDraft | None:
-        """The request's draft, if it reads hidden states."""
-        draft = self._drafts.get(id(request.drafter))
-        return draft if draft is not None and draft.drafter.hidden_layers else None
-
     def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
         """The running sequence or saved text with the longest common beginning, and its length in positions.
 
         Never the whole text: the pass over its last position computes the logits.
         """
         ids = seq.text_ids[:-1]
-        saved, kept = self.prefix_cache.find(self.prefix_cache.key(seq.context), ids)
+        saved, kept = self.prefix_cache.find((seq.context, None), ids)
         running, length = self._read.find(self._keys[seq], ids)
         if running is not None:
             length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
-            length = min(length, self.target.length(running.row))
+            length = min(length, self.target.length(running.cache_row))
             if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, kept
-
-    def _awaits(self, seq: RunningSequence, now: int) -> bool:
-        """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
-        other, length = self._reading.find(self._keys[seq], seq.text_ids[:-1])
-        if other is None:
-            return False
-        if self._are_copies(seq, other):
-            return length > now
-        return length >= now + _WORTH_WAITING and other.max_length - len(other.tokens) > 1  # it outlives its prompt
 
     def _are_copies(self, seq: RunningSequence, other: RunningSequence) -> bool:
         """Whether a sequence without a row is a copy of another one's prompt, in the same request."""
@@ -162,21 +264,19 @@ class Scheduler:
             shift = 0 if seq.pictures is None else seq.pictures.shift
             seq.cache_row = self.target.read_from(source.state, length, shift)
         else:
-            seq.cache_row = self.target.fork(source.row, length)
+            seq.cache_row = self.target.fork(source.cache_row, length)
         seq.cache_reset_length = self.target.cache_reset_length
         self._copies[seq.task.source].discard(seq)
 
     def _joined(
-        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft | None
+        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft
     ) -> int:
-        """How many of the first `length` positions of `source` the sequence's draft can continue as well."""
-        if draft is None or not length:
-            return length
+        """How many of the first `length` positions of `source` a draft that reads hidden states can continue too."""
         if seq.num_embeds_only:
             return 0
         if isinstance(source, RunningSequence) and (joined := _forked(draft, seq, source.id, length)):
             return joined
-        key = self.prefix_cache.key(seq.context, draft.drafter)
+        key = self.prefix_cache.key_of(draft.drafter, seq.context)
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
         return 0 if saved is None else _forked(draft, seq, saved, length)
 
@@ -189,16 +289,16 @@ class Scheduler:
         if not kept.limit or context is None or seq.cache_row is None:
             return
         ids = seq.text_ids[: self.target.length(seq.cache_row)]
-        fits = len(ids) * self._model.kv_bytes <= min(kept.limit, kept.room)
+        fits = len(ids) * self._kv_bytes <= min(kept.limit, kept.room)
         if not fits or not (request.caller_blocks or context.model == state()):
             return
-        draft = self._draft_of(request)
-        if draft is not None and not seq.num_embeds_only:
+        draft = self._drafts.get(id(request.drafter))
+        if draft is not None and draft.drafter.hidden_layers and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved, key = draft.proposer.save(seq, len(ids)), kept.key(context, draft.drafter)
+                saved, key = draft.proposer.save(seq, len(ids)), kept.key_of(draft.drafter, context)
                 if saved is not None and kept.wants(key, ids[: saved.length]):
                     kept.keep(key, ids[: saved.length], saved)
-        if kept.wants(key := kept.key(context), ids):
+        if kept.wants(key := (context, None), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.target.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))

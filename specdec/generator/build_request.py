@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,22 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import Draft, DraftTask
-from specdec.core.rounds import Context
-from specdec.core.sequence import RunningSequence
+from specdec.core.sequence import Context, RunningSequence
 from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import StrategySetup, make_strategy
-from specdec.engine.request import Request
+from specdec.decoding.strategies import STRATEGIES, StrategySetup
+from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
-from specdec.generator.drafts_by_name import ScheduledDraft
-from specdec.generator.inputs import Prompts, RowPrompt, pad_id, split
-from specdec.generator.tokenizers import check_tokenizer
+from specdec.generator.inputs import Prompts, RowPrompt, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
@@ -57,8 +53,6 @@ class Extras:
     fetch_pictures: bool = False
 
     def __post_init__(self) -> None:
-        check_tokenizer("tokenizer", self.tokenizer)
-        object.__setattr__(self, "tokenizer", split(self.tokenizer)[0])
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
             # A LogitsProcessorList is iterable and callable: its items are used.
@@ -77,105 +71,84 @@ class Extras:
 
 @dataclass
 class Call:
-    """A call's arguments, checked when it is made, and the engine's `request` built from them.
+    """A call's arguments, checked when it is made, and the engine's `request` of them with its sequences, `seqs`.
 
-    `make_schedule` makes a schedule from the one with which the last request of the family ended. `state` and
-    `exactness` are the target's. `grammar`: of the form that the options set, copied for each row. `strategy` is the
-    name of the strategy. `caller_blocks`: until the end (`Request`).
+    `pacing`: the schedule of its family. `state` and `exactness` are the target's. `grammar`: of the form that the
+    options set, copied for each row. `strategy` is the name of the strategy. `caller_blocks`: until the end
+    (`Request`). `in_step`: a context in which the target's passes run in step with processes that wait for one another.
     """
 
     target: LanguageModel
     options: Options
     prompts: Prompts
     extras: Extras
-    draft: ScheduledDraft
     drafter: Draft | None
-    make_schedule: Callable[[Schedule | None], Schedule]
+    pacing: Pacing
     state: ModelState
     exactness: Exactness
     grammar: Grammar | None = None
     reuses_prefixes: bool = False
     caller_blocks: bool = False
     request: Request = field(init=False)
+    seqs: list[RunningSequence] = field(init=False)
     strategy: str = field(init=False)
-    time_limit: MaxTimeCriteria | None = field(init=False)
-    in_step: AbstractContextManager[None] = field(init=False)
+    time_limit: MaxTimeCriteria | None = field(default=None, init=False)
+    in_step: AbstractContextManager[None] = field(default_factory=nullcontext, init=False)
 
     def __post_init__(self) -> None:
-        drafted, extras = self.drafter is not None, self.extras
-        limit = check_call(self.options, self.prompts, extras.streamer, extras.tokenizer, self.target, drafted=drafted)
-        # Embeddings without ids count in these lengths, but processors will not see them.
-        least = max((self.options.min_length or 0) - self.prompts.num_embeds_only, 0)
-        resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
-        o = self.options = self.options.model_copy(update=resolved)
-        if self.drafter is not None and self.drafter.needs_encoder_inputs and self.prompts.encoder is None:
+        target, prompts, extras, drafter = self.target, self.prompts, self.extras, self.drafter
+        drafted = drafter is not None
+        limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
+        if drafter is not None and drafter.needs_encoder_inputs and prompts.encoder is None:
             raise UnsupportedError(
                 "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
             )
-        self.time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
-        self.in_step = self._in_step()
-        criteria, eos_ids = self._criteria(), frozenset(o.eos_ids)
-        pacing = self.draft.pacing(o, self.make_schedule)
-        seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
-        seqs: list[RunningSequence] = []
-        needs_hidden = False
-        for r, prompt in enumerate(self.prompts.rows):
-            stop = Stopping(eos_ids, limit - prompt.padding, criteria)
-            own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.beams),)
-            extra = [*extras.logits_processor, *own]
-            grammars = (one for one in extra if callable(getattr(type(one), "allowed", None)))
-            strategy = self._make_strategy(r, prompt, seeds[r], stop, extra)
-            self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
-            place = r // o.copies  # of its prompt
-            task = DraftTask(
-                strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
-                ends=eos_ids,
-                source=(serial, place),
-                inputs=self.prompts.encoder,
-                encoder_row=place,
-                pictures=prompt.pictures,
-                allowed=next((one.allowed for one in grammars), None),
-            )
-            seqs.append(self._sequence(prompt, strategy, task, stop.max_length or limit))
+        # Embeddings without ids count in these lengths, but processors will not see them.
+        least = max((self.options.min_length or 0) - prompts.num_embeds_only, 0)
+        resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
+        o = self.options = self.options.model_copy(update=resolved)
+        if o.max_time is not None:
+            self.time_limit = MaxTimeCriteria(o.max_time)
+        if (dist.is_available() and dist.is_initialized()) or o.synced_gpus:
+            self.in_step = self._in_step()
+        # transformers' criteria that look at more than the last token, then the caller's own
+        criteria: list[Any] = [] if self.time_limit is None else [self.time_limit]
+        if o.stop_strings is not None:
+            criteria.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=extras.tokenizer))
+        criteria += extras.stopping_criteria
+        seeds, serial = row_seeds(o, len(prompts.rows)), next(_SERIAL)
+        self.seqs = [self._sequence(r, serial, seed, criteria) for r, seed in enumerate(seeds)]
+        strategies = [seq.strategy for seq in self.seqs]
+        self.strategy = strategies[0].name
         self.request = Request(
-            seqs=seqs,
-            pacing=pacing,
-            drafter=self.drafter,
-            encode=self._encode if self.target.is_encoder_decoder else None,
+            seqs=self.seqs,
+            pacing=self.pacing,
+            drafter=drafter,
+            encode=self._encode if target.is_encoder_decoder else None,
             prefill_chunk=o.prefill_chunk_size,
             output_hidden_states=bool(o.output_hidden_states),
             output_attentions=bool(o.output_attentions),
-            last_hidden=needs_hidden,
-            frames=self._frames(),
+            last_hidden=any(strategy.needs_hidden for strategy in strategies),
+            frames=self._frames() if target.is_encoder_decoder else 0,
             model_state=self.state.digest,
             caller_blocks=self.caller_blocks,
         )
-        if self.reuses_prefixes and not self.request.traced and self.prompts.encoding is None:
-            for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):
-                self._share(seq, prompt, r // o.copies)
-
-    @property
-    def seqs(self) -> list[RunningSequence]:
-        """The sequences of the request."""
-        return self.request.seqs
+        if self.reuses_prefixes and not self.request.traced and prompts.encoding is None:
+            for r, seq in enumerate(self.seqs):
+                self._share(seq, prompts.rows[r], r // o.copies)
 
     @property
     def stops(self) -> Sequence[str]:
-        """The strings before which texts end; empty where texts keep them."""
+        """The strings before which texts end; empty where texts keep them, as they do by default, like transformers."""
         strings = self.options.stop_strings
-        if strings is None or not self.options.cuts_stop_strings:
+        if strings is None or self.options.include_stop_str_in_output is not False:
             return ()
         return [strings] if isinstance(strings, str) else strings
 
     def _in_step(self) -> AbstractContextManager[None]:
-        """A context in which the target's passes run in step with processes that wait for one another."""
         if not (dist.is_available() and dist.is_initialized()):
-            if self.options.synced_gpus:
-                way = "start the script with torchrun or accelerate, or leave it out"
-                raise OptionError(
-                    f"`synced_gpus`=True needs processes in a group of torch.distributed, got none: {way}"
-                )
-            return nullcontext()
+            way = "start the script with torchrun or accelerate, or leave it out"
+            raise OptionError(f"`synced_gpus`=True needs processes in a group of torch.distributed, got none: {way}")
         if self.options.synced_gpus is False:
             return nullcontext()
         from specdec.parallel.synced import InStep, waits_for_others
@@ -194,6 +167,14 @@ class Call:
         traced = {name: bool(getattr(self.options, name)) for name in ("output_hidden_states", "output_attentions")}
         return self.target.encode(self.prompts.encoder, **traced)
 
+    def _frames(self) -> int:
+        """The most positions that the encoder's output has."""
+        if self.prompts.encoding is not None:
+            return self.prompts.encoding.hidden.shape[1]
+        most = getattr(self.target.model.config, "max_source_positions", None) or 2**31
+        lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
+        return min(max(lengths, default=0), most)
+
     def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
         """Lets the sequence fork from cached prompts, and others from it, within the same model state and salt."""
         model, salt = self.state.digest, self.extras.cache_salt or ""
@@ -206,21 +187,28 @@ class Call:
         if seq.unconditional is not None:
             seq.unconditional.context = Context(model, salt)
 
-    def _frames(self) -> int:
-        """The most positions that the encoder's output has."""
-        if self.prompts.encoding is not None:
-            return self.prompts.encoding.hidden.shape[1]
-        most = getattr(self.target.model.config, "max_source_positions", None) or 2**31
-        lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
-        return min(max(lengths, default=0), most)
-
-    def _sequence(self, prompt: RowPrompt, strategy: Strategy, task: DraftTask, max_length: int) -> RunningSequence:
-        common: dict[str, Any] = {"max_length": max_length, "device": self.target.device, "task": task}
+    def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
+        """The sequence of row `r`, with its strategy and its draft's instructions."""
+        o, prompt, device = self.options, self.prompts.rows[r], self.target.device
+        stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria)
+        own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
+        processors = [*self.extras.logits_processor, *own]
+        strategy = self._strategy(r, prompt, seed, stop, processors)
+        task = DraftTask(
+            strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
+            ends=stop.eos_ids,
+            source=(serial, r // o.copies),
+            inputs=self.prompts.encoder,
+            encoder_row=r // o.copies,
+            pictures=prompt.pictures,
+            allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
+        )
+        common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
         return RunningSequence(
             tokens=list(prompt.tokens),
             strategy=strategy,
-            returned=self.options.num_return_sequences or 1,
-            history=[] if strategy.is_search and self.options.output_trace else None,
+            returned=o.num_return_sequences,
+            history=[] if strategy.is_search and o.output_trace else None,
             encoder_tokens=prompt.encoder_ids,
             prediction=prompt.prediction,
             embeds=prompt.embeds,
@@ -229,7 +217,7 @@ class Call:
             **common,
         )
 
-    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping, extra: Sequence[Any]) -> Strategy:
+    def _strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping, extra: Sequence[Any]) -> Strategy:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -257,15 +245,12 @@ class Call:
             pad_id=pad_id(o),
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
-        return make_strategy(setup)
-
-    def _criteria(self) -> list[Any]:
-        """transformers' criteria that look at more than the last token, then the caller's own."""
-        o = self.options
-        made: list[Any] = [] if self.time_limit is None else [self.time_limit]
-        if o.stop_strings is not None:
-            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=self.extras.tokenizer))
-        return [*made, *self.extras.stopping_criteria]
+        kinds: Sequence[Any] = STRATEGIES
+        for kind in kinds:
+            if kind.serves(o):
+                made: Strategy = kind.of(setup)
+                return made
+        raise OptionError("no strategy serves these options: leave some out")
 
 
 def row_seeds(options: Options, count: int) -> list[int]:

@@ -14,9 +14,8 @@ from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
-from specdec.options.forms import Form
 from specdec.options.generate import Options, listed
-from specdec.options.refusals import warn_of_idle
+from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -33,7 +32,7 @@ def check_draft(
     """
     if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
         warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
-    if drafter is not None and (not named or any(name in given for name in _BRANCHING)):
+    if drafter is not None and not drafter.guesses_trees and (not named or any(name in given for name in _BRANCHING)):
         _check_branches(drafter, options)
     if prediction is not None and (drafter is None or not drafter.reads_predictions):
         raise OptionError(
@@ -51,22 +50,12 @@ def _check_branches(drafter: Draft, options: Options) -> None:
     """Raises OptionError where trees are asked of a draft that guesses chains."""
     own = options.schedule is not None and not isinstance(options.schedule, str)
     asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
-    if asked > 1 and not drafter.guesses_trees:
+    if asked > 1:
         name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
         raise OptionError(
             f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
             "leave the branches out, draft with a model that has the target's vocabulary, or set "
             "`guesses_trees = True` in a Draft of your own that guesses several"
-        )
-
-
-def check_form(form: Form, tokenizer: Any, prefix_allowed_tokens_fn: Any) -> None:
-    """Raises OptionError where the form of an answer lacks a tokenizer, or has a rival."""
-    if tokenizer is None:
-        raise OptionError(f"`{form.field}` needs a tokenizer: pass `tokenizer=`")
-    if prefix_allowed_tokens_fn is not None:
-        raise OptionError(
-            f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
         )
 
 
@@ -80,9 +69,10 @@ def check_call(
     if streamer is not None and rows > 1:
         raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
     if options.output_attentions:
-        target.check_attentions(drafted=drafted, branched=options.beams > 1 or options.contrastive)
+        target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or options.contrastive)
     limit = length_limit(options, prompts, target)
-    _check_least(options, limit, prompts, target)
+    if options.min_length or options.min_new_tokens:
+        _check_least(options, limit, prompts, target)
     if options.stop_strings is not None and tokenizer is None:
         raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
     if isinstance(options.seed, Sequence) and len(options.seed) != rows:
@@ -111,14 +101,16 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
         asked = options.max_length
         raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
     # The last token is never read, except as a candidate of contrastive search.
-    needed = max(row.positions for row in prompts.rows) + limit - width - (not options.contrastive)
+    read = [row.tokens if row.embeds is None else row.embeds for row in prompts.rows]
+    longest = max(max(len(own), len(row.negative or ())) for own, row in zip(read, prompts.rows, strict=True))
+    needed = longest + limit - width - (not options.contrastive)
     if target.max_positions is not None and needed > target.max_positions:
         raise OptionError(
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
             "shorten the prompt or lower `max_new_tokens`"
         )
-    made_for = _made_for(target.config) if target.max_positions is None else None
-    if made_for is not None and needed > made_for:
+    trained = getattr(target.config, "max_position_embeddings", None) if target.max_positions is None else None
+    if trained and needed > trained and (made_for := _made_for(target.config)) is not None and needed > made_for:
         warnings.warn(
             f"the prompt and its continuation may need {needed} positions, and the target was made for {made_for}: "
             "beyond them its text is likely to fall apart",
@@ -141,13 +133,14 @@ def _made_for(config: Any) -> int | None:
 def _check_vocabulary(options: Options, target: LanguageModel) -> None:
     """Raises OptionError for ids outside the target's vocabulary, unless its checkpoint sets them."""
     bias = options.sequence_bias or ()
-    named = {
+    named: dict[str, Any] = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        "constraints": [c.ids for c in wanted(options.constraints, None)],
-        "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
+    if options.constrained:
+        named["constraints"] = [c.ids for c in wanted(options.constraints, None)]
+        named["force_words_ids"] = [c.ids for c in wanted(None, options.force_words_ids)]
     for name, groups in named.items():
         wrong = next(
             (i for ids in groups for i in ids if not hasattr(i, "__index__") or not 0 <= i < target.vocab_size), None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import Draft, Drafter
-from specdec.engine.request import Pacing
+from specdec.engine.request import ScheduledDraft
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
@@ -24,7 +23,6 @@ from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.fields import is_whole
-from specdec.options.generate import Options
 from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.parallel.load import load
 from specdec.proposers import (
@@ -55,35 +53,6 @@ NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in detail
 _WORDS = ", ".join(map(repr, DRAFTS))
 _KINDS = f"a model, an id or path, one of {_WORDS}, a Drafter, a pair of a draft that copies and a model, or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
-
-
-@dataclass(eq=False)
-class ScheduledDraft:
-    """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
-
-    drafter: Draft | None
-    pacings: dict[Hashable, Pacing] = field(default_factory=dict)
-    _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
-    _lock: Any = field(default_factory=threading.Lock)
-
-    def pacing(self, options: Options, make: Callable[[Schedule | None], Schedule]) -> Pacing:
-        """The pacing of a request: its own, or its family's where the schedule learns.
-
-        `make` makes a schedule from the one with which the family's last request ended, or None.
-        """
-        if not learns(options):
-            return Pacing(make(None))
-        family = options.family
-        key = (family, options.num_assistant_tokens, options.num_assistant_branches)
-        with self._lock:
-            found = self.pacings.get(key)
-            last = self._last.get(family)
-            if found is None:
-                found = self.pacings[key] = Pacing(make(None if last is None else last.schedule))
-            elif not found.users:
-                found.schedule = make((last or found).schedule)
-            self._last[family] = found
-        return found
 
 
 @dataclass(frozen=True)
@@ -153,7 +122,11 @@ class Drafts:
             case "prompt_lookup_num_tokens":
                 return _lookup(**given)
             case "assistant_early_exit":
-                return self._early_exit(given[name], name)
+                layers, most = given[name], self._target.num_layers - 1
+                if not is_whole(layers) or not 1 <= layers <= most:
+                    expected = f"a number of the target's {most + 1} layers, at least 1 and not all"
+                    raise OptionError.of(name, expected, layers)
+                return EarlyExitDraft(self._target, layers)
             case "use_mtp":
                 if given[name] is not True:
                     raise OptionError.of(name, "True or False", given[name])
@@ -210,12 +183,6 @@ class Drafts:
         elif translates:
             drafter = TextBridge(drafter, tokenizer, assistant_tokenizer)
         return TextAloneDraft(drafter, place_tokens(target.model.config)) if target.sees and not sees else drafter
-
-    def _early_exit(self, layers: Any, name: str) -> Draft:
-        most = self._target.num_layers - 1
-        if not is_whole(layers) or not 1 <= layers <= most:
-            raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
-        return EarlyExitDraft(self._target, layers)
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)

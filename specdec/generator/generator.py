@@ -11,19 +11,18 @@ from typing import Any, NoReturn
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.core.draft_schedules import Schedule, make_schedule
 from specdec.core.drafts import Draft
 from specdec.decoding.processors.grammar import Grammar, Grammars
 from specdec.engine.driver import Driver, release_helpers
 from specdec.engine.engine import Engine
-from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import ScheduledDraft
+from specdec.engine.scheduler import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
-from specdec.generator.checks import check_draft, check_form
+from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Drafts,
-    ScheduledDraft,
     is_head,
     is_name,
     language_model,
@@ -37,13 +36,12 @@ from specdec.generator.inputs import Prompt, read_prompts, split, with_predictio
 from specdec.generator.job import Job
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Form, Options, listed
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.options.resolve import check_defaults, resolve
 from specdec.parallel.load import leading, on_own_device
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
-_OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 PREFIX_BYTES = 2**28
 """The default size of the prefix cache."""
 
@@ -64,6 +62,8 @@ class SpecGenerator:
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
 
+    _inherits = True
+
     def __init__(
         self,
         target: PreTrainedModel | LanguageModel | str | PathLike[str],
@@ -79,9 +79,8 @@ class SpecGenerator:
         **options: Any,
     ) -> None:
         check_loaded("SpecGenerator", options)
-        check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
-        self._defaults, self._task = options, task
+        self._defaults, self._task = check_defaults(options), task
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
@@ -201,7 +200,8 @@ class SpecGenerator:
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
         given = {name: value for name, value in given.items() if value is not None}
-        fields = {name: value for name, value in given.items() if name not in (*_OBJECTS, *MODEL_INPUTS)}
+        objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS}
+        fields = {name: value for name, value in given.items() if name not in objects}
         return self._options(fields, given.get("generation_config"))
 
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
@@ -263,47 +263,49 @@ class SpecGenerator:
         self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any], *, caller_blocks: bool
     ) -> Call:
         given = {name: value for name, value in given.items() if value is not None}
-        objects = {name: given.pop(name) for name in _OBJECTS if name in given}
-        inputs = {name: given.pop(name) for name in MODEL_INPUTS if name in given}
-        config = objects.get("generation_config")
+        config, tokenizer = given.pop("generation_config", None), self.tokenizer
+        names = _EXTRAS, DRAFT_NAMES, MODEL_INPUTS
+        more, drafts, inputs = ({name: given.pop(name) for name in own if name in given} for own in names)
         options = self._options(given, config)
-        extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
-        named = named_drafts(objects, config)
-        draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
-        drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
+        if "tokenizer" in more:
+            check_tokenizer("tokenizer", more["tokenizer"])
+            tokenizer = split(more["tokenizer"])[0]
+        extras = Extras(**{**more, "tokenizer": tokenizer})
+        named = named_drafts(drafts, config) if drafts or config is not None else {}
+        draft = self._drafts.of_call(named, tokenizer) if named else self._draft
+        drafter = draft.drafter
+        if drafter is not None and options.samples:
+            drafter = drafter.for_sampling(options.sampling)
+        models = () if drafter is None else drafter.models
         state = self.target.state("target")
         exactness = self.target.exactness_of(state)
-        for model in () if drafter is None else drafter.models:
+        for model in models:
             model.state("draft")
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
-        grammar = self._grammar(options, extras)
-        where = self.target, extras.tokenizer, self.processor
+        grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
+        where = self.target, tokenizer, self.processor
         prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
-        if any(needs_eyes(row.pictures) for row in prompts.rows):
-            for model in () if drafter is None else drafter.models:
+        if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+            for model in models:
                 if model.sees:
                     model.see()
-        prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
-
-        def schedule(learned: Schedule | None) -> Schedule:
-            return make_schedule(
-                options,
-                learned=learned,
-                offloaded=self.target.is_offloaded,
-                trees=self.target.capability.cache_kind == "kv",
-                lookup_tokens=named.get("prompt_lookup_num_tokens"),
-            )
-
+        if extras.prediction is not None:
+            prompts = with_predictions(prompts, extras.prediction, self.target, tokenizer)
         # By default only prompts whose text the cache cannot change use it.
         cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
+        pacing = draft.pacing(
+            options,
+            offloaded=self._driver.engine.drafts.is_offloaded,
+            trees=self.target.capability.cache_kind == "kv",
+            lookup_tokens=named.get("prompt_lookup_num_tokens"),
+        )
         return Call(
             self.target,
             options,
-            prompts.repeat(options.copies),
+            prompts if options.copies == 1 else prompts.repeat(options.copies),
             extras,
-            draft,
             drafter,
-            make_schedule=schedule,
+            pacing,
             state=state,
             exactness=exactness,
             grammar=grammar,
@@ -311,32 +313,33 @@ class SpecGenerator:
             caller_blocks=caller_blocks and extras.streamer is None,
         )
 
-    def _grammar(self, options: Options, extras: Extras) -> Grammar | None:
-        """The grammar of the form that the options set; None without one."""
-        if options.form is None:
-            return None
-        check_form(options.form, extras.tokenizer, extras.prefix_allowed_tokens_fn)
+    def _grammar(self, form: Form, options: Options, extras: Extras) -> Grammar:
+        """The grammar of the form that the options set; raises OptionError without a tokenizer, or with a rival."""
+        if extras.tokenizer is None:
+            raise OptionError(f"`{form.field}` needs a tokenizer: pass `tokenizer=`")
+        if extras.prefix_allowed_tokens_fn is not None:
+            raise OptionError(
+                f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
+            )
         own = listed(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
         ends = options.eos_ids or own or listed(getattr(extras.tokenizer, "eos_token_id", None))
-        return self.grammars.make(options.form, extras.tokenizer, ends)
+        return self.grammars.make(form, extras.tokenizer, ends)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
+        inherited: dict[str, Any] = {}
+        if self._inherits:  # the checkpoint's settings, and over them those of its task
+            tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
+            inherited = self.target.model.generation_config.to_dict() | tasks.get(self._task, {})
         return resolve(
             given,
             # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
-            inherited=self._inherited(),
+            inherited=inherited,
         )
-
-    def _inherited(self) -> dict[str, Any]:
-        """The checkpoint's generation settings, and over them those of its task."""
-        settings: dict[str, Any] = self.target.model.generation_config.to_dict()
-        tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
-        return settings | tasks.get(self._task, {})
 
 
 def _prefixes(wanted: bool | int | None) -> PrefixCache | None:

@@ -1,25 +1,34 @@
-"""A call under way, which any thread may cancel.
+"""A call under way, which any thread may cancel, and its result.
 
-A `Call` has the checked arguments, a `Request` is what the engine runs of it, and a `Job` runs the request and collects
-its results.
+A `Call` has the checked arguments, a `Request` is what the engine runs of it, and a `Job` runs the request and makes a
+`Generation` of its rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from time import perf_counter as clock
 from time import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from specdec.core.outcome import SequenceRound
+from specdec.core.sequence import RunningSequence
+from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
 from specdec.generator.build_request import Call
-from specdec.generator.generation import Generation
-from specdec.generator.result import Recorder, finished, unfinished
+from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
+from specdec.generator.inputs import pad_id
+from specdec.models import plain_modes
+
+_SUMMED = ("num_new_tokens", "cached_prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+_JOINED = ("per_step_drafted", "per_step_accepted")
+_PHASES = ("draft_seconds", "verify_seconds", "select_seconds")
 
 
 class Delta(NamedTuple):
@@ -42,7 +51,8 @@ class Job:
     def __init__(self, call: Call, driver: Driver) -> None:
         self.call = call
         self._driver = driver
-        self._recorder = Recorder()
+        self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
+        self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
         self._seconds: float | None = None  # that it ran, once it has ended
         self._result: Generation | None = None
 
@@ -70,7 +80,12 @@ class Job:
         try:
             with call.in_step, closing(rounds):
                 for round_ in rounds:
-                    self._recorder.add(round_)
+                    for phase in _PHASES:
+                        self._phases[phase] += getattr(round_, phase)
+                    for seq in round_.seqs:
+                        self._rounds.setdefault(seq.id, []).append(seq)
+                    if not stream and streamer is None:
+                        continue
                     index = index or {seq.id: row for row, seq in enumerate(call.seqs)}
                     deltas = [
                         Delta(index[seq.id], seq.steps, seq.accepted, seq.finish) for seq in round_.seqs if seq.steps
@@ -83,7 +98,7 @@ class Job:
             self._seconds = clock() - began
         if streamer is not None:
             streamer.end()
-        self._result = finished(call, self._recorder, self._seconds)
+        self._result = self._make_result(self._seconds, complete=True)
         return self._result
 
     @property
@@ -97,8 +112,179 @@ class Job:
             return self._result
         error = self.call.request.error
         failed = error is not None and not isinstance(error, CancelledError)
-        return None if failed else unfinished(self.call, self._recorder, self._seconds)
+        return None if failed else self._make_result(self._seconds, complete=False)
 
     def cancel(self) -> None:
         """Ends the call before its next round; does nothing once it has ended."""
         self._driver.cancel(self.call.request)
+
+    @plain_modes()
+    def _make_result(self, seconds: float, *, complete: bool) -> Generation:
+        """The result of a call that ran for so long: to its end if `complete`, and else its texts so far."""
+        call, o, pad = self.call, self.call.options, pad_id(self.call.options)
+        seqs, padded = call.seqs, call.prompts.padded
+        per_row = tuple(_stats(seq, self._rounds.get(seq.id, ())) for seq in seqs)
+        if complete:
+            seqs = seqs if o.num_samples is None else _best(call)
+            new = [text for seq in seqs for text in seq.texts]
+            reasons = []
+            for seq in seqs:
+                found = seq.state.finished[: seq.returned] if seq.is_search else ()
+                reasons += [hypothesis.reason for hypothesis in found] or [seq.finish]
+            if o.at_the_end:
+                padded = padded[:: o.copies].repeat_interleave(o.num_return_sequences, 0)
+        else:
+            new = [[step.token for one in self._rounds.get(seq.id, ()) for step in one.steps] for seq in seqs]
+            reasons = [row.finish_reasons[0] for row in per_row]
+        longest = max(map(len, new))
+        ids = torch.tensor([text + [pad] * (longest - len(text)) for text in new], dtype=torch.long)
+        out = Generation(sequences=torch.cat([padded, ids], 1).to(seqs[0].device))
+        if complete:
+            _add_outputs(out, call, seqs, pad)
+        if o.num_beams == 1:
+            rounds = [self._rounds.get(seq.id, ()) for seq in seqs]
+            out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
+        counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in _SUMMED}
+        counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in _JOINED}
+        out.stats = Stats(
+            num_target_passes=call.request.passes,
+            seconds=seconds,
+            finish_reasons=tuple(reasons),
+            lengths=list(map(len, new)),
+            per_row=per_row,
+            settings=_settings(call),
+            exactness=call.exactness,
+            **counts,
+            **self._phases,
+        )
+        if call.extras.tokenizer is not None:
+            out.decode(call.extras.tokenizer, call.stops)
+        return out
+
+
+def _stats(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
+    """The statistics of one sequence; its finish reason is "cancelled" where it was cut off."""
+    drafted = [round.drafted for round in rounds if round.drafted]
+    accepted = [round.accepted for round in rounds if round.drafted]
+    return Stats(
+        num_new_tokens=sum(len(round.steps) for round in rounds),
+        cached_prompt_tokens=seq.cached_prompt_tokens,
+        num_target_passes=len(rounds),
+        num_spec_steps=len(drafted),
+        num_draft_tokens=sum(drafted),
+        num_accepted_draft_tokens=sum(accepted),
+        per_step_drafted=tuple(drafted),
+        per_step_accepted=tuple(accepted),
+        finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),
+    )
+
+
+def _settings(call: Call) -> dict[str, str]:
+    """What decoded the call, in words."""
+    drafter, schedule = call.drafter, type(call.pacing.schedule).__name__.lower()
+    found = {"strategy": call.strategy, "schedule": "none" if drafter is None else schedule}
+    found["backend"] = call.target.backend
+    if drafter is not None and drafter.models:
+        found["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
+    return found
+
+
+def _best(call: Call) -> list[RunningSequence]:
+    """Of ranked samples the best of each prompt, the earlier of equals first."""
+    o, seqs = call.options, call.seqs
+    groups = [seqs[i : i + o.copies] for i in range(0, len(seqs), o.copies)]
+    ranked = [sorted(group, key=lambda seq: _score(call, seq), reverse=True) for group in groups]
+    return [seq for group in ranked for seq in group[: o.num_return_sequences]]
+
+
+def _score(call: Call, seq: RunningSequence) -> float:
+    """The log-probability of a sample under the target: the mean over its tokens, or their sum with `ranking="sum"`."""
+    total = sum(step.log_prob or 0.0 for step in seq.steps)
+    return total if call.options.ranking == "sum" else total / len(seq.steps)
+
+
+def _add_outputs(out: Generation, call: Call, seqs: list[RunningSequence], pad: int) -> None:
+    """Adds what the options ask for beside the texts of `seqs`, as transformers does."""
+    o, encoding, device = call.options, call.request.encoding, seqs[0].device
+    for name in ("scores", "logits"):
+        if getattr(o, f"output_{name}"):
+            out[name] = _per_token(seqs, name, pad)
+    prefix = "" if encoding is None else "decoder_"
+    if o.output_hidden_states:
+        out[f"{prefix}hidden_states"] = _traces(seqs, "hidden_states")
+    if o.output_attentions:
+        out[f"{prefix}attentions"] = _traces(seqs, "attentions")
+        if encoding is not None:
+            out.cross_attentions = _traces(seqs, "cross_attentions")
+    if encoding is not None:
+        for name in ("hidden_states", "attentions"):
+            if (layers := getattr(encoding, name)) is not None:
+                out[f"encoder_{name}"] = layers
+    if o.num_beams > 1:
+        searches = [seq for seq in seqs if seq.is_search]
+        found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
+        out.beam_indices = _beam_indices([h.origins for h in found], o.num_beams, o.num_return_sequences).to(device)
+        if o.output_trace:
+            out.trace = [seq.history for seq in searches]
+        if o.output_scores:
+            out.sequences_scores = torch.tensor([h.score for h in found], device=device)
+    if o.num_samples is not None:
+        out.sequences_scores = torch.tensor([_score(call, seq) for seq in seqs], device=device)
+
+
+def _beam_indices(origins: Sequence[Sequence[int]], beams: int, returned: int) -> Tensor:
+    """`[rows, longest]` int32: the beam, numbered over the whole batch, that each token continued; -1 after the end."""
+    longest = max(map(len, origins))
+    offsets = [row // returned * beams for row in range(len(origins))]
+    numbered = [[o + offset for o in own] for own, offset in zip(origins, offsets, strict=True)]
+    return torch.tensor([own + [-1] * (longest - len(own)) for own in numbered], dtype=torch.int32)
+
+
+def _per_token(seqs: Sequence[RunningSequence], name: str, pad: int) -> PerToken:
+    """One `[rows, vocab]` per new token; a search has one row per beam.
+
+    A finished sequence is certain of its padding: 0 there and -inf elsewhere.
+    """
+    values = [[_rows_of(getattr(step, name), 2, seq.width) for step in seq.steps] for seq in seqs]
+    filler = torch.full_like(values[0][0], -torch.inf)  # sequences of a call have the same number of rows
+    filler[:, pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
+    return tuple(
+        torch.cat([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
+    )
+
+
+def _rows_of(value: Tensor, dims: int, width: int) -> Tensor:
+    """`value` with rows as its first dimension; before the first token all beams share one."""
+    value = value if value.dim() == dims else value[None]
+    return value if len(value) == width else value.expand(width, *value.shape[1:])
+
+
+def _traces(seqs: Sequence[RunningSequence], name: str) -> PerTokenAndLayer | None:
+    """One tensor over all rows per new token and layer, aligned on the right and padded with zeros."""
+    if getattr(seqs[0].traces[0], name) is None:
+        return None
+    dims = 3 if name == "hidden_states" else 4
+    values = [
+        [[_rows_of(layer, dims, seq.width) for layer in getattr(trace, name)] for trace in seq.traces] for seq in seqs
+    ]
+    longest = max(values, key=len)
+    return tuple(
+        tuple(
+            _stacked([v[t][layer] if t < len(v) else torch.zeros_like(longest[t][layer]) for v in values])
+            for layer in range(len(longest[t]))
+        )
+        for t in range(len(longest))
+    )
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Tensors `[rows, ...]` of different sizes one after the other, each aligned on the right in the largest size."""
+    size = [max(t.shape[d] for t in tensors) for d in range(1, tensors[0].dim())]
+    stacked = tensors[0].new_zeros(sum(map(len, tensors)), *size)
+    begin = 0
+    for t in tensors:
+        corner = tuple(slice(full - part, None) for full, part in zip(size, t.shape[1:], strict=True))
+        place = (slice(begin, begin + len(t)), *corner)
+        stacked[place] = t
+        begin += len(t)
+    return stacked

@@ -1,24 +1,41 @@
-"""specdec as the decoding method of transformers' `model.generate`."""
+"""specdec as the decoding method of transformers' `model.generate`.
+
+transformers gives such a method prepared inputs, but drops the streamer, the assistant and whether a cache came from
+the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import threading
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+)
+from transformers.generation import utils
+from transformers.generation.logits_process import WhisperNoSpeechDetection
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import ModelOutput
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import FEATURES, NAMES
-from specdec.integrations import generate_arguments
 from specdec.options.fields import IDLE, REFUSED
-from specdec.options.generate import Options
+from specdec.options.generate import Options, listed
 
 OPTIONS = frozenset(
     {"schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"}
@@ -28,6 +45,8 @@ OPTIONS = frozenset(
 """Options that `generate` lacks, or does not pass to a decoding method (`stop_strings`)."""
 
 _WITHOUT_EFFECT = tuple({**REFUSED, **IDLE})
+_GENERATE = inspect.unwrap(GenerationMixin.generate)
+_GUESSES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 _PASSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
@@ -90,38 +109,45 @@ class CustomGenerate:
 
         Raises OptionError or UnsupportedError for arguments of `generate` that cannot be honoured.
         """
-        asked = generate_arguments.generate_arguments()
+        asked = _arguments()
         _check(model, asked, generation_config)
         encoder = bool(model.config.is_encoder_decoder)
-        beams = (generation_config.num_beams or 1) > 1
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        beams = generation_config.num_beams or 1
+        copies = max(beams, generation_config.num_return_sequences or 1)
         rows = {name: _first(value, copies) for name, value in model_kwargs.items()}
-        read = _encoder_inputs if encoder else _decoder_inputs
-        prompts = read(model, input_ids[::copies], rows, inputs_tensor)
+        ids = input_ids[::copies]
+        prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
-        criteria = generate_arguments.own_criteria(asked["stopping_criteria"], config)
-        detectors, processors = generate_arguments.split_detectors(asked["logits_processor"])
+        criteria = asked["stopping_criteria"]
+        if any(type(one) is MaxTimeCriteria for one in criteria):
+            config.max_time = None
+        processors = asked["logits_processor"]
+        detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
         streamer = asked["streamer"]
         out = self._generator(model).generate(
             **prompts,
             **_unsupported(generation_config, model.generation_config),
             generation_config=config,
-            logits_processor=processors,
-            stopping_criteria=criteria,
+            logits_processor=[one for one in processors if one not in detectors],
+            stopping_criteria=[one for one in criteria if type(one) is not MaxLengthCriteria],
             **{name: asked[name] for name in _PASSED},
             streamer=None if streamer is None else _AfterPrompt(streamer),
         )
         assert out.sequences is not None
         self.stats = out.stats
-        if detectors and out.logits is not None:
-            generate_arguments.detect_silence(detectors, input_ids, out.logits[0])
+        if out.logits is not None:
+            for detector in detectors:  # of silence, in whole batches
+                first = out.logits[0]
+                detector(input_ids, first.log_softmax(-1) if detector.is_scores_logprobs else first)
         if not wants_logits:
             out.logits = None
         out.sequences = out.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return out.sequences
-        return generate_arguments.as_transformers(out, encoder=encoder, beams=beams)
+        side, way = "EncoderDecoder" if encoder else "DecoderOnly", "Beam" if beams > 1 else ""
+        kind = getattr(utils, f"Generate{way}{side}Output")
+        return kind(**{name: value for name, value in out.items() if name in kind.__dataclass_fields__})
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The model's generator; a new one if the model or its weights changed."""
@@ -135,8 +161,7 @@ class CustomGenerate:
 class _Following(SpecGenerator):
     """A generator that inherits nothing from the checkpoint: transformers has merged its settings into each call."""
 
-    def _inherited(self) -> dict[str, Any]:
-        return {}
+    _inherits = False
 
 
 class _AfterPrompt:
@@ -165,9 +190,28 @@ def _first(value: Any, copies: int) -> Any:
     return value
 
 
+def _arguments() -> dict[str, Any]:
+    """The arguments of the innermost running `GenerationMixin.generate`, free ones in `kwargs`.
+
+    Raises OptionError outside of such a call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE.__code__:
+        frame = frame.f_back
+    if frame is None:
+        raise OptionError("`custom_generate` decodes for transformers: pass it to `model.generate(custom_generate=…)`")
+    return {name: frame.f_locals[name] for name in inspect.signature(_GENERATE).parameters}
+
+
 def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
-    """Raises for unsupported arguments of `generate`."""
-    generate_arguments.check_sharding(model, asked["synced_gpus"])
+    """Raises for unsupported arguments of `generate`, and for weights sharded over processes, which run in step."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = several and torch.distributed.get_world_size() > 1
+    if asked["synced_gpus"] or (asked["synced_gpus"] is None and sharded and several):
+        raise UnsupportedError("`synced_gpus` is not supported: gather the weights on every process, and pass False")
+    if config.eos_token_id is not None and any(type(one) is EosTokenCriteria for one in asked["stopping_criteria"]):
+        raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=` instead")
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():
@@ -175,11 +219,10 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
 
 
-def _decoder_inputs(model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], _: Any) -> dict[str, Any]:
+def _decoder_inputs(ids: Tensor, rows: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of a decoder-only model."""
-    embeds = rows.get("inputs_embeds")
+    embeds, mask = rows.get("inputs_embeds"), rows.get("attention_mask")
     read = ids if embeds is None else embeds
-    mask = rows.get("attention_mask")
     return {
         "input_ids": ids if ids.shape[1] else None,
         "inputs_embeds": embeds,
@@ -190,22 +233,15 @@ def _decoder_inputs(model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any]
 def _encoder_inputs(
     model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], inputs: Tensor | None
 ) -> dict[str, Any]:
-    """Encoder outputs, encoder inputs where known (drafts read them), and decoder prompts."""
-    return {
-        **_readable(model, inputs),
-        "attention_mask": rows.get("attention_mask"),
-        "encoder_outputs": rows.get("encoder_outputs"),
-        "decoder_input_ids": ids,
-        "decoder_attention_mask": rows.get("decoder_attention_mask"),
-    }
-
-
-def _readable(model: PreTrainedModel, inputs: Tensor | None) -> dict[str, Tensor]:
-    """The encoder's ids or features by name; empty for transformers' -100, unknown inputs."""
-    if inputs is None or not inputs.is_floating_point():
-        return {} if inputs is None or bool((inputs < 0).any()) else {"input_ids": inputs}
-    name = model.get_encoder().main_input_name
-    return {name: inputs} if name in FEATURES else {}
+    """Encoder outputs, decoder prompts, and encoder inputs where known (drafts read them): not transformers' -100."""
+    known: dict[str, Tensor] = {}
+    if inputs is not None and inputs.is_floating_point():
+        name = model.get_encoder().main_input_name
+        known = {name: inputs} if name in FEATURES else {}
+    elif inputs is not None and not bool((inputs < 0).any()):
+        known = {"input_ids": inputs}
+    names = ("attention_mask", "encoder_outputs", "decoder_attention_mask")
+    return {**known, **{name: rows.get(name) for name in names}, "decoder_input_ids": ids}
 
 
 def _settled(config: Any, width: int, limit: int) -> Any:
@@ -218,21 +254,23 @@ def _settled(config: Any, width: int, limit: int) -> Any:
     settled.min_new_tokens = min(max((config.min_length or 0) - width, 0), settled.max_new_tokens)
     settled.min_length = None
     settled.decoder_start_token_id = []
-    if (config.num_beams or 1) > 1:
-        settled.pad_token_id = generate_arguments.beam_filler(config)
+    if (config.num_beams or 1) > 1 and config.pad_token_id == 0 and (ends := listed(config.eos_token_id)):
+        settled.pad_token_id = ends[0]  # as transformers fills beams
     if not config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             setattr(settled, name, None)
     for name in _WITHOUT_EFFECT:
         setattr(settled, name, None)
-    for name in generate_arguments.GUESSES:
-        setattr(settled, name, generate_arguments.chosen_guesses(config).get(name))
+    defaults = GenerationConfig()._get_default_generation_params()
+    for name in _GUESSES:
+        chosen = getattr(config, name, None)
+        setattr(settled, name, None if chosen == defaults.get(name) else chosen)
     return settled
 
 
 def _unsupported(config: Any, own: Any) -> dict[str, Any]:
     """Fields without effect in specdec whose values the call itself has set."""
-    defaults = generate_arguments.transformers_defaults()
+    defaults = GenerationConfig()._get_default_generation_params()
     return {
         name: value
         for name in _WITHOUT_EFFECT

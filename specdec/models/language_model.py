@@ -122,7 +122,8 @@ class LanguageModel:
     @property
     def backend(self) -> str:
         """The backend of passes: "eager", "packed" or "compiled"; "auto" becomes the last one when code exists."""
-        ready = self._compiled is not None and self._compiled.ready
+        compiled = None if self.ragged is None else self.ragged.compiled
+        ready = compiled is not None and compiled.ready
         return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
 
     @property
@@ -178,6 +179,8 @@ class LanguageModel:
             source, state, made_of = self._reader.model, self._reader.read(), self._made_of
         if source is None or state is None:  # passes run on a copy
             return made_of, []
+        if state == made_of:
+            return state, []
         if self.backend != "eager":
             return state, state.changed(made_of)
         same = {

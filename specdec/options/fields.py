@@ -12,9 +12,7 @@ from specdec.errors import OptionError
 
 
 class Rule(NamedTuple):
-    """A field without effect in specdec: its values without effect in transformers either, and the reason or
-    way out.
-    """
+    """A field without effect in specdec: its values without effect in transformers either, and the reason."""
 
     neutral: tuple[object, ...]
     why: str

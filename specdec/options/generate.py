@@ -1,11 +1,17 @@
-"""Every option of a call as one frozen value; fields have transformers' names."""
+"""Every option of a call as one frozen value, whose fields have transformers' names, and the form of its answer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specdec.errors import OptionError, UnsupportedError
 from specdec.options.fields import (
     SAMPLING,
     Count,
@@ -23,7 +29,67 @@ from specdec.options.fields import (
     Watermark,
     Whole,
 )
-from specdec.options.forms import Form, forms
+
+FORMS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
+"""The options that set the form of the answer; they exclude one another."""
+_STACK, _STACKS = 2**28, threading.Lock()  # bytes, of which only those that are used take memory
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of an answer: a kind of grammar, its source, and the option or the request's field that has it."""
+
+    kind: str  # json, regex, grammar, choice
+    source: Any
+    field: str
+
+    def compiled(self) -> str:
+        """llguidance's grammar; raises OptionError for an invalid one, UnsupportedError without llguidance."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise UnsupportedError(f"`{self.field}` needs llguidance: pip install -e '.[structured]'") from None
+
+        try:
+            if self.kind == "regex":
+                return LLMatcher.grammar_from_regex(self.source)
+            if self.kind == "grammar":
+                return LLMatcher.grammar_from_lark(self.source)
+            if self.kind == "choice":
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
+                return LLMatcher.grammar_from_lark(f"start: {choices}".replace("\x7f", "\\u007f"))
+            # With free whitespace small models repeat it without end.
+            schema = self.source if isinstance(self.source, str) else json.dumps(self.source)
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.wrong(str(error)) from None
+
+    def check(self) -> None:
+        """Raises as `compiled`, and OptionError for what llguidance would refuse with a vocabulary."""
+        compiled = self.compiled()
+        from llguidance import LLMatcher
+
+        if message := deeply(lambda: LLMatcher.validate_grammar(compiled)):
+            raise self.wrong(message)
+
+    def wrong(self, message: str) -> OptionError:
+        """llguidance's message as an OptionError, without the grammar around a regular expression."""
+        if self.kind == "regex":
+            message = message.partition("\n   1 |")[0].rpartition("error: ")[2]
+        return OptionError(f"`{self.field}`: {message}")
+
+
+def deeply(function: Callable[[], T]) -> T:
+    """The function's result, from a thread with a large stack: llguidance needs some of it for each rule in a row."""
+    with ThreadPoolExecutor(1) as thread:
+        with _STACKS:  # the size is that of all threads that begin
+            usual = threading.stack_size(_STACK)
+            try:
+                result = thread.submit(function)
+            finally:
+                threading.stack_size(usual)
+        return result.result()
 
 
 class Options(BaseModel):
@@ -45,8 +111,8 @@ class Options(BaseModel):
     decoder_start_token_id: TokenIds = None
     # processors, sampling and search
     do_sample: Flag | None = None
-    temperature: Annotated[Number, Field(ge=0)] | None = None
-    top_k: Count | None = None
+    temperature: Annotated[Number, Field(ge=0)] = 1.0
+    top_k: Count = 50
     top_p: Share | None = None
     min_p: Share | None = None
     top_h: Share | None = None
@@ -70,15 +136,15 @@ class Options(BaseModel):
     begin_suppress_tokens: IdList | None = None
     guidance_scale: Number | None = None
     watermarking_config: Watermark | None = None
-    num_beams: Positive | None = None
+    num_beams: Positive = 1
     length_penalty: Number | None = None
     early_stopping: Flag | Literal["never", "exhaustive"] | None = None
-    num_beam_groups: Positive | None = None
+    num_beam_groups: Positive = 1
     diversity_penalty: Annotated[Number, Field(ge=0)] | None = None
     constraints: Any = None
     force_words_ids: Any = None
     penalty_alpha: Share | None = None
-    num_return_sequences: Positive | None = None
+    num_return_sequences: Positive = 1
     num_samples: Positive | None = None
     ranking: Literal["mean", "sum"] | None = None
     seed: Whole | IdList | None = None
@@ -111,15 +177,6 @@ class Options(BaseModel):
         return bool(self.do_sample) and self.temperature != 0
 
     @property
-    def beams(self) -> int:
-        """The number of beams; 1 without beam search."""
-        return self.num_beams or 1
-
-    @property
-    def groups(self) -> int:
-        return self.num_beam_groups or 1
-
-    @property
     def constrained(self) -> bool:
         """Whether the search is constrained: texts must contain given words."""
         return self.constraints is not None or self.force_words_ids is not None
@@ -130,28 +187,26 @@ class Options(BaseModel):
 
     @property
     def form(self) -> Form | None:
-        """The form of the answer; None for any text."""
-        return next(iter(forms(self)), None)
+        """The form of the answer, None for any text; raises OptionError where two options set it."""
+        sources = {name: getattr(self, name) for name in FORMS}
+        if (asked := self.response_format) is not None:  # OpenAI's field: by default any object
+            schema = (asked.get("json_schema") or {}).get("schema")
+            sources[FORMS[0]] = None if asked["type"] == "text" else {"type": "object"} if schema is None else schema
+        found = [name for name, source in sources.items() if source is not None]
+        if len(found) > 1:
+            raise OptionError(f"`{found[0]}` and `{found[1]}` each set the form of the answer: pass one of them")
+        kinds = {FORMS[0]: "json", **{name: name.removeprefix("guided_") for name in FORMS[1:]}}
+        return Form(kinds[found[0]], sources[found[0]], found[0]) if found else None
 
     @property
     def copies(self) -> int:
         """The number of sequences of each prompt; all its beams are one."""
-        return 1 if self.beams > 1 else self.num_samples or self.num_return_sequences or 1
-
-    @property
-    def returned(self) -> int:
-        """The number of texts that are returned for each prompt."""
-        return (self.num_return_sequences or 1) if self.at_the_end else self.copies
+        return 1 if self.num_beams > 1 else self.num_samples or self.num_return_sequences
 
     @property
     def at_the_end(self) -> bool:
         """Whether texts are chosen when the call ends: beams and ranked samples."""
-        return self.beams > 1 or self.num_samples is not None
-
-    @property
-    def cuts_stop_strings(self) -> bool:
-        """Whether texts end before their stop string; by default they include it, as in transformers."""
-        return self.include_stop_str_in_output is False
+        return self.num_beams > 1 or self.num_samples is not None
 
     @property
     def needs_q(self) -> bool:
@@ -162,7 +217,7 @@ class Options(BaseModel):
     def family(self) -> tuple[Any, ...]:
         """A key of calls that share a learning schedule: their drafts cost alike and are accepted alike."""
         sampling = (self.sampling or "coupled") if self.samples else None
-        return sampling, self.beams, self.groups, self.constrained, self.num_assistant_branches
+        return sampling, self.num_beams, self.num_beam_groups, self.constrained, self.num_assistant_branches
 
     @property
     def eos_ids(self) -> list[int]:

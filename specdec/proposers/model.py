@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
-from specdec.core.rounds import CHUNK, SHARED_CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits, Work
+from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed
@@ -164,7 +163,8 @@ class ModelProposer(Proposer):
             widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
             if sizes[seq.id] and (not batch or (len(batch) + 1) * widest <= chunk):
                 batch.append(seq)
-        self._read(batch, chunk)
+        if batch:
+            self._read(batch, chunk)
         self._admit(seqs)
         found = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         return {seq.id for seq in found if not self._behind(seq, most)}
@@ -176,19 +176,17 @@ class ModelProposer(Proposer):
     def _behind(self, seq: SequenceView, most: int) -> int:
         """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
         missing = len(seq.tokens) - self._cached[seq.id].text
-        return missing - 1 if missing > most or self._unseen(seq) is not None else 0
+        return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
 
     def _unseen(self, seq: SequenceView) -> Pictures | None:
-        """The sequence's pictures, if the draft sees and has not read them."""
-        return seq.task.pictures if self._sees and not self._cached[seq.id].text else None
+        """The sequence's pictures, if the draft, which sees, has not read them."""
+        return None if self._cached[seq.id].text else seq.task.pictures
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """Reads at most `chunk` more tokens of each text, in one pass."""
-        if not seqs:
-            return
         feeds = []
         for seq in seqs:
-            cached, pictures = self._cached[seq.id], self._unseen(seq)
+            cached, pictures = self._cached[seq.id], self._unseen(seq) if self._sees else None
             end = min(cached.text + chunk, self._end(seq)) if pictures is None else pictures.length
             piece, length = seq.tokens[cached.text : end], len(seq.tokens)
             work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
@@ -224,7 +222,8 @@ class ModelProposer(Proposer):
                 continue
             leader, count = self._leader(seq, {one.id for one in seqs}), len(seq.tokens) - 1
             if leader is None:
-                self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0], seq, seq.tokens)
+                encoding = self._encoding(seq) if self._model.is_encoder_decoder else None
+                self._cached[seq.id] = CachedText(self._session.add(1, encoding)[0], seq, seq.tokens)
             elif leader.text >= count:
                 cache_row = self._session.fork(leader.cache_row, count)
                 self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
@@ -244,9 +243,7 @@ class ModelProposer(Proposer):
         return None
 
     def _encoding(self, seq: SequenceView) -> Encoding | None:
-        """The output of the draft's encoder, or of the target's; None for a draft without cross-attention."""
-        if not self._model.is_encoder_decoder:
-            return None
+        """The output of the draft's encoder, or of the target's."""
         if self._shared_encoder:
             return seq.encoding  # type: ignore[return-value]
         inputs = seq.task.inputs

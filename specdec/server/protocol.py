@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
-from specdec.options.forms import Form
+from specdec.options.generate import Form
 from specdec.server.errors import FieldError
 from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, Tools, joined, without_nulls
 

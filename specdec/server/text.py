@@ -19,9 +19,8 @@ from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
 from specdec.generator.job import Delta
 from specdec.generator.tokenizers import Detokenizer, decode
-from specdec.options.forms import Form
-from specdec.options.generate import listed
-from specdec.options.refusals import refusing
+from specdec.options.generate import Form, listed
+from specdec.options.resolve import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.messages import Message

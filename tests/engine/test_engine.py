@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,48 +10,20 @@ import torch
 from transformers import LogitsProcessor
 
 from specdec import DraftError, LanguageModel, SpecGenerator
-from specdec.core.draft_schedules import Constant, Heuristic
-from specdec.core.drafts import Draft, DraftTask, Proposer
-from specdec.core.sequence import RunningSequence
+from specdec.core.draft_schedules import Constant
+from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.decoding.processors import Processors
-from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import Greedy
 from specdec.engine import engine as loop
 from specdec.engine.engine import Engine
-from specdec.engine.request import Pacing, Request
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import FunctionDraft
 from tests.matrix import endless
+from tests.oracle import shapes
 from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
 PROMPTS = [[5, 9, 12], [6, 6, 9], [5, 17]]
-
-
-def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None, limit: int = 40) -> Request:
-    """Greedy rows that end at `limit` tokens, and each further one five sooner."""
-    rows: list[RunningSequence] = []
-    for place, prompt in enumerate(prompts):
-        most = limit - 5 * place
-        strategy = Greedy(Processors(), stop=Stopping(max_length=most))
-        rows.append(
-            RunningSequence(
-                tokens=list(prompt),
-                strategy=strategy,
-                max_length=most,
-                device=model.device,
-                task=DraftTask(strategy.sampler, encoder_row=place),
-            )
-        )
-    return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)
-
-
-def finish(engine: Engine) -> None:
-    while not engine.idle:
-        engine.step()
 
 
 def check_held(language: LanguageModel, session: Session, slot: int, text: list[int], encoding: Any) -> None:
@@ -129,35 +100,12 @@ def test_long_prompts_are_read_in_chunks() -> None:
 
 def test_a_chunk_is_shared_by_the_rows_of_a_pass() -> None:
     """`prefill_chunk_size` bounds the prompt tokens of one pass over all rows, padding included."""
-    model, widths = tiny("llama"), []
-    hook = model.register_forward_pre_hook(
-        lambda _, a, given: widths.append(given["input_ids"].shape), with_kwargs=True
-    )
-    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
-    SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
-    hook.remove()
-    assert all(shape.numel() <= 6 for shape in widths)
-    assert len(widths) < 6
-
-
-def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
-    """Reading a long prompt counts as verification. (Its seconds were the draft's.)"""
     model = tiny("llama")
-    slow, forward = 0.02, model.forward
-
-    def sleepy(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(slow)
-        return forward(*args, **kwargs)
-
-    model.forward = sleepy
-    stats = (
-        SpecGenerator(model, FunctionDraft(lambda tokens, k: []))
-        .generate([[5] * 9], **COMMON, prefill_chunk_size=2)
-        .stats
-    )
-    assert stats.num_target_passes == 20
-    assert stats.verify_seconds > 20 * slow
-    assert stats.draft_seconds < 4 * slow
+    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
+    with shapes(model) as passes:
+        SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
+    assert all(rows * width <= 6 for rows, width in passes)
+    assert len(passes) < 6
 
 
 def test_greedy_leaves_the_global_generator_alone() -> None:
@@ -173,17 +121,6 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
-def test_rows_of_one_request_leave_one_by_one() -> None:
-    """Each at its own end; rounds tell of those that still ran."""
-    model = LanguageModel(tiny("llama"))
-    engine, one = Engine(model), request(model, PROMPTS, limit=20)
-    engine.submit(one)
-    finish(engine)
-    assert [len(row.tokens) for row in one.seqs] == [20, 15, 10]
-    assert [len(round_.seqs) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
-    assert one.passes == 17
-
-
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 1}, {"num_beams": 2}, {"num_samples": 2, "seed": 1}])
 def test_finished_requests_leave_the_batch_at_once(how: dict[str, Any]) -> None:
     """From the pass after its end on, a request takes part in none."""
@@ -195,17 +132,11 @@ def test_finished_requests_leave_the_batch_at_once(how: dict[str, Any]) -> None:
         found = [len(row) >= 3 + lengths[prompts.index(row[:3].tolist())] for row in ids]
         return torch.tensor(found)
 
-    widths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: widths.append(len(given["input_ids"])), with_kwargs=True
-    )
-    out = SpecGenerator(model).generate(
-        prompts, max_new_tokens=30, eos_token_id=[], pad_token_id=0, stopping_criteria=[ends], **how
-    )
-    hook.remove()
+    with shapes(model) as passes:
+        out = SpecGenerator(model).generate(prompts, **endless(30), stopping_criteria=[ends], **how)
     copies = how.get("num_samples", 1)
     assert list(map(len, out.new_tokens())) == lengths
-    assert widths[-20:] == [2 * copies] * 4 + [copies] * 16
+    assert [rows for rows, _ in passes][-20:] == [2 * copies] * 4 + [copies] * 16
 
 
 class Fails(LogitsProcessor):
@@ -337,11 +268,11 @@ def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch
 
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
-    model = LanguageModel(tiny("llama"))
-    engine, one = Engine(model), request(model, PROMPTS[:1])
-    engine.submit(one)
+    generator = SpecGenerator(tiny("llama"))
+    request = generator._prepare([[5, 9, 12]], None, COMMON).request
+    generator.engine.submit(request)
     moments = iter([0, 1, 3, 7, 15])
     monkeypatch.setattr(loop, "perf_counter", lambda: next(moments))
-    engine.step()
-    [found] = one.rounds
+    generator.engine.step()
+    [found] = request.rounds
     assert (found.draft_seconds, found.verify_seconds, found.select_seconds, found.seconds) == (1, 2, 4, 15)

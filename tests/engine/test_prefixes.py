@@ -15,14 +15,15 @@ import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import Draft, SavedState
-from specdec.core.rounds import Context
+from specdec.core.sequence import Context
 from specdec.core.tree import common_length
 from specdec.core.work import Work
-from specdec.engine import prefix_cache, scheduler
-from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
+from specdec.engine import scheduler
+from specdec.engine.scheduler import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless
+from tests.oracle import shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = endless(12)
@@ -83,17 +84,13 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     shared = [(5 * i) % 50 + 5 for i in range(100)]
     prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
     calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
-    read = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: read.append(given["input_ids"].shape), with_kwargs=True
-    )
     for call in calls:
         engine.submit(call.request)
-    engine.step()
+    with shapes(model) as read:
+        engine.step()
     assert sum(rows * nodes for rows, nodes in read) <= 3 * 103
     while not engine.idle:
         engine.step()
-    hook.remove()
     cached = [call.seqs[0].cached_prompt_tokens for call in calls]
     assert cached[0] == cached[3] == cached[4] == 0
     assert min(cached[1:3]) >= 100
@@ -113,7 +110,7 @@ def test_looking_for_what_prompts_share_is_linear() -> None:
 
     def operations(prompts: int) -> int:
         counted, random = 0, Random(0)
-        begin, files = [random.randrange(5, 60) for _ in range(40)], {scheduler.__file__, prefix_cache.__file__}
+        begin, files = [random.randrange(5, 60) for _ in range(40)], {scheduler.__file__}
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal counted
@@ -308,7 +305,7 @@ def test_only_where_it_changes_no_text() -> None:
 def test_the_least_recently_used_gives_way() -> None:
     """Texts go when room is short, and one that goes on takes the place of what it continues."""
     kept = PrefixCache(4 * 40)
-    key = kept.key(Context(b""))
+    key = (Context(b""), None)
 
     def read(begin: int, count: int = 20) -> None:
         kept.keep(key, range(begin, begin + count), SavedState(count, None, 4 * count))
@@ -321,7 +318,7 @@ def test_the_least_recently_used_gives_way() -> None:
     assert found(0, 30) == 20
     read(200)  # 100 was used longest ago
     assert [found(begin) for begin in (0, 100, 200)] == [20, 0, 20]
-    assert kept.find(kept.key(Context(b"", "salt")), range(20)) == (None, 0)
+    assert kept.find((Context(b"", "salt"), None), range(20)) == (None, 0)
     read(0, 40)
     assert found(200) == 0
     assert kept.bytes == 160
@@ -340,18 +337,22 @@ def test_readers_keep_what_they_have_read() -> None:
 
     one, other = Equal(), Equal()
     kept, ids, context = PrefixCache(1000), range(20), Context(b"")
+
+    def key_of(drafter: Draft | None) -> Any:
+        return (context, None) if drafter is None else kept.key_of(drafter, context)
+
     for reader in (None, one, other):
-        kept.keep(kept.key(context, reader), ids, SavedState(20, id(reader), 10))
+        kept.keep(key_of(reader), ids, SavedState(20, id(reader), 10))
     for drafter in (one, other):
-        found, length = kept.find(kept.key(context, drafter), ids)
+        found, length = kept.find(key_of(drafter), ids)
         assert found is not None
         assert (found.state, length) == (id(drafter), 20)
     del drafter, other, reader
-    kept.keep(kept.key(context), range(21), SavedState(21, None, 10))
+    kept.keep(key_of(None), range(21), SavedState(21, None, 10))
     assert kept.bytes == 30
-    assert kept.find(kept.key(context, Equal()), ids) == (None, 0)
+    assert kept.find(key_of(Equal()), ids) == (None, 0)
     assert kept.bytes == 20
-    assert kept.find(kept.key(context, one), ids)[1] == 20
+    assert kept.find(key_of(one), ids)[1] == 20
 
 
 def test_longest_common_beginnings() -> None:
@@ -430,7 +431,7 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5)._driver.engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5).engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -447,18 +448,3 @@ def test_what_a_position_takes_is_known(name: str) -> None:
     assert session.buffers.bytes <= language.kv_bytes * session.buffers.capacity
     latent = getattr(language.config, "kv_lora_rank", None)  # some versions keep less of these
     assert latent or 2 * session.buffers.bytes >= language.kv_bytes * session.buffers.capacity
-
-
-def test_buffers_shrink() -> None:
-    """After a large batch a small one does not hold on to all its memory."""
-    model = tiny("llama", vocab=64)
-    session: Any = LanguageModel(model).session()
-    session.buffers.spare_bytes = 0
-    rows = session.add(16)
-    session.run([Work.text(row, [5] * 300) for row in rows])
-    session.commit(rows, [list(range(300))] * 16)
-    before = session.bytes
-    session.remove(rows[1:])
-    assert session.bytes < before / 4
-    session.remove(rows[:1])
-    assert session.bytes == 0

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import CancelledError, LanguageModel, SpecGenerator
+from specdec import CancelledError, SpecGenerator
 from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
 from specdec.engine.engine import Engine
 from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
-from specdec.proposers import ModelDraft
-from tests.engine.test_requests_stateful import Trouble, failing, result
+from tests.engine.test_requests_stateful import Trouble, result
 from tests.matrix import endless
-from tests.oracle import rows_in_drafts
+from tests.oracle import shapes
 from tests.tiny import tiny
 
 COMMON = endless(24)
 LONG = [[5 + (7 * i) % 40 for i in range(150)]]
-Shape = tuple[int, int]
-
-
-@contextmanager
-def shapes(model: Any, name: str = "input_ids") -> Iterator[list[Shape]]:
-    """The shapes of the ids of all forwards of `model`."""
-    found: list[Shape] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, given: found.append(tuple(given[name].shape)), with_kwargs=True
-    )
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 def alone(model: Any, prompt: list[list[int]]) -> list[int]:
@@ -117,17 +100,6 @@ def test_rows_between_those_of_a_long_prompt_are_not_padded() -> None:
     finish(engine)
 
 
-def test_no_pass_is_wider_than_a_request_s_chunk() -> None:
-    """Whoever reads beside it: `prefill_chunk_size` bounds the passes that a request's prompt is read in."""
-    model = tiny("llama")
-    generator = SpecGenerator(model)
-    submit(generator, [[5, 9, 12]])
-    submit(generator, LONG, prefill_chunk_size=16)
-    with shapes(model) as passes:
-        finish(engine_of(generator))
-    assert max(rows * width for rows, width in passes) <= 16
-
-
 def test_running_rows_wait_for_no_more_than_a_chunk() -> None:
     """Also where the reader beside a chunked prompt keeps hidden states, and so is read whole."""
     model = tiny("llama")
@@ -139,7 +111,7 @@ def test_running_rows_wait_for_no_more_than_a_chunk() -> None:
     submit(generator, LONG, prefill_chunk_size=8)
     with shapes(model) as passes:
         finish(engine_of(generator))
-    assert max(width for _, width in passes) <= 8
+    assert max(rows * width for rows, width in passes) <= 8
 
 
 def test_the_first_token_comes_before_the_draft_reads() -> None:
@@ -160,53 +132,6 @@ def test_the_first_token_comes_before_the_draft_reads() -> None:
         assert new_tokens(second) == 1
         assert {rows for rows, _ in passes} == {1}  # those of the first one
     finish(engine)
-
-
-def test_a_stream_s_first_token_needs_no_draft() -> None:
-    """Nobody asks the draft model for one token."""
-    draft = tiny("llama", seed=1)
-    with shapes(draft) as passes:
-        SpecGenerator(tiny("llama"), draft).generate([[5, 9, 12]], **{**COMMON, "max_new_tokens": 1})
-    assert not passes
-
-
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1, "num_return_sequences": 2}])
-def test_rows_leave_at_once(how: dict[str, Any]) -> None:
-    """A request that is done or cancelled takes part in no further pass, and its result is there while others run."""
-    model = tiny("llama")
-    generator = SpecGenerator(model, "suffix")
-    engine = engine_of(generator)
-    short = submit(generator, [[5, 9]], max_new_tokens=3, **how)
-    gone = submit(generator, [[5, 9, 7]], **how)
-    stays = submit(generator, [[6, 6, 9]])
-    while not short.request.done:
-        engine.step()
-    assert result(short).sequences.shape[1] == 5
-    engine.cancel(gone.request)
-    assert len(engine.running) == 1
-    with shapes(model) as passes:
-        finish(engine)
-    assert {rows for rows, _ in passes} == {1}
-    alone = SpecGenerator(model).generate([[6, 6, 9]], **COMMON)
-    assert result(stays).sequences.tolist() == alone.sequences.tolist()
-
-
-@pytest.mark.parametrize("stage", ["waiting", "prefilling", "running"])
-def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
-    """Wherever it was: its rows are gone, from the target and the draft, and the store is empty again."""
-    draft = ModelDraft(LanguageModel(tiny("llama", seed=1)))
-    generator = SpecGenerator(tiny("llama"), draft)
-    engine = engine_of(generator)
-    how = {"do_sample": True, "num_return_sequences": 3, "seed": 1, "prefill_chunk_size": 16}
-    call = submit(generator, LONG, **how)
-    for _ in range({"waiting": 0, "prefilling": 2, "running": 14}[stage]):
-        engine.step()
-    assert len(getattr(engine, stage)) == (1 if stage == "waiting" else 3)
-    engine.cancel(call.request)
-    assert engine.idle
-    assert not any((engine._requests, rows_in_drafts(engine)))
-    assert not engine.target.rows  # type: ignore[attr-defined]
-    assert call.request.pacing.users == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -257,34 +182,6 @@ def test_a_joining_request_is_encoded_alone(name: str) -> None:
     for i, call in enumerate(calls):
         alone = SpecGenerator(model).generate(**inputs((2, 1, 3)[i], i), **COMMON)
         assert result(call).sequences.tolist() == alone.sequences.tolist()
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "mamba"))]
-)
-@pytest.mark.parametrize("draft", [None, "model"])
-@pytest.mark.parametrize("kind", ["processor", "criterion", "prefix", "draft"])
-def test_what_fails_in_one_request_ends_it_alone(name: str, draft: Any, kind: str) -> None:
-    """Whatever raises, and in whichever place it stands: the others' texts are what they are alone."""
-    model = tiny(name)
-    generator = SpecGenerator(model, ModelDraft(LanguageModel(tiny(name, seed=1))) if draft else None)
-    prompts = [[[5, 9, 12]], [[6, 7, 8, 21]], [[17, 3]]]
-    how = {**COMMON, "max_new_tokens": 6}
-    expected = [SpecGenerator(model).generate(prompt, **how).sequences.tolist() for prompt in prompts]
-    for place in range(3):
-        for at in (1, 4):
-            error = Trouble(f"{kind} {at}")
-            calls = [
-                submit(generator, prompt, **how, **(failing(kind, error, at) if i == place else {}))
-                for i, prompt in enumerate(prompts)
-            ]
-            finish(engine_of(generator))
-            for i, call in enumerate(calls):
-                if i == place:
-                    assert call.request.error is error
-                else:
-                    assert call.request.error is None, (place, at)
-                    assert result(call).sequences.tolist() == expected[i], (place, at)
 
 
 @pytest.mark.parametrize("reading", [False, True])

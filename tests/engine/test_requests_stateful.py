@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
@@ -307,6 +307,8 @@ class Requests(RuleBasedStateMachine):
         _, call, _ = self.live.pop(which % len(self.live))
         self.engine.cancel(call.request)
         assert call.request.done
+        users = [other for _, other, _ in self.live if other.request.pacing is call.request.pacing]
+        assert call.request.pacing.users == len(users)
         assert all(one.cache_row is None for row in call.seqs for one in row.batch_seqs)
 
     @precondition(lambda self: self.live)

@@ -20,7 +20,7 @@ from specdec.core.drafts import Draft, Proposer
 from specdec.engine.driver import release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.matrix import endless, some
-from tests.oracle import rows_in_drafts
+from tests.oracle import rows_in_drafts, shapes
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.timeout(60)
@@ -155,21 +155,14 @@ def test_passes_are_shared() -> None:
     """The target runs far less often than for one after the other."""
     model = tiny("llama")
     generator = SpecGenerator(model, "suffix")
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    hook = model.register_forward_hook(count)
     prompts = [[[5 + i, 9, 12]] for i in range(8)]
     options = {"max_new_tokens": 60}
-    alone = [generated(generator, prompt, **options) for prompt in prompts]
-    one_by_one, passes = passes, 0
-    found = together(*(lambda prompt=prompt: generated(generator, prompt, **options) for prompt in prompts))
-    hook.remove()
+    with shapes(model) as one_by_one:
+        alone = [generated(generator, prompt, **options) for prompt in prompts]
+    with shapes(model) as passes:
+        found = together(*(lambda prompt=prompt: generated(generator, prompt, **options) for prompt in prompts))
     assert found == alone
-    assert passes < one_by_one / 2
+    assert len(passes) < len(one_by_one) / 2
 
 
 class Failure(RuntimeError):
@@ -221,37 +214,6 @@ def test_what_one_thread_raises_is_its_own(draft: Any) -> None:
     assert is_clean(generator)
 
 
-def test_closing_a_stream_frees_its_rows() -> None:
-    """While another thread drives, the rows of a closed stream are gone after a round or two."""
-    generator = SpecGenerator(tiny("llama"), "suffix")
-    engine = generator._driver.engine
-    alone = generated(generator, [[5, 9, 12]], max_new_tokens=300)
-    seen: list[int] = []
-    closed = threading.Event()
-    opened = threading.Event()
-
-    def watch(ids: torch.Tensor, scores: Any) -> torch.Tensor:
-        if not closed.is_set() and ids.shape[1] > 10:
-            opened.set()
-            closed.wait(PATIENCE)
-        elif closed.is_set():
-            seen.append(len(engine.running))
-        return torch.tensor([False])
-
-    stream = generator.stream([[6, 7], [8, 9]], **{**COMMON, "max_new_tokens": 300})
-    next(stream)
-
-    def close() -> None:
-        assert opened.wait(PATIENCE)
-        stream.close()
-        closed.set()
-
-    found = together(lambda: generated(generator, [[5, 9, 12]], max_new_tokens=300, stopping_criteria=[watch]), close)
-    assert found == [alone, None]
-    assert seen[2:] == [1] * len(seen[2:])
-    assert is_clean(generator)
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_stream_that_is_given_up_in_another_s_last_round(how: str) -> None:
     """Nobody steps after it; its rows are gone all the same."""
@@ -276,28 +238,6 @@ def test_a_stream_that_is_given_up_in_another_s_last_round(how: str) -> None:
 
     together(lambda: generated(generator, [[5, 9]], max_new_tokens=6, stopping_criteria=[last]), give_up)
     assert is_clean(generator)
-
-
-def test_a_slow_reader_holds_up_nobody() -> None:
-    """While one thread sits on its stream's first event, calls of others come to their end, and so does it later."""
-    generator = SpecGenerator(tiny("llama"), "suffix")
-    alone = [generated(generator, [[5 + i, 9, 12]]) for i in range(4)]
-    others = threading.Event()
-
-    def slow() -> Any:
-        stream = generator.stream([[5, 9, 12]], **COMMON)
-        ids = list(next(stream).token_ids)
-        assert others.wait(PATIENCE)
-        for event in stream:
-            ids += event.token_ids
-        return [[5, 9, 12, *ids]]
-
-    def quick() -> Any:
-        found = [generated(generator, [[5 + i, 9, 12]]) for i in (1, 2, 3)]
-        others.set()
-        return found
-
-    assert together(slow, quick) == [alone[0], alone[1:]]
 
 
 def test_a_dropped_stream_is_cancelled() -> None:

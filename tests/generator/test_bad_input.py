@@ -50,12 +50,11 @@ WRONG_OPTIONS = [
     ({"sampling": "coupled"}, "do_sample"),
     ({"sampling": "magic", "do_sample": True}, "sampling"),
     ({"num_return_sequences": 2}, "do_sample"),
+    *(({"top_logprobs": 1, **search}, "top_logprobs") for search in ({"num_beams": 2}, {"penalty_alpha": 0.5})),
     ({"seed": [1, 2], "do_sample": True}, "seed"),
     ({"max_time": 0.0}, "max_time"),
     ({"max_new_token": 5}, "did you mean `max_new_tokens`"),
     ({"nonsense": 1}, "nonsense"),
-    ({"dola_layers": "low"}, "DoLa"),
-    ({"stop_strings": "x"}, "tokenizer"),
     ({"assistant_model": tiny("llama", seed=1), "prompt_lookup_num_tokens": 3}, "each name a draft"),
     ({"assistant_early_exit": 2}, "layers"),
     ({"assistant_early_exit": 0}, "layers"),
@@ -83,6 +82,11 @@ WRONG_OPTIONS = [
     ({"max_new_tokens": "3"}, "`max_new_tokens` must be a valid integer, got '3'"),
     ({"output_trace": True}, "`output_trace`=True belongs to beam search"),
     ({"num_samples": 3}, "`num_samples`=3 is about drawing tokens"),
+    ({"num_samples": 4, "do_sample": True, "num_beams": 2}, "`num_samples` ranks samples"),
+    ({"num_samples": 2, "do_sample": True, "num_return_sequences": 3}, "is more than `num_samples`=2"),
+    ({"ranking": "sum", "do_sample": True}, "`ranking` orders samples"),
+    ({"num_samples": 2, "ranking": "best", "do_sample": True}, "`ranking`"),
+    ({"num_samples": 0, "do_sample": True}, "`num_samples`"),
     *(
         ({"watermarking_config": value}, "`watermarking_config` must be a transformers WatermarkingConfig")
         for value in (3, {"colour": 3})

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import CancelledError, EngineError, OptionError, SpecGenerator
+from specdec import CancelledError, EngineError, SpecGenerator
 from specdec.decoding.processors.own import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
-from tests.engine.test_threads import PATIENCE, is_clean, together
+from tests.engine.test_threads import PATIENCE, is_clean
 from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -40,34 +40,6 @@ def test_a_job_is_the_call(draft: str) -> None:
     expected = generator.generate([[5, 9, 12]], **COMMON)
     tokens, out = followed(generator, [[5, 9, 12]])
     assert tokens == expected.new_tokens()[0] == out.new_tokens()[0]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_cancelled_by_another_thread(stream: bool) -> None:
-    """It ends within two rounds, alone or among others, whose texts stay as they are."""
-    generator = SpecGenerator(tiny("llama"), "suffix")
-    alone = followed(generator, [[7, 8]])[0]
-    here = threading.Event()
-    seen: list[int] = []
-
-    def watch(ids: torch.Tensor, scores: Any) -> bool:
-        seen.append(ids.shape[1])
-        if len(seen) == 5:
-            job.cancel()
-            here.set()
-        return False
-
-    job = generator.submit([[5, 9]], **{**COMMON, "max_new_tokens": 400}, stopping_criteria=[watch])
-
-    def run() -> None:
-        with pytest.raises(CancelledError):
-            for _ in job.follow(stream=stream):
-                pass
-
-    found = together(run, lambda: (here.wait(PATIENCE), followed(generator, [[7, 8]])[0])[1])
-    assert found == [None, alone]
-    assert len(seen) <= 5 + 2 * 24  # what two rounds may bring
-    assert is_clean(generator)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -222,33 +194,12 @@ def test_log_probabilities(draft: str, sampling: dict[str, Any]) -> None:
         assert step.logits is None
 
 
-@pytest.mark.parametrize("search", [{"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 3}])
-def test_searches_tell_no_log_probabilities(search: dict[str, Any]) -> None:
-    """It is an error, and not left out."""
-    with pytest.raises(OptionError, match="top_logprobs"):
-        SpecGenerator(tiny("llama")).generate([[5]], top_logprobs=1, **search, **COMMON)
-
-
 def test_output_penalty() -> None:
     """Tokens of the prompt do not count; others count once for presence, and each time for frequency."""
     ids, logits = torch.tensor([[1, 1, 2, 3, 3]]), torch.zeros(1, 5)
     assert OutputPenalty(2, 0.5, 0.0)(ids, logits).tolist() == [[0, 0, -0.5, -0.5, 0]]
     assert OutputPenalty(2, 0.0, 0.5)(ids, logits).tolist() == [[0, 0, -0.5, -1.0, 0]]
     assert OutputPenalty(5, 1.0, 1.0)(ids, logits) is logits
-
-
-@pytest.mark.parametrize(
-    "options", [{"presence_penalty": 1.5}, {"frequency_penalty": -1.0}, {"frequency_penalty": 2.0}]
-)
-def test_penalties_with_every_draft(options: dict[str, Any]) -> None:
-    """Other servers crash where penalties meet drafts; here the text is that without a draft."""
-    model = tiny("llama")
-    texts = [
-        SpecGenerator(model, draft).generate([[5, 9, 5, 9]], **options, **COMMON).sequences for draft in DRAFTS.values()
-    ]
-    plain = SpecGenerator(model).generate([[5, 9, 5, 9]], **COMMON).sequences
-    assert all(text.tolist() == texts[0].tolist() for text in texts)
-    assert texts[0].tolist() != plain.tolist()
 
 
 def test_a_call_without_the_generators_draft() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import OptionError, SpecGenerator
+from specdec import SpecGenerator
 from tests.matrix import endless
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -44,20 +44,3 @@ def test_the_likeliest_samples_come_back(ranking: str, draft: Any) -> None:
     chosen = [i for pair in best for i in pair]
     assert out.new_tokens() == [every.new_tokens()[i] for i in chosen]
     assert torch.allclose(out.sequences_scores, torch.tensor([scores[i] for i in chosen]), atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_samples": 4}, "num_samples"),
-        ({"num_samples": 4, "do_sample": True, "num_beams": 2}, "num_samples"),
-        ({"num_samples": 2, "do_sample": True, "num_return_sequences": 3}, "num_return_sequences"),
-        ({"ranking": "sum", "do_sample": True}, "ranking"),
-        ({"num_samples": 2, "ranking": "best", "do_sample": True}, "ranking"),
-        ({"num_samples": 0, "do_sample": True}, "num_samples"),
-    ],
-)
-def test_bad_input(options: dict[str, Any], named: str) -> None:
-    """Each error names the argument."""
-    with pytest.raises(OptionError, match=named):
-        SpecGenerator(tiny("llama", vocab=64)).generate([[5, 6]], max_new_tokens=3, **options)

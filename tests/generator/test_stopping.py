@@ -79,16 +79,6 @@ def test_max_length_inside_a_block(model: Any, answer: list[int]) -> None:
         assert plain.stats.finish_reasons == ("length",)
 
 
-def test_min_new_tokens(model: Any, answer: list[int]) -> None:
-    """End-of-text is not taken before the least number of tokens."""
-    eos = answer[8]
-    options = endless(LENGTH, min_new_tokens=20, eos_token_id=eos)
-    [text] = SpecGenerator(model).generate(PROMPT, **options).sequences.tolist()
-    assert eos not in text[4:24]
-    assisted = SpecGenerator(model, oracle("perfect", [text], 64)).generate(PROMPT, **options)
-    assert assisted.sequences.tolist() == [text]
-
-
 def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
     """A criterion met in the middle of a block stops there. (Stock assisted decoding asked it once per block only.)"""
     lengths = []
@@ -129,15 +119,6 @@ def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
                     continue
                 assert len(scores) == count
                 assert all(torch.equal(a, b) for a, b in zip(scores, out.scores[:count], strict=True))
-
-
-def test_stop_strings_inside_a_block(model: Any, answer: list[int]) -> None:
-    """A stop string that ends in the middle of a block ends the text."""
-    tokenizer = letters()
-    stop = tokenizer.decode(answer[18:20])
-    plain, _ = both(model, answer, stop_strings=[stop], tokenizer=tokenizer)
-    assert tokenizer.decode(plain.sequences[0, 4:]).endswith(stop)
-    assert plain.stats.finish_reasons == ("stop",)
 
 
 SAMPLED = ("coupled", "match", "rejection", "block")

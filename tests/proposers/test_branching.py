@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules.fixed import Limit
 from specdec.core.drafts import Commit, Proposer
-from specdec.core.tree import Tree
+from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
@@ -67,7 +67,7 @@ def nodes_of(tree: Tree, tokens: list[int]) -> list[int]:
 def search_on(session: Proposer, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
     """A round of a search with two beams of equal length somewhere in the branches; the session is told."""
     whole = row.tree.graft(proposal, row.leaves) if row.tree.tokens else proposal
-    depths, children = whole.depths(), whole.children()
+    depths, children = depths_of(whole.parents), whole.children()
     depth = rng.choice([-1, *depths])
     parents = [rng.choice([n for n, d in enumerate(depths) if d == depth] or [-1]) for _ in range(2)]
     known = {parent: [(p, t) for p, t in children if p == parent] for parent in parents}
@@ -117,7 +117,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
     session, row = ModelDraft(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
     plan = Limit(3, branches=2)
     [tree] = session.propose([row], [plan])
-    deepest = tree.path(max(range(len(tree)), key=tree.depths().__getitem__))
+    deepest = tree.path(max(range(len(tree)), key=depths_of(tree.parents).__getitem__))
     take(session, row, tree, deepest, 11)
     session._settle([row])
     [slot] = [cached.cache_row for cached in session._cached.values()]

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
-from specdec.core.draft_schedules.budget import Limit
 from specdec.core.draft_schedules.cost import CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.draft_schedules.fixed import Limit
 from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
 from specdec.core.tree import EMPTY
 from specdec.decoding import noise

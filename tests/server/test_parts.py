@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from specdec.decoding.processors.grammar import Grammar
-from specdec.options.forms import Form
+from specdec.options.generate import Form
 from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, in_threads
 from specdec.server.errors import ApiError

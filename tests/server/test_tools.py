@@ -11,7 +11,7 @@ from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.decoding.processors.grammar import Grammar
-from specdec.options.forms import Form
+from specdec.options.generate import Form
 from specdec.server.errors import ApiError
 from specdec.server.protocol import ChatRequest
 from specdec.server.text import TextModel

@@ -6,12 +6,60 @@ the benchmark take its name. Nothing here loads torch.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specdec.core.draft_schedules.auto import Auto
-from specdec.core.draft_schedules.budget import Limit, NamedSchedule, Schedule, ScheduleSetup
 from specdec.core.draft_schedules.cost import WIDEST, Cost
-from specdec.core.draft_schedules.fixed import Confidence, Constant, Heuristic
+from specdec.core.draft_schedules.fixed import (
+    Confidence,
+    Constant,
+    Heuristic,
+    Limit,
+    NamedSchedule,
+    Schedule,
+    ScheduleSetup,
+)
+
+if TYPE_CHECKING:
+    from specdec.core.drafts import Plan, SequenceView
+    from specdec.core.outcome import Round
+
+
+@dataclass(frozen=True)
+class Auto:
+    """`cost`, whose chains are at most as long as those of `heuristic` until the seconds of passes were measured.
+
+    A bound by `heuristic` from then on was measured too: it loses 3 to 5% where drafting pays
+    (`benchmarks/schedules.py`).
+    """
+
+    heuristic: Heuristic = field(default_factory=Heuristic)
+    cost: Cost = field(default_factory=Cost)
+    takes_threshold: ClassVar[bool] = False
+    grows_trees: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, setup: ScheduleSetup) -> Auto:
+        learned = setup.learned.cost if isinstance(setup.learned, Auto) else setup.learned
+        return cls(Heuristic(setup.tokens_or(Heuristic.k)), Cost.of(replace(setup, tokens=None, learned=learned)))
+
+    @property
+    def max_branches(self) -> int:
+        return self.cost.max_branches
+
+    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
+        plans = self.cost.plan(seqs)
+        if self.cost.is_measured:
+            return plans
+        lengths = [own.limit for own in self.heuristic.plan(seqs)]
+        return [plan.up_to(length) for plan, length in zip(plans, lengths, strict=True)]
+
+    def after(self, round: Round) -> Auto:
+        heuristic = self.heuristic if self.cost.is_measured else self.heuristic.after(round)
+        return Auto(heuristic, self.cost.after(round))
+
 
 SCHEDULES: dict[str, type[NamedSchedule]] = {
     "auto": Auto,
@@ -37,37 +85,34 @@ def make_schedule(
     `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: the target verifies a tree in one pass. `lookup_tokens`:
     transformers' `prompt_lookup_num_tokens`, a constant number of tokens per round.
     """
-    if not isinstance(options.schedule, str | None):
+    tokens, kind = options.num_assistant_tokens, kind_of(options)
+    if kind is None:
         own: Schedule = options.schedule
         return own
-    tokens, name = options.num_assistant_tokens, _name(options)
     if options.schedule is None and lookup_tokens is not None and tokens is None:
-        tokens, name = lookup_tokens, "constant"
+        tokens, kind = lookup_tokens, Constant
     setup = ScheduleSetup(
         tokens,
         options.num_assistant_branches,
         options.assistant_confidence_threshold,
         offloaded,
         # Drawn trees bring less, and searches choose their branches themselves.
-        trees and options.beams == 1 and not options.needs_q,
+        trees and options.num_beams == 1 and not options.needs_q,
         learned,
     )
-    return SCHEDULES[name].of(setup)
+    return kind.of(setup)
 
 
-def learns(options: Any) -> bool:
-    """Whether the schedule of these `options` passes on what it learned to the next request of its family."""
-    return isinstance(options.schedule, str | None) and SCHEDULES[_name(options)].learns
-
-
-def _name(options: Any) -> str:
-    """The schedule that the options name.
+def kind_of(options: Any) -> type[NamedSchedule] | None:
+    """The kind of schedule that the options name; None for the caller's own.
 
     Without a name it is the heuristic where a threshold of confidence is given, which it heeds, and where a seed is to
     give the same text though this depends on the rounds: then no clock may decide how much is drafted.
     """
+    if not isinstance(options.schedule, str | None):
+        return None
     by_no_clock = options.assistant_confidence_threshold is not None or (options.needs_q and options.seed is not None)
-    return options.schedule or ("heuristic" if by_no_clock else DEFAULT)
+    return SCHEDULES[options.schedule or ("heuristic" if by_no_clock else DEFAULT)]
 
 
 __all__ = [
@@ -81,6 +126,6 @@ __all__ = [
     "Limit",
     "Schedule",
     "ScheduleSetup",
-    "learns",
+    "kind_of",
     "make_schedule",
 ]

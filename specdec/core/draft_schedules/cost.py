@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
+from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 
 if TYPE_CHECKING:
     from specdec.core.drafts import SequenceView, Until
-    from specdec.core.rounds import Round, SequenceRound
+    from specdec.core.outcome import Round, SequenceRound
 
 WIDEST = 32
 """The most nodes that one draft pass continues, where the options name no number."""
@@ -184,7 +184,7 @@ class Cost:
     learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_nodes(self.k, self.branches or self.widest)
+        check_nodes(self.k, self.max_branches)
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Cost:
@@ -223,8 +223,7 @@ class Cost:
 
     def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
         """One plan per sequence, with limit 0 while plain decoding is predicted to be faster."""
-        plan = self._plan_of(len(seqs))
-        return [plan] * len(seqs)
+        return [self._plan_of(len(seqs))] * len(seqs)
 
     def _plan_of(self, seqs: int) -> CostPlan:
         if not self.is_measured:
@@ -374,7 +373,8 @@ class Cost:
             found |= {
                 "drafts": (drafts := self._with_draft(round)),
                 "measured_rounds": self.measured_rounds + (drafts is not self.drafts),
-                "drafting_seqs": self._sharing(round),
+                # of other requests, with a proposal of the same sources
+                "drafting_seqs": sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others),
                 "probe_rounds": self.probe_rounds + 1,
             }
         if own_levels := sum(seq.depth for seq in round.seqs):
@@ -413,17 +413,13 @@ class Cost:
 
         A draft that proposed nothing counts as one pass.
         """
-        longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in _sources(round)))
-        if longest.source not in _sources(round):
+        sources = _sources(round)
+        longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in sources))
+        if longest.source not in sources:
             return self.drafts
         line, levels = self.drafts.get(longest.source, LinearFit()), max(longest.depth, 1)
         nodes, seconds = max(longest.drafted, 1) / levels, round.draft_seconds / levels
         return {**self.drafts, longest.source: line.add(nodes, seconds)}
-
-    def _sharing(self, round: Round) -> int:
-        """How many sequences of other requests had a proposal of the same sources."""
-        sources = _sources(round)
-        return sum(seq.depth > 0 and seq.source in sources for seq in round.others)
 
     def _patience_after(self, round: Round) -> int:
         """A try without an accepted token doubles the wait for the next one; an accepted token resets it.

@@ -1,16 +1,113 @@
-"""The simple schedules: a constant length, the +2/−1 heuristic, and a confidence threshold."""
+"""The interface of schedules, and the simple ones: a constant length, the +2/−1 heuristic, a confidence threshold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from specdec.core.draft_schedules.budget import MOST_NODES, Limit, ScheduleSetup, check_nodes
+from specdec.errors import OptionError
 
-if TYPE_CHECKING:
-    from specdec.core.drafts import Plan, SequenceView
-    from specdec.core.rounds import Round
+if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
+    from specdec.core.drafts import Plan, SequenceView, Until
+    from specdec.core.outcome import Round
+
+MOST_NODES = 1024
+"""The most nodes of one sequence's tree in a pass; beyond it, the work per node outweighs the pass over the weights."""
+
+
+class Schedule(Protocol):
+    """Decides how much every sequence may draft; a value: `after` returns the next one.
+
+    `max_branches`: the most nodes that its plans let one draft pass continue. A text gets a tree where its plan's
+    `branches` are more than 1.
+    """
+
+    @property
+    def max_branches(self) -> int: ...
+
+    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
+        """One plan per sequence for the coming round."""
+
+    def after(self, round: Round) -> Schedule:
+        """The schedule after this round."""
+
+
+class NamedSchedule(Schedule, Protocol):
+    """A schedule that callers choose by its name in `SCHEDULES`.
+
+    `takes_threshold`: it uses `assistant_confidence_threshold`. `grows_trees`: it may use trees where the options name
+    no branches. `learns`: what it learned goes to the next request of the same family.
+    """
+
+    takes_threshold: ClassVar[bool]
+    grows_trees: ClassVar[bool]
+    learns: ClassVar[bool]
+
+    @classmethod
+    def of(cls, setup: ScheduleSetup) -> NamedSchedule:
+        """The schedule of a request; raises OptionError for trees of more than `MOST_NODES` nodes."""
+
+
+@dataclass(frozen=True)
+class ScheduleSetup:
+    """What a schedule is made from; None: not given.
+
+    `tokens` on a path, `branches` that one draft pass continues, `threshold` of the draft's confidence. `offloaded`: a
+    target pass reads weights that are not in memory. `trees`: trees may pay: the target verifies one in a single pass,
+    and the strategy neither draws nodes nor has branches of its own. `learned`: the last schedule of the same family.
+    """
+
+    tokens: int | None = None
+    branches: int | None = None
+    threshold: float | None = None
+    offloaded: bool = False
+    trees: bool = True
+    learned: Schedule | None = None
+
+    def tokens_or(self, usual: int) -> int:
+        """`tokens`, or by default `usual`, at most as many as `MOST_NODES` allows with these branches."""
+        return self.tokens or max(min(usual, MOST_NODES // (self.branches or 1)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A plan with a fixed length; with a `threshold`, no node follows one of lower confidence."""
+
+    limit: int
+    threshold: float = 0.0
+    branches: int | None = None
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Only a threshold needs it."""
+        return self.threshold > 0
+
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        """Whether a node may follow any of these paths."""
+        return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
+
+    @property
+    def until(self) -> Until | None:
+        """The same in numbers: a guess below the threshold has chance 0. None for a subclass with its own `go_on`."""
+        from specdec.core.drafts import Until
+
+        if type(self).go_on is not Limit.go_on:
+            return None
+        return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
+
+    def keep(self, confidence: Sequence[float]) -> bool:
+        """Keeps all nodes of a path up to the first one of lower confidence than the threshold, that one included."""
+        return len(confidence) < 2 or confidence[-2] >= self.threshold
+
+
+def check_nodes(tokens: int, branches: int) -> None:
+    """Raises OptionError for trees of more than `MOST_NODES` nodes."""
+    if branches > 1 and tokens * branches > MOST_NODES:
+        raise OptionError(
+            f"{branches} branches (`num_assistant_branches`) of {tokens} tokens (`num_assistant_tokens`) are "
+            f"{branches * tokens} nodes for every sequence, and a pass checks at most {MOST_NODES}: lower one of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,7 +126,8 @@ class Constant:
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_nodes(self.k, self.branches)
+        if self.branches is not None:
+            check_nodes(self.k, self.branches)
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Constant:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.core.tree import common_length
 from specdec.errors import OptionError, UnsupportedError
-from specdec.options.forms import Form, deeply
+from specdec.options.generate import Form, deeply
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -228,12 +228,12 @@ class Greedy(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return not (options.samples or options.beams > 1 or options.contrastive or options.constrained)
+        return not (options.samples or options.num_beams > 1 or options.contrastive)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         at, best = node - out.first, out.cache.get("best")
         if best is None:
-            plain = not (self.keeps or len(self.processors) or out.unconditional is not None)
+            plain = not (self.keeps or self.processors.items or out.unconditional is not None)
             if not (plain and device_reads.is_local(out.logits)):
                 return super().emit(seq, new, out, node)
             if out.logits.numel() > SMALL:

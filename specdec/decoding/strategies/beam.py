@@ -50,7 +50,7 @@ class BeamSearch(Scoring):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return options.beams > 1
+        return options.num_beams > 1
 
     @classmethod
     def of(cls, setup: StrategySetup) -> BeamSearch:

@@ -148,8 +148,8 @@ class Scoring(StrategyBase):
     def parts(cls, setup: StrategySetup) -> dict[str, Any]:
         o = setup.options
         return {
-            "num_beams": o.beams,
-            "groups": o.groups,
+            "num_beams": o.num_beams,
+            "groups": o.num_beam_groups,
             "max_new_tokens": (setup.stop.max_length or 0) - (len(setup.prompt) - setup.padding),
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,

@@ -155,7 +155,7 @@ class GroupSearch(PoolSearch):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return options.groups > 1
+        return options.num_beam_groups > 1
 
     @classmethod
     def of(cls, setup: StrategySetup) -> GroupSearch:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -41,9 +42,7 @@ def with_pictures(
     if processor is None:
         raise OptionError("pictures in `messages` need the model's processor: pass it to SpecGenerator as `tokenizer=`")
 
-    def opened(source: Any) -> Any:
-        return open_picture(source, fetch=fetch, pixels=pixels)
-
+    opened = partial(open_picture, fetch=fetch, pixels=pixels)
     conversations = [[_opened(message, opened) for message in one] for one in _conversations(messages)]
     how: dict[str, Any] = {"padding": True} if len(conversations) > 1 else {}
     how |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
@@ -59,9 +58,7 @@ def has_template(tokenizer: Any, processor: Any) -> bool:
 
 
 def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
-    """The ids of a conversation of text alone, by the processor's template where it has one: that takes texts in parts,
-    and loses others.
-    """
+    """The ids of a conversation of text alone; a processor's template takes texts in parts, and loses others."""
     if getattr(processor, "chat_template", None) is None:
         text = tokenizer.apply_chat_template(conversation, **{**template, "tokenize": False})
         return ids_of(tokenizer, text, add_special_tokens=False)

@@ -1,10 +1,11 @@
-"""Prompts of every shape as rows of token ids without padding, the inputs of an encoder, and predictions."""
+"""Prompts of every shape as checked rows of token ids without padding, the inputs of an encoder, and predictions."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,17 @@ from transformers.utils import ModelOutput
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictures
-from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
+from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
-from specdec.options.refusals import warn_of_idle
+from specdec.options.resolve import warn_of_idle
 
+MASKS = {
+    "prompt": "attention_mask",
+    "decoder_input_ids": "decoder_attention_mask",
+    "negative_prompt_ids": "negative_prompt_attention_mask",
+}
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
@@ -46,11 +52,14 @@ class RowPrompt:
     negative: list[int] | None = None
     prediction: list[int] | None = None
 
-    @property
-    def positions(self) -> int:
-        """Positions before the first new token, of the longer of the prompt and its negative."""
-        own = self.tokens if self.embeds is None else self.embeds
-        return max(len(own), len(self.negative or ()))
+
+class Ids(NamedTuple):
+    """Rows of ids: as `given`, without padding (`kept`), and the `mask` of which given ids were kept."""
+
+    given: list[list[int]]
+    kept: list[list[int]]
+    mask: list[list[bool]]
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,10 +104,17 @@ def read_prompts(
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
-    _check_no_messages(prompt)
+    first = prompt
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
+        raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
     if isinstance(prompt, Mapping):
         given, prompt = _unpacked(prompt, given), None
-    given = _without_idle(given, options)
+    is_guided = options.guidance_scale not in (None, 1)
+    if not is_guided and (idle := [name for name in _NEGATIVES if name in given]):
+        warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
+        given = {name: value for name, value in given.items() if name not in idle}
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
     if messages is not None and has_pictures(messages):
@@ -113,18 +129,15 @@ def read_prompts(
     elif "inputs_embeds" in given:
         prompts = _embedded(value, *how)
     else:
-        prompts = _seen(_read(value, *how), given, options, target)
+        ids = _read(value, *how)
+        prompts = _prompts(ids, options)
+        if target.sees:
+            whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
+            found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
+            rows = [replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)]
+            prompts = replace(prompts, rows=rows)
     prompts = replace(prompts, is_text=prompts.is_text or messages is not None)
-    return _with_negatives(prompts, given, options, target)
-
-
-def _check_no_messages(prompt: Any) -> None:
-    """Raises OptionError for conversations passed as the prompt: `messages=` makes the use of a template explicit."""
-    first = prompt
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    if isinstance(first, Mapping) and "role" in first:
-        raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
+    return _with_negatives(prompts, given, target) if is_guided else prompts
 
 
 def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,14 +147,6 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     if twice := sorted(set(prompt) & set(given)):
         raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
     return {**given, **{name: value for name, value in prompt.items() if value is not None}}
-
-
-def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, Any]:
-    """The inputs; without guidance those other than negative prompts, of which it warns."""
-    idle = [name for name in _NEGATIVES if name in given and options.guidance_scale in (None, 1)]
-    if idle:
-        warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
-    return {name: value for name, value in given.items() if name not in idle}
 
 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
@@ -282,10 +287,8 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
     return outputs
 
 
-def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
-    """With guidance, the rows with their negative prompts, by default the prompt's last token."""
-    if options.guidance_scale in (None, 1):
-        return prompts
+def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: LanguageModel) -> Prompts:
+    """The rows with their negative prompts, by default the prompt's last token."""
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
@@ -298,16 +301,6 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
         raise OptionError("`guidance_scale` with `inputs_embeds` alone needs text to begin from: `negative_prompt_ids`")
     rows = [replace(row, negative=negative) for row, negative in zip(prompts.rows, negatives, strict=True)]
     return replace(prompts, rows=rows)
-
-
-def _seen(ids: Ids, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
-    """Prompts of rows of ids, with the pictures that stand in them."""
-    prompts = _prompts(ids, options)
-    if not target.sees:
-        return prompts
-    whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
-    found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
-    return replace(prompts, rows=[replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)])
 
 
 def _prompts(ids: Ids, options: Options) -> Prompts:
@@ -402,12 +395,10 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
     Raises OptionError for another type or number of predictions, and for text without a tokenizer.
     """
-    if prediction is None:
-        return prompts
     mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
-    items = (
-        [prediction] if isinstance(prediction, str) else prediction if mixed else _prediction_ids(prediction, target)
-    )
+    items = prediction if mixed else [prediction]
+    if not mixed and not isinstance(prediction, str):
+        items = read_ids("prediction", prediction, {}, target).kept
     if len(items) != len(prompts.rows):
         expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
         raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
@@ -418,7 +409,7 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
 def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not isinstance(item, str):
-        [ids] = _prediction_ids(item, target)
+        [ids] = read_ids("prediction", item, {}, target).kept
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
@@ -428,5 +419,45 @@ def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     return ids
 
 
-def _prediction_ids(value: Any, target: LanguageModel) -> list[list[int]]:
-    return read_ids("prediction", value, {}, target).kept
+def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding."""
+    rows = _lists(value)
+    if rows is None or not all(map(is_whole, itertools.chain(*rows))):
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise OptionError.of(name, "text, or token ids: integers of shape [rows, length] like `input_ids`", got)
+    if not rows:
+        raise OptionError(f"`{name}` is empty: pass at least one row")
+    rows = [list(map(int, row)) for row in rows]
+    mask = given.get(MASKS.get(name, ""))
+    keep = [[token != pad for token in row] for row in rows]
+    if mask is not None:
+        keep = read_mask(mask, list(map(len, rows)), MASKS[name])
+    kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
+    for r, row in enumerate(kept):
+        if not row:
+            raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
+        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise OptionError(
+                f"row {r} of `{name}` holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+                "was it encoded by another tokenizer?"
+            )
+    return Ids(rows, kept, keep)
+
+
+def _lists(value: Any) -> list[Any] | None:
+    """Rows, or one row, as lists; None for other types."""
+    value = plain(value)
+    rows = [plain(row) for row in value] if is_list(value) else None
+    if rows and not any(map(is_list, rows)):
+        rows = [rows]
+    return rows if rows is not None and all(map(is_list, rows)) else None
+
+
+def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
+    """The mask of rows of these `lengths`; without one, all tokens count."""
+    rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
+    if rows is None or list(map(len, rows)) != lengths or any(map(is_list, itertools.chain(*rows))):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError.of(name, f"one number per token, for rows of {lengths} tokens", got)
+    return [[bool(number) for number in row] for row in rows]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import EMPTY, Tree, depths_of
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session, check_paths, check_works
+from specdec.models.cache.session import Session, check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
@@ -54,7 +54,7 @@ class _Row:
         """Sets `initial_length` of a row without text, or whose cache is reset; as `ColumnMap.begin`."""
         if not tree.tokens:
             return
-        depths = tree.depths()
+        depths = depths_of(tree.parents)
         if not self.tokens:
             self.initial_length = text_length or depths[min(first, len(tree) - 1)] + 1
         length = len(self.tokens) + max(depths) + 1
@@ -163,7 +163,6 @@ class ReplaySession(Session):
         self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
         """Extends texts; a cache beyond the kept path is brought back."""
-        check_paths(rows, paths, texts)
         for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
             path = kept if texts is None else kept[: texts[i]]
             if any(node >= len(row.tree) for node in kept):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specdec.core.rounds import VOID_COLUMNS
 from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import VOID_COLUMNS
 from specdec.errors import OptionError
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention

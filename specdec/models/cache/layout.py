@@ -126,14 +126,14 @@ class ColumnMap:
     def begin(self, tree: Tree, first: int, text_length: int) -> None:
         """Sets the initial length of an empty row: `text_length`, or the text up to node `first` where that is 0."""
         if not self.top and tree.tokens:
-            self.initial_length = text_length or tree.depths()[min(first, len(tree) - 1)] + 1
+            self.initial_length = text_length or len(tree.path(min(first, len(tree.tokens) - 1)))
 
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
         if length >= self.length:
             return []
         self.scattered, self.parents = self.scattered[: self.text], self.parents[: self.text]
-        moves = self.compact(0)
+        moves = self.compact(0) if self.scattered else []
         self.base = self.top = length
         return moves
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Commit, Draft, Hidden, Plan, SavedState, SequenceView
-from specdec.core.rounds import CHUNK
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import Logits
+from specdec.core.work import CHUNK, Logits
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import Branches, CachedText, Chain, Feed

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import Commit, SequenceView
-from specdec.core.rounds import Round
+from specdec.core.outcome import Round
 from specdec.core.work import Work
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
