@@ -21,7 +21,7 @@ from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import STRATEGIES, StrategySetup
+from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
@@ -245,12 +245,7 @@ class Call:
             pad_id=pad_id(o),
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
-        kinds: Sequence[Any] = STRATEGIES
-        for kind in kinds:
-            if kind.serves(o):
-                made: Strategy = kind.of(setup)
-                return made
-        raise OptionError("no strategy serves these options: leave some out")
+        return make_strategy(setup)
 
 
 def row_seeds(options: Options, count: int) -> list[int]:
