@@ -49,12 +49,8 @@ class Stopping:
         length = len(seq.tokens) + len(new)
         if self.criteria:
             return self.each(new[-1:], length, seq.prefix(new), scores)[0]
-        return self._finish(new[-1], length)
-
-    def _finish(self, token: int, length: int, criterion: str | None = None) -> str | None:
-        """The reason to end after `token`, where a criterion may have one."""
         is_full = self.max_length is not None and length >= self.max_length
-        return "eos" if token in self.eos_ids else criterion or ("length" if is_full else None)
+        return "eos" if new[-1] in self.eos_ids else "length" if is_full else None
 
     @property
     def reads_ids(self) -> bool:
@@ -74,4 +70,7 @@ class Stopping:
             each = answer.tolist() if isinstance(answer, Tensor) and answer.numel() == len(tokens) else None
             ends = each if each is not None else [_holds(answer)] * len(tokens)
             reasons = [_reason(criterion) if r is None and end else r for r, end in zip(reasons, ends, strict=True)]
-        return [self._finish(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]
+        full = "length" if self.max_length is not None and length >= self.max_length else None
+        return [
+            "eos" if token in self.eos_ids else reason or full for token, reason in zip(tokens, reasons, strict=True)
+        ]

@@ -128,7 +128,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def bytes(self) -> int:
         """Bytes of the buffers; of lazy ones, of the pages that were written."""
         total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
-        if not total or not all(_is_lazy(buffer) for buffer in self._buffers()):
+        lazy = (b.device.type == "cpu" and b.numel() * b.element_size() >= _PAGES for b in self._buffers())
+        if not total or not all(lazy):
             return total
         self._note_touched()
         return total * sum(self._touched) // (self.row_capacity * self.capacity)
@@ -280,10 +281,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
         for layer, buffers in zip(self.layers, moved, strict=True):
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
-
-
-def _is_lazy(like: Tensor) -> bool:
-    return like.device.type == "cpu" and like.numel() * like.element_size() >= _PAGES
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
