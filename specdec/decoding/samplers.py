@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -176,10 +176,7 @@ class GreedySampler:
     processors: Processors
     width: int | None = None
     needs_q: ClassVar[bool] = False
-
-    @property
-    def branches(self) -> int:
-        return 1
+    branches: int = field(default=1, kw_only=True)
 
     def choice(self, seq: SequenceView) -> Choice | None:
         """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""

@@ -279,7 +279,7 @@ class Engine:
         chunk = min(request.prefill_chunk or limit, limit)
         if request.traced:
             chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        batch = self._batch(ready, request, chunk)
+        batch = ready if len(ready) == 1 else self._batch(ready, request, chunk)
         self._round(batch, chunk)
         self.scheduler.update(batch)
         self.running += [seq for seq in self.prefilling if seq.prefilled]

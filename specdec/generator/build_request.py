@@ -116,7 +116,8 @@ class Call:
         if o.stop_strings is not None:
             criteria.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=extras.tokenizer))
         criteria += extras.stopping_criteria
-        seeds, serial = row_seeds(o, len(prompts.rows)), next(_SERIAL)
+        count, serial = len(prompts.rows), next(_SERIAL)
+        seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
         self.seqs = [self._sequence(r, serial, seed, criteria) for r, seed in enumerate(seeds)]
         strategies = [seq.strategy for seq in self.seqs]
         self.strategy = strategies[0].name
@@ -248,13 +249,10 @@ class Call:
         return make_strategy(setup)
 
 
-def row_seeds(options: Options, count: int) -> list[int]:
-    """One seed per row: as given, or folded from one number; None draws that from torch's generator when sampling."""
-    seed = options.seed
+def row_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
+    """One seed per row: as given, or folded from one number; None draws that from torch's generator."""
     if isinstance(seed, Sequence):
         return list(seed)
-    if seed is None and not options.samples:
-        return [0] * count
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return [fold(seed, row) for row in range(count)]

@@ -39,7 +39,7 @@ def check_draft(
             f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
             "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
         )
-    if drafter is not None and options.contrastive:
+    if drafter is not None and options.penalty_alpha:
         raise OptionError(
             "`penalty_alpha` selects contrastive search, which looks at the target's own candidates and takes no "
             "draft: use a SpecGenerator without one, or leave out `penalty_alpha`"
@@ -69,7 +69,7 @@ def check_call(
     if streamer is not None and rows > 1:
         raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
     if options.output_attentions:
-        target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or options.contrastive)
+        target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or bool(options.penalty_alpha))
     limit = length_limit(options, prompts, target)
     if options.min_length or options.min_new_tokens:
         _check_least(options, limit, prompts, target)
@@ -103,7 +103,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     # The last token is never read, except as a candidate of contrastive search.
     read = [row.tokens if row.embeds is None else row.embeds for row in prompts.rows]
     longest = max(max(len(own), len(row.negative or ())) for own, row in zip(read, prompts.rows, strict=True))
-    needed = longest + limit - width - (not options.contrastive)
+    needed = longest + limit - width - (not options.penalty_alpha)
     if target.max_positions is not None and needed > target.max_positions:
         raise OptionError(
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
@@ -138,7 +138,7 @@ def _check_vocabulary(options: Options, target: LanguageModel) -> None:
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
-    if options.constrained:
+    if options.num_beams > 1:
         named["constraints"] = [c.ids for c in wanted(options.constraints, None)]
         named["force_words_ids"] = [c.ids for c in wanted(None, options.force_words_ids)]
     for name, groups in named.items():

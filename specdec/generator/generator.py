@@ -257,61 +257,56 @@ class SpecGenerator:
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
             warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
         with plain_modes():
-            return self._call(prompt, messages, given, caller_blocks=caller_blocks)
-
-    def _call(
-        self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any], *, caller_blocks: bool
-    ) -> Call:
-        given = {name: value for name, value in given.items() if value is not None}
-        config, tokenizer = given.pop("generation_config", None), self.tokenizer
-        names = _EXTRAS, DRAFT_NAMES, MODEL_INPUTS
-        more, drafts, inputs = ({name: given.pop(name) for name in own if name in given} for own in names)
-        options = self._options(given, config)
-        if "tokenizer" in more:
-            check_tokenizer("tokenizer", more["tokenizer"])
-            tokenizer = split(more["tokenizer"])[0]
-        extras = Extras(**{**more, "tokenizer": tokenizer})
-        named = named_drafts(drafts, config) if drafts or config is not None else {}
-        draft = self._drafts.of_call(named, tokenizer) if named else self._draft
-        drafter = draft.drafter
-        if drafter is not None and options.samples:
-            drafter = drafter.for_sampling(options.sampling)
-        models = () if drafter is None else drafter.models
-        state = self.target.state("target")
-        exactness = self.target.exactness_of(state)
-        for model in models:
-            model.state("draft")
-        check_draft(drafter, options, given, extras.prediction, named=bool(named))
-        grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
-        where = self.target, tokenizer, self.processor
-        prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
-        if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+            given = {name: value for name, value in given.items() if value is not None}
+            config, tokenizer = given.pop("generation_config", None), self.tokenizer
+            names = _EXTRAS, DRAFT_NAMES, MODEL_INPUTS
+            more, drafts, inputs = ({name: given.pop(name) for name in own if name in given} for own in names)
+            options = self._options(given, config)
+            if "tokenizer" in more:
+                check_tokenizer("tokenizer", more["tokenizer"])
+                tokenizer = split(more["tokenizer"])[0]
+            extras = Extras(**{**more, "tokenizer": tokenizer})
+            named = named_drafts(drafts, config) if drafts or config is not None else {}
+            draft = self._drafts.of_call(named, tokenizer) if named else self._draft
+            drafter = draft.drafter
+            if drafter is not None and options.samples:
+                drafter = drafter.for_sampling(options.sampling)
+            models = () if drafter is None else drafter.models
+            state = self.target.state("target")
+            exactness = self.target.exactness_of(state)
             for model in models:
-                if model.sees:
-                    model.see()
-        if extras.prediction is not None:
-            prompts = with_predictions(prompts, extras.prediction, self.target, tokenizer)
-        # By default only prompts whose text the cache cannot change use it.
-        cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
-        pacing = draft.pacing(
-            options,
-            offloaded=self._driver.engine.drafts.is_offloaded,
-            trees=self.target.capability.cache_kind == "kv",
-            lookup_tokens=named.get("prompt_lookup_num_tokens"),
-        )
-        return Call(
-            self.target,
-            options,
-            prompts if options.copies == 1 else prompts.repeat(options.copies),
-            extras,
-            drafter,
-            pacing,
-            state=state,
-            exactness=exactness,
-            grammar=grammar,
-            reuses_prefixes=self._prefixes is not None and cached,
-            caller_blocks=caller_blocks and extras.streamer is None,
-        )
+                model.state("draft")
+            check_draft(drafter, options, given, extras.prediction, named=bool(named))
+            grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
+            where = self.target, tokenizer, self.processor
+            prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
+            if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+                for model in models:
+                    if model.sees:
+                        model.see()
+            if extras.prediction is not None:
+                prompts = with_predictions(prompts, extras.prediction, self.target, tokenizer)
+            # By default only prompts whose text the cache cannot change use it.
+            cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
+            pacing = draft.pacing(
+                options,
+                offloaded=self._driver.engine.drafts.is_offloaded,
+                trees=self.target.capability.cache_kind == "kv",
+                lookup_tokens=named.get("prompt_lookup_num_tokens"),
+            )
+            return Call(
+                self.target,
+                options,
+                prompts if options.copies == 1 else prompts.repeat(options.copies),
+                extras,
+                drafter,
+                pacing,
+                state=state,
+                exactness=exactness,
+                grammar=grammar,
+                reuses_prefixes=self._prefixes is not None and cached,
+                caller_blocks=caller_blocks and extras.streamer is None,
+            )
 
     def _grammar(self, form: Form, options: Options, extras: Extras) -> Grammar:
         """The grammar of the form that the options set; raises OptionError without a tokenizer, or with a rival."""

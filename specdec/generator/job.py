@@ -123,7 +123,7 @@ class Job:
         """The result of a call that ran for so long: to its end if `complete`, and else its texts so far."""
         call, o, pad = self.call, self.call.options, pad_id(self.call.options)
         seqs, padded = call.seqs, call.prompts.padded
-        per_row = tuple(_stats(seq, self._rounds.get(seq.id, ())) for seq in seqs)
+        per_row = tuple(_stats_of(seq, self._rounds.get(seq.id, ())) for seq in seqs)
         if complete:
             seqs = seqs if o.num_samples is None else _best(call)
             new = [text for seq in seqs for text in seq.texts]
@@ -144,25 +144,37 @@ class Job:
         if o.num_beams == 1:
             rounds = [self._rounds.get(seq.id, ()) for seq in seqs]
             out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
+        out.stats = self._stats(per_row, seconds, new, reasons)
+        if call.extras.tokenizer is not None:
+            out.decode(call.extras.tokenizer, call.stops)
+        return out
+
+    def _stats(
+        self, per_row: Sequence[Stats], seconds: float, new: Sequence[list[int]], reasons: Sequence[str]
+    ) -> Stats:
+        """The statistics of the call, whose texts are the tokens `new`."""
+        call = self.call
+        drafter, schedule = call.drafter, type(call.pacing.schedule).__name__.lower()
+        settings = {"strategy": call.strategy, "schedule": "none" if drafter is None else schedule}
+        settings["backend"] = call.target.backend
+        if drafter is not None and drafter.models:
+            settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
         counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in _SUMMED}
         counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in _JOINED}
-        out.stats = Stats(
+        return Stats(
             num_target_passes=call.request.passes,
             seconds=seconds,
             finish_reasons=tuple(reasons),
             lengths=list(map(len, new)),
             per_row=per_row,
-            settings=_settings(call),
+            settings=settings,
             exactness=call.exactness,
             **counts,
             **self._phases,
         )
-        if call.extras.tokenizer is not None:
-            out.decode(call.extras.tokenizer, call.stops)
-        return out
 
 
-def _stats(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
+def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
     """The statistics of one sequence; its finish reason is "cancelled" where it was cut off."""
     drafted = [round.drafted for round in rounds if round.drafted]
     accepted = [round.accepted for round in rounds if round.drafted]
@@ -177,16 +189,6 @@ def _stats(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
         per_step_accepted=tuple(accepted),
         finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),
     )
-
-
-def _settings(call: Call) -> dict[str, str]:
-    """What decoded the call, in words."""
-    drafter, schedule = call.drafter, type(call.pacing.schedule).__name__.lower()
-    found = {"strategy": call.strategy, "schedule": "none" if drafter is None else schedule}
-    found["backend"] = call.target.backend
-    if drafter is not None and drafter.models:
-        found["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
-    return found
 
 
 def _best(call: Call) -> list[RunningSequence]:

@@ -161,7 +161,7 @@ class LanguageModel:
         `name` is the caller's word for the model. Raises OptionError in training mode, and if the model was changed in
         a way that its passes do not follow.
         """
-        source = self._reader.model
+        source = self._reader.model()
         if source is not None and source.training:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
         state, changed = self.look()
@@ -176,7 +176,7 @@ class LanguageModel:
     def look(self) -> tuple[ModelState, list[str]]:
         """The current state, and the names of changes that passes do not follow."""
         with _SEEING:
-            source, state, made_of = self._reader.model, self._reader.read(), self._made_of
+            source, state, made_of = self._reader.model(), self._reader.read(), self._made_of
         if source is None or state is None:  # passes run on a copy
             return made_of, []
         if state == made_of:

@@ -182,10 +182,6 @@ class Options(BaseModel):
         return self.constraints is not None or self.force_words_ids is not None
 
     @property
-    def contrastive(self) -> bool:
-        return bool(self.penalty_alpha)
-
-    @property
     def form(self) -> Form | None:
         """The form of the answer, None for any text; raises OptionError where two options set it."""
         sources = {name: getattr(self, name) for name in FORMS}

@@ -45,7 +45,7 @@ def resolve(
     Options without effect warn.
     """
     given, config = _checked(given), _checked(config or {}, is_config=True)
-    defaults = _waiting(defaults or {}, {**config, **given})
+    defaults = _waiting(defaults, {**config, **given}) if defaults else {}
     asked = {**defaults, **config, **given}
     merged = {**_followed(inherited or {}), **asked}
     for first, second in _EITHER:
@@ -59,7 +59,8 @@ def resolve(
             warn_of_idle(
                 f"`{second}`={asked[second]} has no effect beside `{first}`={stronger}: pass `{first}=` instead"
             )
-    _check_search(options)
+    if options.num_beams > 1 or any(getattr(options, name) not in neutral for name, neutral in SEARCHES.items()):
+        _check_search(options)
     _ = options.form  # raises where two options set it
     _check_effect(options, given, config, defaults)
     settled: dict[str, Any] = {}  # what the strategy does not read
@@ -228,10 +229,10 @@ def _check_search(options: Options) -> None:
     kinds = {
         f"`num_beam_groups`={groups}": groups > 1,
         f"`{'force_words_ids' if options.constraints is None else 'constraints'}`": options.constrained,
-        f"`penalty_alpha`={options.penalty_alpha}": options.contrastive,
+        f"`penalty_alpha`={options.penalty_alpha}": bool(options.penalty_alpha),
     }
     asked = [name for name, wanted in kinds.items() if wanted]
-    if options.top_logprobs is not None and (beams > 1 or options.contrastive):
+    if options.top_logprobs is not None:
         raise OptionError(
             "`top_logprobs` needs tokens that are chosen one by one, and a search chooses whole texts: leave it out"
         )
@@ -250,9 +251,9 @@ def _check_search(options: Options) -> None:
         raise OptionError("`num_beam_groups` above 1 needs a `diversity_penalty` above 0: set both")
     if options.constrained and beams == 1:
         raise OptionError(f"{asked[0]} belongs to beam search: set `num_beams` to 2 or more")
-    if options.contrastive and beams > 1:
+    if options.penalty_alpha and beams > 1:
         raise OptionError(f"{asked[0]} selects contrastive search, which has no beams: leave out it or `num_beams`")
-    if options.contrastive and options.top_k < 2:
+    if options.penalty_alpha and options.top_k < 2:
         raise OptionError(f"{asked[0]} selects contrastive search, which needs `top_k` of 2 or more candidates")
 
 
@@ -267,7 +268,7 @@ def _check_effect(
         return given if chosen else {**defaults, **given}
 
     if not options.do_sample:
-        drawing = {name: neutral for name, neutral in DRAWING.items() if name != "top_k" or not options.contrastive}
+        drawing = {name: neutral for name, neutral in DRAWING.items() if name != "top_k" or not options.penalty_alpha}
         _check_idle(asked("do_sample", "temperature"), drawing, "is about drawing tokens, which needs `do_sample=True`")
     if options.num_samples is not None and options.num_beams > 1:
         raise OptionError("`num_samples` ranks samples and `num_beams` searches: pass one of them")

@@ -228,7 +228,7 @@ class Greedy(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return not (options.samples or options.num_beams > 1 or options.contrastive)
+        return not (options.samples or options.num_beams > 1 or options.penalty_alpha)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         at, best = node - out.first, out.cache.get("best")

@@ -166,7 +166,7 @@ class Scoring(StrategyBase):
 
     @property
     def sampler(self) -> SearchSampler:
-        return SearchSampler(self.processors.drafting, self.width, search=self)
+        return SearchSampler(self.processors.drafting, self.width, branches=LOOK * self.num_beams, search=self)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The search's step on a draft's logits (`Sampler.expand`)."""
@@ -248,10 +248,6 @@ class SearchSampler(GreedySampler):
     """Guesses branches by the `search`'s own steps, and one path after its best branch by the likeliest tokens."""
 
     search: Scoring = field(kw_only=True)
-
-    @property
-    def branches(self) -> int:
-        return LOOK * self.search.num_beams
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         return self.search.expand(seq, ends, logits, plan)

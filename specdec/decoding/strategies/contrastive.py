@@ -73,7 +73,7 @@ class Contrastive(StrategyBase):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        return options.contrastive
+        return bool(options.penalty_alpha)
 
     @classmethod
     def of(cls, setup: StrategySetup) -> Contrastive:

@@ -132,7 +132,7 @@ def read_prompts(
         ids = _read(value, *how)
         prompts = _prompts(ids, options)
         if target.sees:
-            whole = bool(options.output_hidden_states or options.output_attentions or options.contrastive)
+            whole = bool(options.output_hidden_states or options.output_attentions or options.penalty_alpha)
             found = read_pictures(target, given, ids.kept, ids.mask, whole=whole)
             rows = [replace(row, pictures=own) for row, own in zip(prompts.rows, found, strict=True)]
             prompts = replace(prompts, rows=rows)

@@ -75,15 +75,11 @@ class StateReader:
 
     def __init__(self, model: nn.Module) -> None:
         self._last = last = list[_Reading]()
-        self._model = ref(model, lambda _: last.clear())
-
-    @property
-    def model(self) -> Any:
-        return self._model()
+        self.model: Any = ref(model, lambda _: last.clear())
 
     def read(self) -> ModelState | None:
         """The current state; None if the model was deleted."""
-        model = self._model()
+        model = self.model()
         if model is None:
             return None
         last = next(iter(self._last), None)
