@@ -137,9 +137,17 @@ class Outcome:
             nodes = [node for node, parent in enumerate(parents) if parent in reached]
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
-        key, source = self.seq.id, proposal.source
         return SequenceRound(
-            key, len(tokens), depth, self.accepted, prefill, source, tested, levels, self.steps, self.finish
+            id=self.seq.id,
+            drafted=len(tokens),
+            depth=depth,
+            accepted=self.accepted,
+            prefill=prefill,
+            source=proposal.source,
+            tested=tested,
+            levels=levels,
+            steps=self.steps,
+            finish=self.finish,
         )
 
 

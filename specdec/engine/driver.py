@@ -191,27 +191,25 @@ class Driver:
             self._stop_driving()
 
     def _stop_driving(self) -> None:
-        """Drops what was cancelled, and lets another thread drive; at once after an interrupt."""
-        drives = True
-        while drives:
-            try:
-                with self._lock:
-                    # a stream closed from here on drops its own request
-                    me, self._driving_thread = self._driving_thread, None
-                    if drives := bool(self._cancelled):
-                        self._driving_thread = me
-                    else:
-                        if self._waiting:
-                            self._wake()
-                        self._work.notify_all()
-                if drives:
-                    self._drop_cancelled()
-            except BaseException:  # an interrupt
-                with self._lock:
-                    self._driving_thread = None
-                    self._wake()
-                    self._work.notify_all()
-                raise
+        """Drops what was cancelled, and lets another thread drive."""
+        try:
+            while not self._let_go():
+                self._drop_cancelled()
+        except BaseException:  # an interrupt
+            self._let_go(anyway=True)
+            raise
+
+    def _let_go(self, *, anyway: bool = False) -> bool:
+        """Stops driving, and returns True; False if cancelled requests are left, unless it stops `anyway`."""
+        with self._lock:
+            # a stream closed from here on drops its own request
+            me, self._driving_thread = self._driving_thread, None
+            if self._cancelled and not anyway:
+                self._driving_thread = me
+                return False
+            self._wake()
+            self._work.notify_all()
+            return True
 
     def _drive_all(self) -> None:
         """Drives the engine for overlapping callers, until none has come for `_IDLE` seconds."""

@@ -32,7 +32,7 @@ from specdec.generator.drafts_by_name import (
 )
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
-from specdec.generator.inputs import Prompt, read_prompts, split, with_predictions
+from specdec.generator.inputs import Prompt, Prompts, read_prompts, split, with_predictions
 from specdec.generator.job import Job
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
@@ -278,14 +278,7 @@ class SpecGenerator:
                 model.state("draft")
             check_draft(drafter, options, given, extras.prediction, named=bool(named))
             grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
-            where = self.target, tokenizer, self.processor
-            prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
-            if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
-                for model in models:
-                    if model.sees:
-                        model.see()
-            if extras.prediction is not None:
-                prompts = with_predictions(prompts, extras.prediction, self.target, tokenizer)
+            prompts = self._read(prompt, messages, inputs, options, extras, models)
             # By default only prompts whose text the cache cannot change use it.
             cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
             pacing = draft.pacing(
@@ -307,6 +300,26 @@ class SpecGenerator:
                 reuses_prefixes=self._prefixes is not None and cached,
                 caller_blocks=caller_blocks and extras.streamer is None,
             )
+
+    def _read(
+        self,
+        prompt: Prompt,
+        messages: Sequence[Any] | None,
+        inputs: Mapping[str, Any],
+        options: Options,
+        extras: Extras,
+        draft_models: Sequence[LanguageModel],
+    ) -> Prompts:
+        """The prompts of a call, with predictions; models that will read pictures load what reads them."""
+        where = self.target, extras.tokenizer, self.processor
+        prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
+        if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+            for model in draft_models:
+                if model.sees:
+                    model.see()
+        if extras.prediction is not None:
+            prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
+        return prompts
 
     def _grammar(self, form: Form, options: Options, extras: Extras) -> Grammar:
         """The grammar of the form that the options set; raises OptionError without a tokenizer, or with a rival."""
