@@ -15,6 +15,7 @@ import yaml
 
 from docs.make import compatibility
 from specdec.bench.results import as_csv
+from specdec.models.backends.compiler import KeptCode
 from specdec.server.metrics import Metrics
 from specdec.server.settings import Limits, read_settings
 from tests.docs.pages import ROOT, read
@@ -129,8 +130,15 @@ def test_a_page_invents_no_figures(name: str) -> None:
     assert not [number for number in named if number not in known]
 
 
+@pytest.fixture
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dozen compilers would outlive the test, and the next one that compiles would wait for them."""
+    monkeypatch.setattr(KeptCode, "begin", lambda *given: None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("nothing_compiles")
 def test_what_goes_together() -> None:
     """`python -m docs.make.compatibility` would change nothing."""
     page = compatibility.PAGE.read_text(encoding="utf-8")
@@ -139,6 +147,7 @@ def test_what_goes_together() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("nothing_compiles")
 def test_a_combination_goes_if_its_pairs_do() -> None:
     """As the page says; the page tells of more that were tried."""
     assert len(compatibility.combinations(compatibility.PAGE.read_text(encoding="utf-8"))) == 2569
