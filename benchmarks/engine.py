@@ -65,11 +65,11 @@ class AlwaysWrong(Draft, Proposer):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._drafter = ModelDraft(model)
+        self._draft = ModelDraft(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
         """A proposer: the model's own, and the width of the vocabulary to spoil within."""
-        self._proposer, self._vocab = self._drafter.start(vocab_size), vocab_size
+        self._proposer, self._vocab = self._draft.start(vocab_size), vocab_size
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:

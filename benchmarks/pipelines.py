@@ -85,7 +85,7 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
 
     found = {PLAIN: generator(), "specdec suffix, cost": generator("suffix", schedule="cost")}
     if args.draft is not None:
-        named = SpecGenerator.from_pretrained(args.target, args.draft, dtype=args.dtype, backend=args.backend).drafter
+        named = SpecGenerator.from_pretrained(args.target, args.draft, dtype=args.dtype, backend=args.backend).draft
         assert named is not None
         draft = named.models[0]  # as it is loaded by its name: with the vocabulary that it comes with
         found["specdec model, heuristic"] = generator(draft)

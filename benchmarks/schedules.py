@@ -49,13 +49,13 @@ def systems(models: Pair, draft: str, how: dict[str, Any]) -> dict[str, Callable
     """Plain decoding, and the draft with every schedule."""
     word, _, backend = draft.partition("@")
     target, small = (loaded(folder, backend or "packed") for folder in (models.target, models.draft))
-    drafter = drafts(word, small.target)
+    draft = drafts(word, small.target)
 
     def runs(given: Any, **own: Any) -> Callable[[list[str]], Any]:
         generator = SpecGenerator(target.target, given, tokenizer=target.tokenizer, prefix_cache=False, **own)
         return lambda texts: generator.generate(texts, **how)
 
-    return {"plain": runs(None), **{name: runs(drafter, schedule=name) for name in SCHEDULES}}
+    return {"plain": runs(None), **{name: runs(draft, schedule=name) for name in SCHEDULES}}
 
 
 def measured(

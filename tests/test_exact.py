@@ -78,7 +78,7 @@ def test_every_draft_kind_keeps_the_text(name: str, shift: int) -> None:
     for i, draft in enumerate((model, assistant, ("suffix", assistant), "early_exit:1", "ngram", "suffix")):
         generator = SpecGenerator(model, draft)
         for schedule, wide in DRAFTING[(i + shift) % 3 :: 3]:
-            branches = (3 if wide else 1) if generator.drafter.guesses_trees else (None if wide else 1)
+            branches = (3 if wide else 1) if generator.draft.guesses_trees else (None if wide else 1)
             out = generator.generate(**inputs, **options, schedule=schedule, num_assistant_branches=branches)
             assert out.sequences.tolist() == expected, (draft, schedule, branches)
 

@@ -156,7 +156,7 @@ def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pyte
     name = word.replace(":N", ":1")
     assert word in METHODS
     target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")
-    assert SpecGenerator(target, name).drafter is not None
+    assert SpecGenerator(target, name).draft is not None
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -119,13 +119,13 @@ class GroupRun:
     def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
         """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
         generator = systems.generator(self.group.label, cell)
-        drafter = generator.drafter
-        if isinstance(drafter, SyntheticDraft):
+        draft = generator.draft
+        if isinstance(draft, SyntheticDraft):
             if batch not in self._foretold:
                 out = systems.plain.generate(**self._call(None, self.batches[batch]))
                 self._foretold[batch] = out.new_tokens()
             width = generator.target.vocab_size
-            drafter.oracle = Oracle(self._foretold[batch], drafter.rates, width, seed=batch)
+            draft.oracle = Oracle(self._foretold[batch], draft.rates, width, seed=batch)
         return generator
 
     def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class SyntheticDraft(Draft, Proposer):
         return f"SyntheticDraft({self.rates})"
 
     def start(self, vocab_size: int) -> SyntheticDraft:
-        """The drafter itself, which has no state of rows."""
+        """The draft itself, which has no state of rows."""
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:

@@ -55,9 +55,9 @@ class Systems:
         Its schedule keeps what it learned. A draft with models stays as it is.
         """
         generator = self.generator(group, cell)
-        drafter, is_own = generator.drafter, type(generator.drafter).__module__.partition(".")[0] != "specdec"
-        if cell is not None and drafter is not None and is_own and is_word(cell.model) and not drafter.models:
-            generator._draft.drafter = Drafts(self.plain.target).make(cell.model, self.plain.tokenizer)
+        draft, is_own = generator.draft, type(generator.draft).__module__.partition(".")[0] != "specdec"
+        if cell is not None and draft is not None and is_own and is_word(cell.model) and not draft.models:
+            generator._scheduled.draft = Drafts(self.plain.target).make(cell.model, self.plain.tokenizer)
 
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
@@ -65,8 +65,8 @@ class Systems:
             model, _ = self._model(draft.like)
             if not isinstance(model, LanguageModel):
                 raise OptionError.of("like", "a draft model", draft.like)
-            drafter = SyntheticDraft(draft.synthetic, passes_of(model))
-            return SpecGenerator(target, drafter, tokenizer=tokenizer, prefix_cache=False)
+            guesses = SyntheticDraft(draft.synthetic, passes_of(model))
+            return SpecGenerator(target, guesses, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):
             return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)

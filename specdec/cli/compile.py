@@ -54,7 +54,7 @@ def compile_(
 
 def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
     """Waits for compiled code, with an estimated bar; returns whether all models run on it."""
-    drafts = generator.drafter.models if generator.drafter is not None else ()
+    drafts = generator.draft.models if generator.draft is not None else ()
     models, began = (generator.target, *drafts), monotonic()
     # so that Ctrl-C ends the process
     waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]

@@ -149,8 +149,8 @@ def _lacks(needed: Requirement) -> bool:
 
 def models(generator: SpecGenerator) -> Iterator[Finding]:
     """Target and draft, their backends, and whether they fit."""
-    drafter = generator.drafter
-    parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
+    draft = generator.draft
+    parts = [("target", generator.target), *(("draft", one) for one in (draft.models if draft else ()))]
     for role, model in parts:
         kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
         weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
@@ -158,7 +158,7 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
         yield _backend(role, model)
     if generator.target.capability.cache_kind != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
-    if drafter is None:
+    if draft is None:
         remedy = "name one: --draft-model, or --method suffix for text that copies"
         yield Finding("models", "draft", "none", "note", remedy)
     else:
@@ -188,15 +188,15 @@ def _fit(generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
     from specdec.proposers import ModelDraft, TextBridge
 
-    drafter, target = generator.drafter, generator.target
-    assert drafter is not None
-    if not drafter.models:
-        return Finding("models", "fit", f"{drafter!r} reads the text alone and fits any target")
-    if isinstance(drafter, ModelDraft):
-        widths = {model.vocab_size for model in (target, *drafter.models)}
+    draft, target = generator.draft, generator.target
+    assert draft is not None
+    if not draft.models:
+        return Finding("models", "fit", f"{draft!r} reads the text alone and fits any target")
+    if isinstance(draft, ModelDraft):
+        widths = {model.vocab_size for model in (target, *draft.models)}
         known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
         return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
-    if isinstance(drafter, TextBridge):
+    if isinstance(draft, TextBridge):
         words = "another tokenizer: guesses travel as text, which costs time"
         return Finding("models", "fit", words, "note", "a draft with the target's tokenizer, if there is one")
     return Finding("models", "fit", "guesses are checked as they are")
@@ -208,7 +208,7 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
     from specdec.bench.machine import Watch, waiting_threads
     from specdec.generator.generator import SpecGenerator
 
-    if generator.drafter is None:
+    if generator.draft is None:
         return
     if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
         yield Finding(

@@ -43,13 +43,13 @@ Blame = Callable[[Sequence[RunningSequence]], Blamed]
 class OpenDraft(NamedTuple):
     """A draft and its proposer; `hears`: it takes in the results of rounds."""
 
-    drafter: Draft
+    draft: Draft
     proposer: Proposer
     hears: bool
 
 
 class OpenDrafts:
-    """The open drafts of one target's sequences, by the identity of their drafters in `open`.
+    """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
     `requests`: the requests of running sequences, by the sequences' ids. An exception within `blamed(seqs)` ends the
     requests of these sequences.
@@ -60,15 +60,15 @@ class OpenDrafts:
         self._model, self._requests, self._blamed = model, requests, blamed
         self.is_offloaded = model.is_offloaded  # kept, since the property walks all modules
 
-    def start(self, drafter: Draft) -> None:
+    def start(self, draft: Draft) -> None:
         """Starts a draft's proposer, which all its sequences share."""
-        if drafter.hidden_layers:
-            self._model.check_hidden_states(drafter.hidden_layers)
-        proposer = drafter.start(self._model.vocab_size)
+        if draft.hidden_layers:
+            self._model.check_hidden_states(draft.hidden_layers)
+        proposer = draft.start(self._model.vocab_size)
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
-            raise DraftError(f"{drafter!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self.open[id(drafter)] = OpenDraft(drafter, proposer, type(proposer).update is not Proposer.update)
+            raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
+        self.open[id(draft)] = OpenDraft(draft, proposer, type(proposer).update is not Proposer.update)
 
     def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft.
@@ -78,25 +78,25 @@ class OpenDrafts:
         only a draft that copies is asked: it goes on learning how often it would be right.
         """
         proposals: dict[int, Tree] = {}
-        for draft, group in self._grouped(seqs):
-            if reading and not (draft.drafter.instant or self.is_offloaded):
+        for opened, group in self._grouped(seqs):
+            if reading and not (opened.draft.instant or self.is_offloaded):
                 continue
             plans: dict[int, Plan] = {}
             for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
                 with self._blamed(together):
                     found = pacing.schedule.plan(together)
                     plans |= {seq.id: plan for seq, plan in zip(together, found, strict=True)}
-            copies = draft.drafter.instant or draft.drafter.reads_predictions
+            copies = opened.draft.instant or opened.draft.reads_predictions
             if not copies and all(plan.limit <= 0 for plan in plans.values()):
                 continue
             group = [seq for seq in group if seq.id in plans]
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = [group]
-            if draft.drafter.instant:
+            if opened.draft.instant:
                 calls = [own for _, own in grouped(group, lambda seq: self._requests[seq.id])]
             for together in filter(None, calls):
                 with self._blamed(together):
-                    proposals |= self._ask(draft.proposer, together, [plans[seq.id] for seq in together])
+                    proposals |= self._ask(opened.proposer, together, [plans[seq.id] for seq in together])
         return proposals
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
@@ -162,8 +162,8 @@ class OpenDrafts:
 
         `target`: its cache before the outcome is committed.
         """
-        drafter = self._requests[one.seq.id].drafter
-        layers = () if drafter is None else drafter.hidden_layers
+        draft = self._requests[one.seq.id].draft
+        layers = () if draft is None else draft.hidden_layers
         if not (one.states or layers):
             return None
         read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
@@ -173,9 +173,9 @@ class OpenDrafts:
     def update(self, messages: Sequence[Commit]) -> None:
         """Gives drafts their messages of a round."""
         own = {message.seq.id: message for message in messages}
-        for draft, group in self._grouped(message.seq for message in messages):
+        for opened, group in self._grouped(message.seq for message in messages):
             with self._blamed(group):
-                draft.proposer.update([own[seq.id] for seq in group])
+                opened.proposer.update([own[seq.id] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes sequences away from their proposers.
@@ -183,18 +183,18 @@ class OpenDrafts:
         One that cannot drop them is dropped itself; its other requests go on without a draft, as a new proposer has
         not followed their texts.
         """
-        for draft, group in self._grouped(seqs):
+        for opened, group in self._grouped(seqs):
             try:
-                draft.proposer.drop([seq.id for seq in group])
+                opened.proposer.drop([seq.id for seq in group])
             except Exception:
-                del self.open[id(draft.drafter)]
+                del self.open[id(opened.draft)]
                 for request in self._requests.values():
-                    request.drafter = None if request.drafter is draft.drafter else request.drafter
+                    request.draft = None if request.draft is opened.draft else request.draft
 
     def _grouped(self, seqs: Iterable[Any]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
         """The sequences grouped by their drafts; those without one are left out."""
-        drafts = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].drafter)))
-        return [(draft, group) for draft, group in drafts if draft is not None]
+        groups = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].draft)))
+        return [(opened, group) for opened, group in groups if opened is not None]
 
 
 def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:

@@ -148,7 +148,7 @@ class Engine:
         if not seqs:
             return []
         requests = {self._requests[seq.id] for seq in seqs}
-        layers = sorted({layer for one in requests if one.drafter is not None for layer in one.drafter.hidden_layers})
+        layers = sorted({layer for one in requests if one.draft is not None for layer in one.draft.hidden_layers})
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
         outcomes: list[Outcome] = []
@@ -182,7 +182,7 @@ class Engine:
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
-        hear = any(draft.hears for draft in self.drafts.open.values())
+        hear = any(opened.hears for opened in self.drafts.open.values())
         messages = [self.drafts.message(one, self.target) for one in outcomes] if hear else []
         passed = [(one, work) for one in outcomes for work in one.works]
         self.target.commit(
@@ -195,9 +195,9 @@ class Engine:
             if not one.states:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
-            drafter = self._requests[seq.id].drafter
+            draft = self._requests[seq.id].draft
             is_first = seq.id in proposals and not seq.drafted  # a draft model may have read the prompt for it
-            prefill = not seq.prefilled or (is_first and drafter is not None and not drafter.instant)
+            prefill = not seq.prefilled or (is_first and draft is not None and not draft.instant)
             rounds.append(one.round(prefill=prefill))
             one.apply()
             seq.drafted |= bool(proposal.tokens or proposal.source)
@@ -213,7 +213,7 @@ class Engine:
             request.passes += len({number for one in own for number in one.out.passes})
             seqs = [found[one.seq.id] for one in own if one.states]
             request.rounds.append(round_ if len(seqs) == len(found) else round_.of(seqs))
-        decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].drafter is not None]
+        decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].draft is not None]
         for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._blamed(group):
                 seqs = [found[seq.id] for seq in group]
@@ -226,8 +226,8 @@ class Engine:
             seq.id = self._last_id
             self._requests[seq.id] = request
         with self._blamed(request.seqs):
-            if request.drafter is not None and id(request.drafter) not in self.drafts.open:
-                self.drafts.start(request.drafter)
+            if request.draft is not None and id(request.draft) not in self.drafts.open:
+                self.drafts.start(request.draft)
             if request.encode is not None:
                 request.encoding = request.encode()
             if self.budget.given is not None:
@@ -242,9 +242,9 @@ class Engine:
         admitted = list(dict.fromkeys(self._requests.values()))
         ample = self.budget.ample(admitted)
         self.target.bound(*ample)
-        for draft in self.drafts.open.values():
-            if draft.proposer.cache is not None:
-                draft.proposer.cache.bound(*ample)
+        for opened in self.drafts.open.values():
+            if opened.proposer.cache is not None:
+                opened.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
         prefix_cache.room = (self.budget.limit or 0) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()
@@ -314,7 +314,7 @@ class Engine:
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)
-        used = {id(request.drafter) for request in self._requests.values()}
+        used = {id(request.draft) for request in self._requests.values()}
         idle = [key for key in self.drafts.open if key not in used]
         for key in idle[:-_IDLE] if self.budget.given is None else idle:
             del self.drafts.open[key]

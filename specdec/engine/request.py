@@ -31,7 +31,7 @@ class Pacing:
 class ScheduledDraft:
     """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
 
-    drafter: Draft | None
+    draft: Draft | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
     _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
     _lock: Any = field(default_factory=threading.Lock)
@@ -73,7 +73,7 @@ class Request:
 
     seqs: list[RunningSequence]
     pacing: Pacing
-    drafter: Draft | None = None
+    draft: Draft | None = None
     encode: Callable[[], Encoding] | None = None
     prefill_chunk: int | None = None
     output_hidden_states: bool = False
@@ -96,7 +96,7 @@ class Request:
 
     def most_nodes(self, seq: RunningSequence) -> int:
         """The most nodes of one of its sequences in one pass, without its prompt."""
-        if self.drafter is None:
+        if self.draft is None:
             return seq.width
         widest = self.pacing.schedule.max_branches
         level = 2 * max(seq.width, widest) if seq.is_search or widest > 1 else 1
@@ -164,7 +164,7 @@ class MemoryBudget:
         """
         rows, columns = self.bounds(requests)
         kept = max(rows, self._kept[0]), max(columns, self._kept[1])
-        models = {id(m): m for r in requests if r.drafter is not None for m in r.drafter.models}
+        models = {id(m): m for r in requests if r.draft is not None for m in r.draft.models}
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
         fits = self.limit is None or 2 * kept[0] * kept[1] * width <= self.limit
         self._kept = kept if fits else (rows, columns)
@@ -176,8 +176,8 @@ class MemoryBudget:
         rows, columns = self.bounds(requests)
         total = rows * columns * self._model.kv_bytes
         total += sum(len(request.seqs) * self._model.cross_bytes(request.frames) for request in requests)
-        drafters = {id(request.drafter): request.drafter for request in requests if request.drafter is not None}
-        for drafter in drafters.values():
-            own = sum(len(request.seqs) for request in requests if request.drafter is drafter)
-            total += own * columns * sum(model.kv_bytes for model in drafter.models)
+        drafts = {id(request.draft): request.draft for request in requests if request.draft is not None}
+        for draft in drafts.values():
+            own = sum(len(request.seqs) for request in requests if request.draft is draft)
+            total += own * columns * sum(model.kv_bytes for model in draft.models)
         return total

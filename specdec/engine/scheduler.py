@@ -37,7 +37,7 @@ _SIZE = array("i").itemsize
 
 Owner = TypeVar("Owner", bound=Hashable)
 Key = tuple[Context | None, int | None]
-"""What a saved state depends on besides the tokens, and the id of the drafter whose state it is; None: the target's."""
+"""What a saved state depends on besides the tokens, and the id of the draft whose state it is; None: the target's."""
 
 
 class PrefixIndex(Generic[Owner]):
@@ -89,14 +89,14 @@ class PrefixCache:
         self.limit, self.room, self.bytes = limit, limit, 0
         self._index = PrefixIndex[SavedState]()
         self._states: OrderedDict[SavedState, Key] = OrderedDict()
-        self._drafters: WeakValueDictionary[int, Draft] = WeakValueDictionary()
+        self._drafts: WeakValueDictionary[int, Draft] = WeakValueDictionary()
 
-    def key_of(self, drafter: Draft, context: Context | None) -> Key:
-        """The key of a drafter's own states; that of the target's is `(context, None)`."""
-        if id(drafter) not in self._drafters:  # it may have the id of one that is gone
-            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafters}])
-            self._drafters[id(drafter)] = drafter
-        return context, id(drafter)
+    def key_of(self, draft: Draft, context: Context | None) -> Key:
+        """The key of a draft's own states; that of the target's is `(context, None)`."""
+        if id(draft) not in self._drafts:  # it may have the id of one that is gone
+            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafts}])
+            self._drafts[id(draft)] = draft
+        return context, id(draft)
 
     def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
         """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""
@@ -142,7 +142,7 @@ class Scheduler:
     """Gives running sequences their rows of the cache of `target`, and takes them back.
 
     `prefix_cache` keeps texts of sequences that have left. Sequences share keys and values only where the model's can
-    be cut at any position and do not depend on the text around them. `drafts`: the open drafts by the drafter's
+    be cut at any position and do not depend on the text around them. `drafts`: the open drafts by the draft's
     identity. One that reads hidden states gets none of positions that a sequence continues, so it must continue them as
     well.
     """
@@ -188,9 +188,9 @@ class Scheduler:
             outlives_prompt = further == 1 or other.max_length - len(other.tokens) > 1
             if common >= length + further and outlives_prompt:
                 return False
-        draft = self._drafts.get(id(request.drafter))
-        if length and draft is not None and draft.drafter.hidden_layers:
-            length = self._joined(seq, source, length, draft)
+        opened = self._drafts.get(id(request.draft))
+        if length and opened is not None and opened.draft.hidden_layers:
+            length = self._joined(seq, source, length, opened)
         if seq.pictures is not None and length < seq.pictures.length:
             length = 0  # pictures are read together
         self._place(seq, source, length)
@@ -269,16 +269,16 @@ class Scheduler:
         self._copies[seq.task.source].discard(seq)
 
     def _joined(
-        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft
+        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, opened: OpenDraft
     ) -> int:
         """How many of the first `length` positions of `source` a draft that reads hidden states can continue too."""
         if seq.num_embeds_only:
             return 0
-        if isinstance(source, RunningSequence) and (joined := _forked(draft, seq, source.id, length)):
+        if isinstance(source, RunningSequence) and (joined := _forked(opened, seq, source.id, length)):
             return joined
-        key = self.prefix_cache.key_of(draft.drafter, seq.context)
+        key = self.prefix_cache.key_of(opened.draft, seq.context)
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
-        return 0 if saved is None else _forked(draft, seq, saved, length)
+        return 0 if saved is None else _forked(opened, seq, saved, length)
 
     def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
         """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
@@ -292,10 +292,10 @@ class Scheduler:
         fits = len(ids) * self._kv_bytes <= min(kept.limit, kept.room)
         if not fits or not (request.caller_blocks or context.model == state()):
             return
-        draft = self._drafts.get(id(request.drafter))
-        if draft is not None and draft.drafter.hidden_layers and not seq.num_embeds_only:
+        opened = self._drafts.get(id(request.draft))
+        if opened is not None and opened.draft.hidden_layers and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
-                saved, key = draft.proposer.save(seq, len(ids)), kept.key_of(draft.drafter, context)
+                saved, key = opened.proposer.save(seq, len(ids)), kept.key_of(opened.draft, context)
                 if saved is not None and kept.wants(key, ids[: saved.length]):
                     kept.keep(key, ids[: saved.length], saved)
         if kept.wants(key := (context, None), ids):
@@ -304,10 +304,10 @@ class Scheduler:
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
 
 
-def _forked(draft: OpenDraft, seq: RunningSequence, source: int | SavedState, length: int) -> int:
+def _forked(opened: OpenDraft, seq: RunningSequence, source: int | SavedState, length: int) -> int:
     """How many of the first `length` tokens of `source` the draft has copied; raises DraftError for what cannot be."""
-    count = draft.proposer.fork(seq, source, length)
+    count = opened.proposer.fork(seq, source, length)
     if not 0 <= count <= length:
-        kind = type(draft.proposer).__name__
+        kind = type(opened.proposer).__name__
         raise DraftError(f"`{kind}.fork` must return a number of tokens from 0 to {length}, got {count!r}")
     return count

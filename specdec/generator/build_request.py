@@ -82,7 +82,7 @@ class Call:
     options: Options
     prompts: Prompts
     extras: Extras
-    drafter: Draft | None
+    draft: Draft | None
     pacing: Pacing
     state: ModelState
     exactness: Exactness
@@ -96,10 +96,10 @@ class Call:
     in_step: AbstractContextManager[None] = field(default_factory=nullcontext, init=False)
 
     def __post_init__(self) -> None:
-        target, prompts, extras, drafter = self.target, self.prompts, self.extras, self.drafter
-        drafted = drafter is not None
+        target, prompts, extras, draft = self.target, self.prompts, self.extras, self.draft
+        drafted = draft is not None
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
-        if drafter is not None and drafter.needs_encoder_inputs and prompts.encoder is None:
+        if draft is not None and draft.needs_encoder_inputs and prompts.encoder is None:
             raise UnsupportedError(
                 "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
             )
@@ -124,7 +124,7 @@ class Call:
         self.request = Request(
             seqs=self.seqs,
             pacing=self.pacing,
-            drafter=drafter,
+            draft=draft,
             encode=self._encode if target.is_encoder_decoder else None,
             prefill_chunk=o.prefill_chunk_size,
             output_hidden_states=bool(o.output_hidden_states),
@@ -156,9 +156,9 @@ class Call:
 
         if not waits_for_others(self.target, self.options.synced_gpus):
             return nullcontext()
-        if self.drafter is None:
+        if self.draft is None:
             return InStep(self.target)
-        return InStep(self.target, self.drafter.models, reading=bool(self.drafter.hidden_layers))
+        return InStep(self.target, self.draft.models, reading=bool(self.draft.hidden_layers))
 
     def _encode(self) -> Encoding:
         """The encoder's output, or the caller's own."""

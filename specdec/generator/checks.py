@@ -24,36 +24,36 @@ _DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule
 
 
 def check_draft(
-    drafter: Draft | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
+    draft: Draft | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
 ) -> None:
     """Raises OptionError for options that the draft cannot serve; `named`: the call named it.
 
     `given` are the call's own options. Without a draft, options of drafting are a warning.
     """
-    if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
+    if draft is None and (idle := [name for name in _DRAFTING if name in given]):
         warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
-    if drafter is not None and not drafter.guesses_trees and (not named or any(name in given for name in _BRANCHING)):
-        _check_branches(drafter, options)
-    if prediction is not None and (drafter is None or not drafter.reads_predictions):
+    if draft is not None and not draft.guesses_trees and (not named or any(name in given for name in _BRANCHING)):
+        _check_branches(draft, options)
+    if prediction is not None and (draft is None or not draft.reads_predictions):
         raise OptionError(
-            f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
+            f"`prediction` is for drafts that copy, and this one is {draft!r}: "
             "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
         )
-    if drafter is not None and options.penalty_alpha:
+    if draft is not None and options.penalty_alpha:
         raise OptionError(
             "`penalty_alpha` selects contrastive search, which looks at the target's own candidates and takes no "
             "draft: use a SpecGenerator without one, or leave out `penalty_alpha`"
         )
 
 
-def _check_branches(drafter: Draft, options: Options) -> None:
+def _check_branches(draft: Draft, options: Options) -> None:
     """Raises OptionError where trees are asked of a draft that guesses chains."""
     own = options.schedule is not None and not isinstance(options.schedule, str)
     asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
     if asked > 1:
         name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
         raise OptionError(
-            f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
+            f"{name} asks for trees of guesses, but {draft!r} guesses one continuation at a time: "
             "leave the branches out, draft with a model that has the target's vocabulary, or set "
             "`guesses_trees = True` in a Draft of your own that guesses several"
         )

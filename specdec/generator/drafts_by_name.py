@@ -177,12 +177,12 @@ class Drafts:
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
         sees = sees_alike(model, target) and not translates
-        drafter: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
+        draft: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
-            drafter = TextBridge(drafter, tokenizer, assistant_tokenizer)
-        return TextAloneDraft(drafter, place_tokens(target.model.config)) if target.sees and not sees else drafter
+            draft = TextBridge(draft, tokenizer, assistant_tokenizer)
+        return TextAloneDraft(draft, place_tokens(target.model.config)) if target.sees and not sees else draft
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)

@@ -86,7 +86,7 @@ class SpecGenerator:
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
-        self._draft = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        self._scheduled = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
@@ -142,9 +142,9 @@ class SpecGenerator:
         )
 
     @property
-    def drafter(self) -> Draft | None:
+    def draft(self) -> Draft | None:
         """The generator's draft; a call may name another."""
-        return self._draft.drafter
+        return self._scheduled.draft
 
     @property
     def engine(self) -> Engine:
@@ -174,7 +174,7 @@ class SpecGenerator:
         )
 
     def __repr__(self) -> str:
-        return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
+        return f"SpecGenerator({self.target!r}, draft={self.draft!r})"
 
     def compile(self) -> None:
         """Begins to compile target and draft models in the background, where `backend` is "auto" or "compiled".
@@ -195,7 +195,7 @@ class SpecGenerator:
     @property
     def _models(self) -> Sequence[LanguageModel]:
         """The target and the models of the draft."""
-        return [self.target, *(() if self.drafter is None else self.drafter.models)]
+        return [self.target, *(() if self.draft is None else self.draft.models)]
 
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
@@ -267,21 +267,21 @@ class SpecGenerator:
                 tokenizer = split(more["tokenizer"])[0]
             extras = Extras(**{**more, "tokenizer": tokenizer})
             named = named_drafts(drafts, config) if drafts or config is not None else {}
-            draft = self._drafts.of_call(named, tokenizer) if named else self._draft
-            drafter = draft.drafter
-            if drafter is not None and options.samples:
-                drafter = drafter.for_sampling(options.sampling)
-            models = () if drafter is None else drafter.models
+            scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
+            draft = scheduled.draft
+            if draft is not None and options.samples:
+                draft = draft.for_sampling(options.sampling)
+            models = () if draft is None else draft.models
             state = self.target.state("target")
             exactness = self.target.exactness_of(state)
             for model in models:
                 model.state("draft")
-            check_draft(drafter, options, given, extras.prediction, named=bool(named))
+            check_draft(draft, options, given, extras.prediction, named=bool(named))
             grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
             prompts = self._read(prompt, messages, inputs, options, extras, models)
             # By default only prompts whose text the cache cannot change use it.
             cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
-            pacing = draft.pacing(
+            pacing = scheduled.pacing(
                 options,
                 offloaded=self._driver.engine.drafts.is_offloaded,
                 trees=self.target.capability.cache_kind == "kv",
@@ -292,7 +292,7 @@ class SpecGenerator:
                 options,
                 prompts if options.copies == 1 else prompts.repeat(options.copies),
                 extras,
-                drafter,
+                draft,
                 pacing,
                 state=state,
                 exactness=exactness,

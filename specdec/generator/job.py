@@ -154,11 +154,11 @@ class Job:
     ) -> Stats:
         """The statistics of the call, whose texts are the tokens `new`."""
         call = self.call
-        drafter, schedule = call.drafter, type(call.pacing.schedule).__name__.lower()
-        settings = {"strategy": call.strategy, "schedule": "none" if drafter is None else schedule}
+        draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
+        settings = {"strategy": call.strategy, "schedule": "none" if draft is None else schedule}
         settings["backend"] = call.target.backend
-        if drafter is not None and drafter.models:
-            settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
+        if draft is not None and draft.models:
+            settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))
         counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in _SUMMED}
         counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in _JOINED}
         return Stats(

@@ -138,8 +138,8 @@ class TextDraft(Draft):
 class TextProposer(Proposer):
     """Copies for each sequence from its own index."""
 
-    def __init__(self, drafter: TextDraft, vocab_size: int) -> None:
-        self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
+    def __init__(self, draft: TextDraft, vocab_size: int) -> None:
+        self._draft, self._vocab_size, self._calibration = draft, vocab_size, draft.calibration
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
@@ -161,13 +161,13 @@ class TextProposer(Proposer):
         return reading.guess, confidence
 
     def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
-        first = cut(*self.guess(seq, plan.limit), seq, plan, self._drafter.source)
+        first = cut(*self.guess(seq, plan.limit), seq, plan, self._draft.source)
         if not seq.tree.tokens:
             return first
         index, chains = self._readings[seq.id].index, []
         for leaf in seq.leaves:
             found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
-            chains.append(cut(*self._usable(seq, found, match), seq, plan, self._drafter.source))
+            chains.append(cut(*self._usable(seq, found, match), seq, plan, self._draft.source))
         return merge_chains(chains)
 
     def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
@@ -180,8 +180,8 @@ class TextProposer(Proposer):
             self._readings.pop(seq_id, None)
 
     def _open(self, seq: SequenceView) -> _Reading:
-        reading = _Reading(self._drafter.index(), seq.tokens)
-        if self._drafter.reads_encoder and seq.encoder_tokens:
+        reading = _Reading(self._draft.index(), seq.tokens)
+        if self._draft.reads_encoder and seq.encoder_tokens:
             reading.index.extend([*seq.encoder_tokens, SEPARATOR])
         if seq.prediction:
             # Behind the prompt's end, so that the first lookup finds the prediction's beginning.

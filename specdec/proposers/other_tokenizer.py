@@ -45,8 +45,8 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 class OtherTokenizerDraft(Draft):
     """A draft of another vocabulary than the target's."""
 
-    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        self.drafter, self.models, self.needs_encoder_inputs = drafter, drafter.models, drafter.needs_encoder_inputs
+    def __init__(self, draft: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        self.inner, self.models, self.needs_encoder_inputs = draft, draft.models, draft.needs_encoder_inputs
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
 
@@ -69,9 +69,9 @@ class DraftSequence(ReadSequence):
 class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
-    def __init__(self, drafter: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
-        self._draft, self._vocab_size = drafter.drafter.start(draft_vocab_size), vocab_size
-        self._target_tokenizer, self._draft_tokenizer = drafter.target_tokenizer, drafter.draft_tokenizer
+    def __init__(self, draft: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
+        self._proposer, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
+        self._target_tokenizer, self._draft_tokenizer = draft.target_tokenizer, draft.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}
 
     @abstractmethod
@@ -79,11 +79,11 @@ class OtherTokenizerProposer(Proposer):
         """The draft's task, in place of the sequence's own."""
 
     @abstractmethod
-    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
-        """Adds the new tokens of `seq` to `draft`."""
+    def read(self, seq: SequenceView, own: DraftSequence) -> None:
+        """Adds the new tokens of `seq` to `own`."""
 
     @abstractmethod
-    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         """The draft's guess in the target's tokens."""
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
@@ -92,7 +92,7 @@ class OtherTokenizerProposer(Proposer):
         try:
             seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
-            guesses = self._draft.propose(read, plans)
+            guesses = self._proposer.propose(read, plans)
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.drop([seq.id for seq in seqs])
@@ -100,25 +100,25 @@ class OtherTokenizerProposer(Proposer):
 
     @property
     def cache(self) -> Any:
-        return self._draft.cache
+        return self._proposer.cache
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._draft.drop(seq_ids)
+        self._proposer.drop(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
-        draft = self._seqs.get(seq.id)
-        if draft is None or not draft.begins(seq.tokens):
+        own = self._seqs.get(seq.id)
+        if own is None or not own.begins(seq.tokens):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
-            self._seqs[seq.id] = draft
-        draft.outer, draft.remaining = seq, seq.remaining
-        self.read(seq, draft)
-        return draft
+            own = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
+            self._seqs[seq.id] = own
+        own.outer, own.remaining = seq, seq.remaining
+        self.read(seq, own)
+        return own
 
 
 class _Likeliest(Sampler):
@@ -137,19 +137,19 @@ class _Likeliest(Sampler):
 
 
 class TextBridge(OtherTokenizerDraft):
-    """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
+    """Drafts through text with a draft of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
     The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts
     more of `by_tokens`.
     """
 
     def __repr__(self) -> str:
-        return f"TextBridge({self.drafter!r})"
+        return f"TextBridge({self.inner!r})"
 
     @cached_property
     def by_tokens(self) -> Draft:
         """The same draft limited to shared tokens; raises VocabularyError if there are none."""
-        return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
+        return VocabularyIntersection(self.inner, self.target_tokenizer, self.draft_tokenizer)
 
     def for_sampling(self, sampling: str | None) -> Draft:
         """Text for match verification, shared tokens for rejection."""
@@ -166,29 +166,29 @@ class TextBridgeProposer(OtherTokenizerProposer):
         end = self._draft_tokenizer.eos_token_id
         return replace(seq.task, sampler=_Likeliest(), ends=frozenset(() if end is None else (end,)))
 
-    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
+    def read(self, seq: SequenceView, own: DraftSequence) -> None:
         """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
-        seen = draft.seen
+        seen = own.seen
         known = seq.tokens[max(0, seen - _WINDOW) : seen]
         before, text, count = _complete(self._target_tokenizer, known, seq.tokens[seen:], _LONGEST_CHARACTER)
-        draft.seen += count
+        own.seen += count
         if new := text[len(before) :]:
-            start, text = window(self._draft_tokenizer, draft.tokens, draft.prompt_length)
-            tokens, old = encode(self._draft_tokenizer, text + new), draft.tokens[start:]
+            start, text = window(self._draft_tokenizer, own.tokens, own.prompt_length)
+            tokens, old = encode(self._draft_tokenizer, text + new), own.tokens[start:]
             if tokens[: len(old)] == old:
-                draft.tokens += tokens[len(old) :]
+                own.tokens += tokens[len(old) :]
             else:
-                draft.tokens = draft.tokens[:start] + tokens
+                own.tokens = own.tokens[:start] + tokens
 
-    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
         if ended:
             ids = ids[: ids.index(end)]
-        known = draft.tokens[max(draft.prompt_length, len(draft.tokens) - _WINDOW) :]
+        known = own.tokens[max(own.prompt_length, len(own.tokens) - _WINDOW) :]
         before, text, _ = _complete(self._draft_tokenizer, known, ids, len(ids))
         new = text[len(before) :] if text.startswith(before) else ""
-        tokens = self._continuation(seq.tokens, draft.seen, new)
+        tokens = self._continuation(seq.tokens, own.seen, new)
         if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
@@ -246,15 +246,15 @@ class VocabularyIntersection(OtherTokenizerDraft):
     Raises VocabularyError if there are none.
     """
 
-    def __init__(self, drafter: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        super().__init__(drafter, target_tokenizer, draft_tokenizer)
+    def __init__(self, draft: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        super().__init__(draft, target_tokenizer, draft_tokenizer)
         ours, theirs = _by_meaning(target_tokenizer), _by_meaning(draft_tokenizer)
         self.to_draft = {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
         if not self.to_draft:
             raise VocabularyError("target and draft tokenizers have no token in common: use match verification")
 
     def __repr__(self) -> str:
-        return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
+        return f"VocabularyIntersection({self.inner!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionProposer:
         """A proposer without sequences; rules get logits over the target's vocabulary."""
@@ -297,8 +297,8 @@ class _MappedSampler(Sampler):
 class IntersectionProposer(OtherTokenizerProposer):
     """Maps texts, guesses and logits through the shared tokens `to_draft`."""
 
-    def __init__(self, drafter: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
-        super().__init__(drafter, max(to_draft.values(), default=0) + 1, vocab_size)
+    def __init__(self, draft: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
+        super().__init__(draft, max(to_draft.values(), default=0) + 1, vocab_size)
         self.to_draft = to_draft
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
@@ -307,16 +307,16 @@ class IntersectionProposer(OtherTokenizerProposer):
         ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
         return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), ends=ends)
 
-    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
+    def read(self, seq: SequenceView, own: DraftSequence) -> None:
         """Adds shared tokens by id, and the others through their text."""
-        for shared, run in groupby(seq.tokens[draft.seen :], key=self.to_draft.__contains__):
+        for shared, run in groupby(seq.tokens[own.seen :], key=self.to_draft.__contains__):
             if shared:
-                draft.tokens += map(self.to_draft.__getitem__, run)
+                own.tokens += map(self.to_draft.__getitem__, run)
             else:
-                draft.tokens += encode(self._draft_tokenizer, decode(self._target_tokenizer, list(run)))
-        draft.seen = len(seq.tokens)
+                own.tokens += encode(self._draft_tokenizer, decode(self._target_tokenizer, list(run)))
+        own.seen = len(seq.tokens)
 
-    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         return replace(guess, tokens=self.in_target(guess.tokens))
 
     def widened(self, logits: Tensor) -> Tensor:

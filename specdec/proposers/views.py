@@ -47,18 +47,18 @@ def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
 
 
 class TextAloneDraft(Draft):
-    """`drafter`, which has never seen the tokens `places`; they are left out of prompts with pictures."""
+    """`draft`, which has never seen the tokens `places`; they are left out of prompts with pictures."""
 
-    def __init__(self, drafter: Draft, places: Collection[int]) -> None:
-        self.drafter, self.places = drafter, frozenset(places)
-        self.models, self.guesses_trees = drafter.models, drafter.guesses_trees
-        self.needs_encoder_inputs = drafter.needs_encoder_inputs
+    def __init__(self, draft: Draft, places: Collection[int]) -> None:
+        self.inner, self.places = draft, frozenset(places)
+        self.models, self.guesses_trees = draft.models, draft.guesses_trees
+        self.needs_encoder_inputs = draft.needs_encoder_inputs
 
     def __repr__(self) -> str:
-        return repr(self.drafter)
+        return repr(self.inner)
 
     def start(self, vocab_size: int) -> TextAloneProposer:
-        return TextAloneProposer(self.drafter.start(vocab_size), self.places)
+        return TextAloneProposer(self.inner.start(vocab_size), self.places)
 
 
 class TextAloneProposer(Proposer):

@@ -109,7 +109,7 @@ class TextModel:
         self.context = min((number for number in known if number), default=4096)
         if context is not None and context > self.context:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
-        self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
+        self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._ends = listed(own.get("eos_token_id"))
@@ -195,7 +195,7 @@ class TextModel:
     def _options(self, prompt: PromptRequest, ids: list[int]) -> dict[str, Any]:
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
-        options = call_options(request, self._sampling, self.generator.drafter)
+        options = call_options(request, self._sampling, self.generator.draft)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stop_token_ids:
             if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):

@@ -29,6 +29,6 @@ def reported(found: Speedup) -> dict[str, Any]:
 def lie(generator: SpecGenerator, call: dict[str, Any]) -> Any:
     """A measured call whose assisted text has a wrong third-to-last token."""
     out, measured = measure(generator, call)
-    if generator.drafter is not None:
+    if generator.draft is not None:
         out.sequences[0, -3] += 1
     return out, measured

@@ -316,9 +316,9 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
     widths: list[int] = []
     target = SpecGenerator.from_pretrained(models[0])
     plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
-    drafter = SyntheticDraft([0.5, 0.3], widths.append)
-    drafter.oracle = Oracle(plain.new_tokens(), drafter.rates, 50)
-    gen = SpecGenerator(target.target, drafter, tokenizer=target.tokenizer, schedule="constant")
+    draft = SyntheticDraft([0.5, 0.3], widths.append)
+    draft.oracle = Oracle(plain.new_tokens(), draft.rates, 50)
+    gen = SpecGenerator(target.target, draft, tokenizer=target.tokenizer, schedule="constant")
     tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}
     out = gen.generate("abab", max_new_tokens=5, eos_token_id=[], **tree)
     assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]

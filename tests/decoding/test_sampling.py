@@ -42,7 +42,7 @@ def test_coupled_text_depends_on_the_seed_alone(name: str, shift: int) -> None:
         for j, (schedule, k) in enumerate(SCHEDULES):
             sampling, branches = COUPLED[(i + j + shift) % 3]
             run = {**options, "schedule": schedule, "num_assistant_tokens": k, "sampling": sampling}
-            if generator.drafter.guesses_trees:
+            if generator.draft.guesses_trees:
                 run["num_assistant_branches"] = branches
             out = generator.generate(prompt, **run)
             assert out.sequences.tolist() == plain, (draft, schedule, sampling, branches)

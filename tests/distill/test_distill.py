@@ -205,8 +205,8 @@ def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
     assert student.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
     assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape[0] == WIDTH
     drafted = SpecGenerator(model, str(tmp_path))
-    assert drafted.drafter is not None
-    guessed = drafted.drafter.models[0].model(ids).logits[0, -1]
+    assert drafted.draft is not None
+    guessed = drafted.draft.models[0].model(ids).logits[0, -1]
     assert guessed.isfinite().nonzero()[:, 0].tolist() == vocabulary.tolist()
     expected = SpecGenerator(model).generate(ids[:1], max_new_tokens=12).new_tokens()
     assert drafted.generate(ids[:1], max_new_tokens=12, schedule="constant").new_tokens() == expected
@@ -268,9 +268,9 @@ def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
     plain, helped = (Transcriber(model, draft, processor=processor()) for draft in (None, str(tmp_path / "100")))
     sound = speech(2.2, seed=7)
     assert helped(sound)["text"] == plain(sound)["text"]
-    drafter = helped.generator.drafter
-    assert drafter is not None
-    assert drafter.models[0].num_layers == 1
+    draft = helped.generator.draft
+    assert draft is not None
+    assert draft.models[0].num_layers == 1
 
 
 def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:

@@ -338,16 +338,16 @@ def test_readers_keep_what_they_have_read() -> None:
     one, other = Equal(), Equal()
     kept, ids, context = PrefixCache(1000), range(20), Context(b"")
 
-    def key_of(drafter: Draft | None) -> Any:
-        return (context, None) if drafter is None else kept.key_of(drafter, context)
+    def key_of(draft: Draft | None) -> Any:
+        return (context, None) if draft is None else kept.key_of(draft, context)
 
     for reader in (None, one, other):
         kept.keep(key_of(reader), ids, SavedState(20, id(reader), 10))
-    for drafter in (one, other):
-        found, length = kept.find(key_of(drafter), ids)
+    for draft in (one, other):
+        found, length = kept.find(key_of(draft), ids)
         assert found is not None
-        assert (found.state, length) == (id(drafter), 20)
-    del drafter, other, reader
+        assert (found.state, length) == (id(draft), 20)
+    del draft, other, reader
     kept.keep(key_of(None), range(21), SavedState(21, None, 10))
     assert kept.bytes == 30
     assert kept.find(key_of(Equal()), ids) == (None, 0)

@@ -109,7 +109,7 @@ def models(name: str) -> tuple[LanguageModel, LanguageModel, LanguageModel]:
     return LanguageModel(tiny(name, vocab=VOCAB)), LanguageModel(tiny(name, vocab=VOCAB, seed=1)), LanguageModel(draft)
 
 
-def drafter(name: str, kind: str) -> Draft | None:
+def draft(name: str, kind: str) -> Draft | None:
     """A fresh draft of one kind."""
     target, other, near = models(name)
     match kind:
@@ -163,7 +163,7 @@ def result(call: Call) -> Any:
 @cache
 def alone(name: str, asked: Asked) -> Any:
     """The same request on a generator of its own."""
-    generator = SpecGenerator(models(name)[0], drafter(name, asked.draft))
+    generator = SpecGenerator(models(name)[0], draft(name, asked.draft))
     return generator.generate(**asked.options(name))
 
 
@@ -262,11 +262,11 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         self.generator = SpecGenerator(models(self.name)[0])
         self.engine: Engine = self.generator._driver.engine
-        self.drafters = {kind: drafter(self.name, kind) for kind in DRAFTS}
+        self.drafts = {kind: draft(self.name, kind) for kind in DRAFTS}
         self.live: list[tuple[Asked, Call, Trouble | None]] = []
 
     def submit(self, asked: Asked, error: Trouble | None = None, **more: Any) -> None:
-        given = {"assistant_model": self.drafters[asked.draft], **asked.options(self.name), **more}
+        given = {"assistant_model": self.drafts[asked.draft], **asked.options(self.name), **more}
         prompt = given.pop("prompt", None)
         call = self.generator._prepare(prompt, None, given)
         self.engine.submit(call.request)

@@ -156,22 +156,22 @@ def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     """Under rejection sampling the draft draws from q. (Inside a hybrid it went on guessing greedily, by text.)"""
     target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
     generator = SpecGenerator(target, ("suffix", model), **tokenizers())
-    drafter = generator.drafter
-    assert isinstance(drafter, HybridDraft)
-    assert isinstance(drafter.model, TextBridge)
-    suited = generator.drafter.for_sampling(sampling)
+    draft = generator.draft
+    assert isinstance(draft, HybridDraft)
+    assert isinstance(draft.model, TextBridge)
+    suited = generator.draft.for_sampling(sampling)
     assert isinstance(suited, HybridDraft)
     assert isinstance(suited.model, VocabularyIntersection)
-    assert suited.text is drafter.text
-    assert generator.drafter.for_sampling(sampling) is suited
-    assert generator.drafter.for_sampling("coupled") is drafter
+    assert suited.text is draft.text
+    assert generator.draft.for_sampling(sampling) is suited
+    assert generator.draft.for_sampling("coupled") is draft
     assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
 
 
 def test_a_pair_without_a_bridge_is_left_alone() -> None:
     """What it learned about its model draft is not lost between two ways of sampling."""
     generator = SpecGenerator(tiny("llama"), ("ngram", tiny("llama", seed=1)))
-    assert generator.drafter.for_sampling("rejection") is generator.drafter
+    assert generator.draft.for_sampling("rejection") is generator.draft
 
 
 def test_bridges_are_let_go() -> None:
@@ -290,10 +290,10 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
     ways = ((SpecGenerator, objects), (SpecGenerator, folders), (SpecGenerator.from_pretrained, folders))
     for make, (one, two) in ways:
         generator = make(one, ("suffix", two) if pair else two, backend="compiled")
-        assert len(generator.drafter.models) == 1
-        assert is_compiled(generator.target, *generator.drafter.models)
+        assert len(generator.draft.models) == 1
+        assert is_compiled(generator.target, *generator.draft.models)
     plain = SpecGenerator.from_pretrained(target, draft)
-    assert not any(map(is_compiled, (plain.target, *plain.drafter.models)))
+    assert not any(map(is_compiled, (plain.target, *plain.draft.models)))
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -315,7 +315,7 @@ def test_a_generator_describes_itself() -> None:
     generator = SpecGenerator(tiny("llama"), tiny("gpt2", seed=1))
     assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
     assert "0x" not in repr(generator)
-    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDraft())
+    assert repr(SpecGenerator(tiny("llama"), "ngram").draft) == repr(NgramDraft())
 
 
 def test_streams_that_are_closed_early_teach_costs() -> None:
@@ -325,6 +325,6 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     for _ in range(4):
         next(stream)
     stream.close()
-    (pacing,) = generator._draft.pacings.values()
+    (pacing,) = generator._scheduled.pacings.values()
     cost = pacing.schedule
     assert cost.passes.weight > 0

@@ -115,12 +115,12 @@ def test_the_backend_reaches_drafts(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path, tie_word_embeddings=True)
     for draft in (folder, tiny("llama", seed=1), ("suffix", folder), "early_exit:1"):
         generator = SpecGenerator(tiny("llama"), draft, backend="packed")
-        assert [model.backend for model in generator.drafter.models if model is not generator.target] == ["packed"]
+        assert [model.backend for model in generator.draft.models if model is not generator.target] == ["packed"]
     shallow = SpecGenerator.from_pretrained(folder, "early_exit:1", backend="packed")
-    assert [model.backend for model in shallow.drafter.models] == ["packed"]
+    assert [model.backend for model in shallow.draft.models] == ["packed"]
     assert shallow.generate(torch.tensor(PROMPT), **COMMON).stats.num_draft_tokens
     generator = SpecGenerator.from_pretrained(folder, folder, backend="packed")
-    assert [generator.target.backend, *(model.backend for model in generator.drafter.models)] == ["packed", "packed"]
+    assert [generator.target.backend, *(model.backend for model in generator.draft.models)] == ["packed", "packed"]
 
 
 @pytest.mark.usefixtures("built")

@@ -146,14 +146,14 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     """It takes over the type, never the quantization or the offloading; its own options win."""
     target, draft = (saved("llama", tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft")))
     given = {"dtype": "bfloat16", "quantization": "int8-weight", "offload": "disk"}
-    drafter = SpecGenerator.from_pretrained(target, draft, **given).drafter
-    assert drafter.model.dtype == torch.bfloat16
-    held = (*drafter.model.model.parameters(), *drafter.model.model.buffers())
+    loaded = SpecGenerator.from_pretrained(target, draft, **given).draft
+    assert loaded.model.dtype == torch.bfloat16
+    held = (*loaded.model.model.parameters(), *loaded.model.model.buffers())
     assert not any(p.is_meta or p.dtype == torch.int8 for p in held)
     own = {"dtype": "float32", "quantization": "int8-weight"}
     generator = SpecGenerator.from_pretrained(target, ("suffix", draft), dtype="bfloat16", draft_options=own)
-    assert generator.drafter.model.model.dtype == torch.float32
-    assert any(p.dtype == torch.int8 for p in generator.drafter.model.model.model.buffers())
+    assert generator.draft.model.model.dtype == torch.float32
+    assert any(p.dtype == torch.int8 for p in generator.draft.model.model.model.buffers())
     assert not any(p.dtype == torch.int8 for p in generator.target.model.buffers())
 
 

@@ -96,7 +96,7 @@ def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
         generator = SpecGenerator(target, draft)
         for _ in range(2):
             how, schedule, branches = next(turn)
-            wide = branches if generator.drafter.guesses_trees else None
+            wide = branches if generator.draft.guesses_trees else None
             out = generator.generate(
                 **inputs(name, rows), **COMMON, **how, schedule=schedule, num_assistant_branches=wide
             )
@@ -193,7 +193,7 @@ def test_compiled_passes_of_target_and_head(tmp_path: Path, monkeypatch: pytest.
     target = LanguageModel(quantized("llama", "int8"), backend="compiled", exactness="strict")
     folder = eagle_folder(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1], draft_vocab_size=30)
     generator = SpecGenerator(target, folder, backend="compiled")
-    [stage] = generator.drafter.models  # type: ignore[union-attr]
+    [stage] = generator.draft.models  # type: ignore[union-attr]
     assert stage.wait_until_compiled(280)
     for model in (target, stage):
         assert model.ragged.compiled.ready

@@ -74,7 +74,7 @@ def test_packed_layers(tmp_path: Path, guessed: set[int]) -> None:
     generator.generate(IDS, **RUN)
     assert guessed
     assert max(guessed) < 12
-    [draft] = generator.drafter.models  # type: ignore[union-attr]
+    [draft] = generator.draft.models  # type: ignore[union-attr]
     assert any(isinstance(module, CutHead) for module in draft.ragged.model.modules())
 
 
@@ -171,7 +171,7 @@ def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> Non
         assert out.sequences.tolist() == expected.sequences.tolist()
     assert len(guessed) > 1
     assert guessed <= {2, *known[:12]}
-    widest = generator.drafter.models[0].model  # type: ignore[union-attr]
+    widest = generator.draft.models[0].model  # type: ignore[union-attr]
     assert len(widest.vocabulary) == 12
     with pytest.raises(OptionError, match=f"`vocabulary` must be at most the {len(known)} tokens of the draft, got 65"):
         SpecGenerator.from_pretrained(folder, draft, draft_options={"vocabulary": 65})
@@ -186,7 +186,7 @@ def test_the_head_of_another_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(DRAFTS, "other", Other)
     folder, _ = head("mtp", tmp_path)
     generator = SpecGenerator.from_pretrained(folder, "other", draft_options={"vocabulary": 12})
-    assert isinstance(generator.drafter, Other)
+    assert isinstance(generator.draft, Other)
 
 
 def test_a_head_s_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
@@ -205,7 +205,7 @@ def test_a_head_s_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
     )
     plain = SpecGenerator.from_pretrained(str(tmp_path / "t")).generate("CAB", **RUN)
     assert generator.generate("CAB", **RUN).sequences.tolist() == plain.sequences.tolist()
-    cut = generator.drafter.models[0].model.vocabulary.tolist()  # type: ignore[union-attr]
+    cut = generator.draft.models[0].model.vocabulary.tolist()  # type: ignore[union-attr]
     assert counted
     assert set(counted) <= set(cut) <= {2, *counted}
     text.write_text("".join(chr(30 + token) for token in range(3, 64) if token not in known))

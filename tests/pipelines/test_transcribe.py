@@ -400,7 +400,7 @@ def test_loaded_by_name(tmp_path: Any) -> None:
         saved.save_pretrained(tmp_path / name)
         PARTS.save_pretrained(tmp_path / name)
     found = Transcriber.from_pretrained(tmp_path / "target", str(tmp_path / "draft"))
-    assert found.generator.drafter.shared_encoder
+    assert found.generator.draft.shared_encoder
     plain = whisper(1)  # the saved model has no hooks
     assert found(speech(0.7), **GENERATE) == Transcriber(plain, processor=PARTS)(speech(0.7), **GENERATE)
     assert Transcriber(str(tmp_path / "target"))(speech(0.7), **GENERATE)["text"]

@@ -244,11 +244,11 @@ def test_chains_and_trees_in_turn(name: str) -> None:
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
 def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     """The first node is the one that a chain has, for every way to guess that repeats itself."""
-    drafter = ModelDraft(LanguageModel(tiny("llama")))
+    draft = ModelDraft(LanguageModel(tiny("llama")))
     sampler = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).sampler
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
-    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])
-    [theirs] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [Limit(3, branches=1)])
+    [ours] = draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])
+    [theirs] = draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [Limit(3, branches=1)])
     if kind is Rejection:
         assert ours.is_chain
         assert ours.q is not None

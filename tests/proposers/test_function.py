@@ -16,10 +16,10 @@ class Echo:
         return tokens[:k]
 
 
-@pytest.mark.parametrize("drafter", [Echo(), Echo().propose, lambda tokens, k: torch.tensor(tokens[:k])])
-def test_takes_objects_and_callables(drafter: object) -> None:
+@pytest.mark.parametrize("draft", [Echo(), Echo().propose, lambda tokens, k: torch.tensor(tokens[:k])])
+def test_takes_objects_and_callables(draft: object) -> None:
     """A Drafter, a bound method and a lambda that returns a tensor all draft."""
-    session = FunctionDraft(drafter).start(50)  # type: ignore[arg-type]
+    session = FunctionDraft(draft).start(50)  # type: ignore[arg-type]
     assert one(session, FakeSequence([1, 2, 3, 4]), 3) == [1, 2, 3]
 
 

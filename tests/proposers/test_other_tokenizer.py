@@ -188,19 +188,19 @@ def test_shared_tokens_go_by_string() -> None:
 def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> None:
     """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
     model, width = FakeModel(len(theirs)), len(ours) + 5
-    drafter = VocabularyIntersection(ModelDraft(model), ours, theirs)
-    session = drafter.start(width)
+    draft = VocabularyIntersection(ModelDraft(model), ours, theirs)
+    session = draft.start(width)
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
     for _ in range(3):
         [tree] = session.propose([row], [FakePlan(4)])
         assert tree.q is not None
         assert tree.q.shape == (4, width)
-        assert set(tree.tokens) <= set(drafter.to_draft)
-        read = [drafter.to_draft[token] for token in row.tokens]
+        assert set(tree.tokens) <= set(draft.to_draft)
+        read = [draft.to_draft[token] for token in row.tokens]
         logits = model.logits(read)
-        for a, b in drafter.to_draft.items():
+        for a, b in draft.to_draft.items():
             if b < model.vocab_size:
-                expected = logits[b] - logits[list(drafter.to_draft.values())].logsumexp(0)
+                expected = logits[b] - logits[list(draft.to_draft.values())].logsumexp(0)
                 assert float(tree.q[0, a].log()) == pytest.approx(float(expected), abs=1e-4)
         torch.testing.assert_close(tree.q.sum(-1), torch.ones(4))
         follow(session, row, tree.tokens, 2, 9)
@@ -209,11 +209,11 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
 def test_ends_are_translated() -> None:
     """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
     row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
-    drafter = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
-    [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
+    draft = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
+    [free] = draft.start(len(ours)).propose([row], [FakePlan(6)])
     end = free.tokens[2]
     row.task = task(ends=frozenset({end}))
-    [tree] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
+    [tree] = draft.start(len(ours)).propose([row], [FakePlan(6)])
     assert tree.tokens == free.tokens[: free.tokens.index(end) + 1]
 
 

@@ -161,15 +161,15 @@ def test_calibration_learns_from_what_came() -> None:
 
 def test_confidence_rises_for_a_text_that_repeats() -> None:
     """A session scores its own guesses against the text that came."""
-    drafter = SuffixDraft()
-    session, row = drafter.start(50), FakeSequence([1, 2, 3, 4, 5])
+    draft = SuffixDraft()
+    session, row = draft.start(50), FakeSequence([1, 2, 3, 4, 5])
     for _ in range(30):
         row.tokens.append(row.tokens[-5])
         session.propose([row], [FakePlan(3)])
     confidence = session.propose([row], [FakePlan(3)])[0].confidence
     assert confidence is not None
     assert min(confidence) > 0.8
-    assert drafter.start(50).guess(FakeSequence([1, 1]), 1)[1][0] > 0.5
+    assert draft.start(50).guess(FakeSequence([1, 1]), 1)[1][0] > 0.5
 
 
 @pytest.mark.parametrize("bad", [{"num_tokens": 0}, {"max_ngram": 0}])

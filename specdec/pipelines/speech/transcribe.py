@@ -125,7 +125,7 @@ class Transcriber:
         return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **own)
 
     def __repr__(self) -> str:
-        return f"Transcriber({self.generator.target!r}, draft={self.generator.drafter!r})"
+        return f"Transcriber({self.generator.target!r}, draft={self.generator.draft!r})"
 
     def __call__(
         self, inputs: Any, *, progress: Progress | None = None, on_error: OnError | None = None, **options: Any
@@ -185,8 +185,8 @@ class Transcriber:
         if heard != (whisper.mels, whisper.frames):
             expected = f"one of {whisper.mels} mels and {whisper.frames} frames, as the target reads"
             raise OptionError.of("feature_extractor", expected, heard)
-        drafter = self.generator.drafter
-        for model in drafter.models if drafter is not None else ():
+        draft = self.generator.draft
+        for model in draft.models if draft is not None else ():
             if not model.is_encoder_decoder or model.config.model_type != "whisper":
                 continue
             heard = (model.config.num_mel_bins, model.config.max_source_positions)

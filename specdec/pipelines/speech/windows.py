@@ -157,8 +157,8 @@ class Listener:
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed", 0)
         self._positions = int(whisper.model.config.max_target_positions)
-        drafter = None if any(name in self._options for name in DRAFT_NAMES) else generator.drafter
-        self._predicts = drafter is not None and drafter.reads_predictions
+        draft = None if any(name in self._options for name in DRAFT_NAMES) else generator.draft
+        self._predicts = draft is not None and draft.reads_predictions
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:

@@ -159,7 +159,7 @@ def _word(draft: Draft) -> str:
     """What a draft is called by users: suffix, ngram, model, head, … or two of them."""
     if isinstance(draft, HybridDraft):
         return f"{_word(draft.text)}+{_word(draft.model)}"
-    inner: Draft | None = getattr(draft, "drafter", None)  # behind another vocabulary, or without pictures
+    inner: Draft | None = getattr(draft, "inner", None)  # behind another vocabulary, or without pictures
     return str(getattr(draft, "source", type(draft).__name__)) if inner is None else _word(inner)
 
 
@@ -174,9 +174,9 @@ def _card(host: Host) -> dict[str, Any]:
         "specdec": {
             "task": model.task,
             "chat": model.chats,
-            "drafts": generator.drafter is not None,
+            "drafts": generator.draft is not None,
             "predicts": model.predicts,
-            "draft": None if generator.drafter is None else _word(generator.drafter),
+            "draft": None if generator.draft is None else _word(generator.draft),
             "exactness": generator.target.exactness,
             "backend": generator.target.backend,
         },

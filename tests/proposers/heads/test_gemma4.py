@@ -116,7 +116,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         SpecGenerator.from_pretrained(str(tmp_path / "target"), str(folder), offload="disk")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "model.layers.0.self_attn.k_norm.weight": torch.ones(8)}, folder / "model.safetensors")
-    assert SpecGenerator(model, str(folder)).drafter is not None
+    assert SpecGenerator(model, str(folder)).draft is not None
     save_file({k: t for k, t in weights.items() if k != "pre_projection.weight"}, folder / "model.safetensors")
     with pytest.raises(LoadError, match=r"1 weights are missing, pre_projection\.weight"):
         SpecGenerator(model, str(folder))

@@ -157,7 +157,7 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
     for prompt in prompts:
         generator.generate([prompt], **RUN)
         states = prefixes._states.items()
-        sizes = [prefix_bytes(kept.state if drafter is None else kept.state[0]) for kept, (_, drafter) in states]
+        sizes = [prefix_bytes(kept.state if draft is None else kept.state[0]) for kept, (_, draft) in states]
         assert sum(sizes) == sum(kept.bytes for kept in prefixes._states) == prefixes.bytes
         assert each < prefixes.bytes <= prefixes.limit
     for prompt, kept in zip(prompts[::-1], (True, True, False, False), strict=True):

@@ -387,7 +387,7 @@ def test_truncated_files(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"b\.safetensors"):
         SpecGenerator(model, folder)
     index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors"}}))
-    assert SpecGenerator(model, folder).drafter is not None
+    assert SpecGenerator(model, folder).draft is not None
 
 
 def test_heads_beside_names(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ class Listener(Draft):
 
 
 class Listening(Proposer):
-    def __init__(self, drafter: Listener) -> None:
-        self.drafter = drafter
+    def __init__(self, draft: Listener) -> None:
+        self.draft = draft
         self.rows: dict[int, SequenceView] = {}
         self.text: dict[int, Tensor] = {}
         self.branches: dict[int, list[Tensor]] = {}
@@ -52,11 +52,11 @@ class Listening(Proposer):
         parents: list[int] = []
         for i, leaf in enumerate(row.leaves if limit > 0 else ()):
             known = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
-            after = next((t[len(known) :] for t in self.drafter.text if t[: len(known)] == known), [3, 4, 3])
+            after = next((t[len(known) :] for t in self.draft.text if t[: len(known)] == known), [3, 4, 3])
             guess = [*after[: limit - 1], 6][:limit]
             parents += [-1 - i, *range(len(tokens), len(tokens) + len(guess) - 1)]
             tokens += guess
-            for other in range(1, self.drafter.width):
+            for other in range(1, self.draft.width):
                 tokens.append((guess[0] + other) % 64)
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
@@ -69,7 +69,7 @@ class Listening(Proposer):
         known = common_length(row.tokens[:length], tokens)
         self.rows[row.id] = row
         self.text[row.id] = states[:known].clone()
-        self.drafter.joined.append(len(self.text[row.id]))
+        self.draft.joined.append(len(self.text[row.id]))
         return len(self.text[row.id])
 
     def save(self, row: SequenceView, length: int) -> SavedState | None:
@@ -104,7 +104,7 @@ class Listening(Proposer):
                 path = row.tree.path(node)
                 states = torch.cat([known, torch.stack([branches[n] for n in path])])
                 texts.append((row.tokens + [row.tree.tokens[n] for n in path], states))
-        self.drafter.heard += texts
+        self.draft.heard += texts
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
@@ -122,11 +122,11 @@ class Forgetful(Listener):
         return session
 
 
-def check(model: Any, drafter: Listener, **inputs: Tensor) -> None:
+def check(model: Any, draft: Listener, **inputs: Tensor) -> None:
     """What was heard is what the model says of the whole texts."""
-    assert drafter.heard
+    assert draft.heard
     longest = {}
-    for tokens, states in drafter.heard:
+    for tokens, states in draft.heard:
         assert states.shape == (len(tokens), len(LAYERS), 32)
         longest[tuple(tokens)] = states
     heard = list(longest.items())
@@ -154,13 +154,13 @@ def test_all_text_is_heard_of(way: str, width: int) -> None:
     """Strategies, trees, ragged batches and chunked prompts: the same texts as without a draft, and true states."""
     model, given = tiny("llama"), {**RUN, **WAYS[way]}
     plain = SpecGenerator(model).generate(IDS, **given)
-    drafter = Listener(plain.sequences.tolist(), width=width)
+    draft = Listener(plain.sequences.tolist(), width=width)
     schedule = "heuristic" if width > 1 else "constant"
-    out = SpecGenerator(model, drafter).generate(IDS, **given, schedule=schedule)
+    out = SpecGenerator(model, draft).generate(IDS, **given, schedule=schedule)
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.stats.num_accepted_draft_tokens < out.stats.num_draft_tokens
     assert out.stats.num_accepted_draft_tokens > 0 or "num_beams" in given  # searches need every leaf guessed
-    check(model, drafter)
+    check(model, draft)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "bloom", "falcon_alibi")]
@@ -172,9 +172,9 @@ def test_models_of_all_kinds(name: str, beams: int) -> None:
     """Also those whose rows run one after another, and are restored and read again."""
     model, given = tiny(name), {**RUN, "num_beams": beams, "max_new_tokens": 8}
     plain = SpecGenerator(model).generate(IDS, **given)
-    drafter = Listener(plain.sequences.tolist(), width=2)
-    assert SpecGenerator(model, drafter).generate(IDS, **given).sequences.tolist() == plain.sequences.tolist()
-    check(model, drafter)
+    draft = Listener(plain.sequences.tolist(), width=2)
+    assert SpecGenerator(model, draft).generate(IDS, **given).sequences.tolist() == plain.sequences.tolist()
+    check(model, draft)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
@@ -182,38 +182,38 @@ def test_encoder_decoders(name: str) -> None:
     """The hidden states are the decoder's."""
     model, inputs = tiny(name), tiny_inputs(name)
     plain = SpecGenerator(model).generate(**inputs, **RUN)
-    drafter = Listener(plain.sequences.tolist())
-    assert SpecGenerator(model, drafter).generate(**inputs, **RUN).sequences.tolist() == plain.sequences.tolist()
-    check(model, drafter, **inputs)
+    draft = Listener(plain.sequences.tolist())
+    assert SpecGenerator(model, draft).generate(**inputs, **RUN).sequences.tolist() == plain.sequences.tolist()
+    check(model, draft, **inputs)
 
 
 def test_rows_that_continue_what_was_read() -> None:
     """Of a running row the draft can copy what it knows, and so it can of one that has left, if it keeps that."""
     model, prompt = tiny("llama"), [list(range(5, 45))]
-    drafter = Listener()
-    generator = SpecGenerator(model, drafter, prefix_cache=True)
+    draft = Listener()
+    generator = SpecGenerator(model, draft, prefix_cache=True)
     generator.generate(prompt, **RUN, num_return_sequences=3, do_sample=True, seed=1)
-    assert drafter.joined == [39, 39]
+    assert draft.joined == [39, 39]
     out = generator.generate(prompt, **RUN)
-    assert drafter.joined == [39, 39, 39]
+    assert draft.joined == [39, 39, 39]
     assert out.stats.cached_prompt_tokens == 39
     again = SpecGenerator(model, Forgetful(), prefix_cache=True)
     assert [again.generate(prompt, **RUN).stats.cached_prompt_tokens for _ in range(2)] == [0, 0]
     assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN).sequences.tolist()
-    check(model, drafter)
+    check(model, draft)
 
 
 def test_states_that_somebody_else_wants_too() -> None:
     """The caller's hidden states are all there, as without a draft."""
     model, given = tiny("llama"), {**RUN, "output_hidden_states": True, "return_dict_in_generate": True}
     plain = SpecGenerator(model).generate(IDS, **given)
-    drafter = Listener(plain.sequences.tolist())
-    out = SpecGenerator(model, drafter).generate(IDS, **given)
+    draft = Listener(plain.sequences.tolist())
+    out = SpecGenerator(model, draft).generate(IDS, **given)
     for mine, theirs in zip(out.hidden_states, plain.hidden_states, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other)
-    check(model, drafter)
-    quiet = SpecGenerator(model, drafter).generate(IDS, **RUN)
+    check(model, draft)
+    quiet = SpecGenerator(model, draft).generate(IDS, **RUN)
     assert quiet.hidden_states is None
 
 
@@ -230,9 +230,9 @@ def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         return extras(output, *rest)
 
     monkeypatch.setattr(padded, "_extras", spied)
-    drafter = Listener()
-    drafter.hidden_layers = (1,)
-    SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
+    draft = Listener()
+    draft.hidden_layers = (1,)
+    SpecGenerator(tiny("llama"), draft).generate(IDS, **RUN)
     assert seen
     assert all(layers == [False, True, False] for layers in seen)
 
@@ -242,23 +242,23 @@ def test_the_caller_s_model_stays_as_it_is() -> None:
     twice.)
     """
     model, ids = tiny("llama"), torch.tensor(IDS[:1])
-    drafter = Listener()
-    generator = SpecGenerator(LanguageModel(model, backend="packed"), drafter)
+    draft = Listener()
+    generator = SpecGenerator(LanguageModel(model, backend="packed"), draft)
     plain = SpecGenerator(model).generate(IDS, **RUN)
     assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
     with torch.no_grad():
         assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-    check(model, drafter)
+    check(model, draft)
 
 
 @pytest.mark.parametrize("layers", [[0, 3], 2, "2"])
 def test_layers_that_there_are_not(layers: Any) -> None:
     """The error comes before any pass, and names what there is. (A number was a TypeError.)"""
-    drafter = Listener()
-    drafter.hidden_layers = layers
+    draft = Listener()
+    draft.hidden_layers = layers
     words = f"`hidden_layers` must be a list of layers from 0 to 2 of the target, got {layers!r}"
     with pytest.raises(OptionError, match=re.escape(words)):
-        SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
+        SpecGenerator(tiny("llama"), draft).generate(IDS, **RUN)
 
 
 def test_models_without_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

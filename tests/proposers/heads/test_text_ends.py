@@ -35,9 +35,9 @@ KINDS = [
 ]
 
 
-def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
+def guesses_anew(draft: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
     """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
-    session, seq = drafter.start(64), FakeSequence(list(tokens))
+    session, seq = draft.start(64), FakeSequence(list(tokens))
     session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1].unbind(1)))])
     tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
     assert tokens
@@ -45,10 +45,10 @@ def guesses_anew(drafter: Any, tokens: Sequence[int], states: Tensor) -> list[in
 
 
 @torch.no_grad()
-def check(drafter: Any, model: Any, proposals: Proposals) -> None:
+def check(draft: Any, model: Any, proposals: Proposals) -> None:
     """The proposals are what new sessions guess after the same texts."""
     for text, tree in list(proposals):
-        assert guesses_anew(drafter, text, states_of(model, text, drafter.hidden_layers))[: len(tree)] == tree.tokens
+        assert guesses_anew(draft, text, states_of(model, text, draft.hidden_layers))[: len(tree)] == tree.tokens
 
 
 @dataclass
@@ -79,24 +79,24 @@ class Played:
 
 @dataclass
 class Play:
-    """Sequences that come, fork, end and go on in a session of `drafter`, at random."""
+    """Sequences that come, fork, end and go on in a session of `draft`, at random."""
 
     model: Any
-    drafter: Any
+    draft: Any
     rng: random.Random
     played: list[Played] = field(default_factory=list)
     compared: int = 0
     forked: int = 0
 
     def __post_init__(self) -> None:
-        self.session, self.count, self.saved = self.drafter.start(64), 0, list[tuple[list[int], Any]]()
+        self.session, self.count, self.saved = self.draft.start(64), 0, list[tuple[list[int], Any]]()
 
     def add(self, beginning: Sequence[int], source: Any = None, length: int = 0) -> None:
         """A sequence whose text begins like another one, whose `source` it may fork."""
         whole = [*beginning, *(self.rng.randrange(3, 60) for _ in range(80 - len(beginning)))]
         self.count += 1
         seq = FakeSequence(whole[: max(length + 1, self.rng.randrange(1, 12))], self.count)
-        one = Played(seq, whole, states_of(self.model, whole, self.drafter.hidden_layers))
+        one = Played(seq, whole, states_of(self.model, whole, self.draft.hidden_layers))
         if source is not None:
             one.fed = self.session.fork(seq, source, length)
             assert one.fed <= length
@@ -112,7 +112,7 @@ class Play:
             if not (limit and one.ready):
                 assert not tree.tokens
                 continue
-            assert tree.tokens == guesses_anew(self.drafter, one.seq.tokens, one.states)[: len(tree)]
+            assert tree.tokens == guesses_anew(self.draft, one.seq.tokens, one.states)[: len(tree)]
             assert len(tree) == limit
             self.compared += 1
         chunk = self.rng.randint(1, 8)
@@ -144,7 +144,7 @@ class Play:
 def test_guesses_do_not_depend_on_the_way(kind: str, made: Make) -> None:
     """Chunks, rejections, rounds of other drafts, ends, forks of running sequences and of saved ones, in any order."""
     model, draft = made(kind)
-    play = Play(model, SpecGenerator(model, draft).drafter, random.Random(kind))
+    play = Play(model, SpecGenerator(model, draft).draft, random.Random(kind))
     with torch.no_grad():
         for _ in range(30):
             play.change()
@@ -162,7 +162,7 @@ def test_beside_a_draft_that_copies(
     model, draft = made(kind)
     plain = SpecGenerator(model).generate([[5, 9, 12, 5, 9, 12], [7, 8, 7]], **{**RUN, "max_new_tokens": 30})
     prompts = [[*text, 2, *text[:8]] for text in plain.sequences.tolist()]  # the target may repeat itself
-    head = SpecGenerator(model, draft).drafter
+    head = SpecGenerator(model, draft).draft
     assert head is not None
     generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
     monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
@@ -209,11 +209,11 @@ def test_after_accepted_guesses_and_the_end(kind: str, made: Make, monkeypatch: 
         assert out.stats.cached_prompt_tokens > 15
         assert len(seen) > before
     monkeypatch.setattr(HeadProposer, "propose", propose)
-    assert generator.drafter is not None
+    assert generator.draft is not None
     with torch.no_grad():
-        states = states_of(model, text, generator.drafter.hidden_layers)
+        states = states_of(model, text, generator.draft.hidden_layers)
         for tokens, guesses in seen:
-            assert guesses_anew(generator.drafter, tokens, states)[: len(guesses)] == guesses
+            assert guesses_anew(generator.draft, tokens, states)[: len(guesses)] == guesses
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,7 +224,7 @@ def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch:
     """
     model, draft = made(kind)
     generator = SpecGenerator(model, draft, prefix_cache=True)
-    head, awake = generator.drafter, proposals
+    head, awake = generator.draft, proposals
     assert head is not None
     run, prompt = {**RUN, "max_new_tokens": 30}, [(7 * i) % 50 + 5 for i in range(20)]
     constant = {"schedule": "constant", "num_assistant_tokens": LIMIT}
