@@ -227,7 +227,7 @@ class Hidden(NamedTuple):
 class Commit(NamedTuple):
     """Which of a sequence's branches and proposed nodes stay.
 
-    `path`: their numbers; its first `text` nodes are now text, the rest are live branches of a search. The branches
+    `path`: their numbers; its first `num_text` nodes are now text, the rest are live branches of a search. The branches
     that `seq.tree` had before the round are numbered first, then your proposal's nodes. The sequence is up to date: its
     tree is the rest of the path, in this order, and new leaves. A draft with `hidden_layers` gets `hidden` with every
     commit, and one commit with an empty path per chunk of a prompt; None if the target computed nothing, or the
@@ -236,7 +236,7 @@ class Commit(NamedTuple):
 
     seq: SequenceView
     path: list[int]
-    text: int
+    num_text: int
     hidden: Hidden | None = None
 
 

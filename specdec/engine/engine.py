@@ -62,7 +62,7 @@ class Engine:
         self._blamed = partial(Blamed, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
-        self.target = self.scheduler.target
+        self.session = self.scheduler.session
 
     @property
     def idle(self) -> bool:
@@ -156,13 +156,13 @@ class Engine:
             works = []
             for seq in seqs:
                 rows = [one.cache_row for one in seq.batch_seqs]
-                if self.target.cache_reset_length is not None:
-                    self.target.refresh(rows)
-                lengths = [self.target.length(row) for row in rows]
+                if self.session.cache_reset_length is not None:
+                    self.session.refresh(rows)
+                lengths = [self.session.length(row) for row in rows]
                 part = None if chunk is None or self._ends(seq, chunk) else chunk
                 works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
             together = [work for own in works for work in own]
-            outputs = iter(self.target.run(together, hidden=every_layer or layers, attentions=attentions))
+            outputs = iter(self.session.run(together, hidden=every_layer or layers, attentions=attentions))
             for seq, own in zip(seqs, works, strict=True):
                 out, *others = [next(outputs) for _ in own]
                 for other in others:  # its unconditional sequence's
@@ -183,12 +183,12 @@ class Engine:
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """The one writer: updates caches, sequences and drafts."""
         hear = any(opened.hears for opened in self.drafts.open.values())
-        messages = [self.drafts.message(one, self.target) for one in outcomes] if hear else []
+        messages = [self.drafts.message(one, self.session) for one in outcomes] if hear else []
         passed = [(one, work) for one in outcomes for work in one.works]
-        self.target.commit(
+        self.session.commit(
             [work.row for _, work in passed],
             [work.path(one.path) for one, work in passed],
-            texts=[work.num_text + one.num_text for one, work in passed],
+            num_texts=[work.num_text + one.num_text for one, work in passed],
         )
         rounds = []
         for one in outcomes:
@@ -241,7 +241,7 @@ class Engine:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
         ample = self.budget.ample(admitted)
-        self.target.bound(*ample)
+        self.session.bound(*ample)
         for opened in self.drafts.open.values():
             if opened.proposer.cache is not None:
                 opened.proposer.cache.bound(*ample)

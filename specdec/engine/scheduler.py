@@ -148,8 +148,8 @@ class Scheduler:
     """
 
     def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: Mapping[int, OpenDraft]) -> None:
-        self.target = model.session()
-        self._shares = self.target.keeps_prefixes and model.capability.boundary is None
+        self.session = model.session()
+        self._shares = self.session.keeps_prefixes and model.capability.boundary is None
         keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
         self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
@@ -206,17 +206,17 @@ class Scheduler:
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
-        return seq.length - self.target.length(seq.cache_row)
+        return seq.length - self.session.length(seq.cache_row)
 
     def sees(self, seq: RunningSequence) -> bool:
         """Whether the next pass over the sequence reads its pictures."""
-        return seq.pictures is not None and not self.target.length(seq.cache_row)
+        return seq.pictures is not None and not self.session.length(seq.cache_row)
 
     def update(self, seqs: Sequence[RunningSequence]) -> None:
         """Lets others continue what these sequences have read of their prompts, unless they are gone."""
         for seq in seqs:
             if seq.cache_row is not None:
-                self._read.put(seq, self._keys[seq], seq.text_ids[: self.target.length(seq.cache_row)])
+                self._read.put(seq, self._keys[seq], seq.text_ids[: self.session.length(seq.cache_row)])
             if seq.prefilled:
                 self._reading.drop(seq)
 
@@ -227,7 +227,7 @@ class Scheduler:
             self._retain(seq, request_of[seq.id], state)
         gone = [one for seq in seqs for one in seq.batch_seqs]
         if rows := [one.cache_row for one in gone if one.cache_row is not None]:
-            self.target.remove(rows)
+            self.session.remove(rows)
         for one in gone:
             one.cache_row = None
             self._keys.pop(one, None)
@@ -247,7 +247,7 @@ class Scheduler:
         running, length = self._read.find(self._keys[seq], ids)
         if running is not None:
             length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
-            length = min(length, self.target.length(running.cache_row))
+            length = min(length, self.session.length(running.cache_row))
             if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, kept
@@ -259,13 +259,13 @@ class Scheduler:
     def _place(self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int) -> None:
         """Gives a sequence a row, with the first `length` positions of `source`."""
         if source is None or not length:
-            seq.cache_row = self.target.add(1, seq.encoding)[0]
+            seq.cache_row = self.session.add(1, seq.encoding)[0]
         elif isinstance(source, SavedState):
             shift = 0 if seq.pictures is None else seq.pictures.shift
-            seq.cache_row = self.target.read_from(source.state, length, shift)
+            seq.cache_row = self.session.read_from(source.state, length, shift)
         else:
-            seq.cache_row = self.target.fork(source.cache_row, length)
-        seq.cache_reset_length = self.target.cache_reset_length
+            seq.cache_row = self.session.fork(source.cache_row, length)
+        seq.cache_reset_length = self.session.cache_reset_length
         self._copies[seq.task.source].discard(seq)
 
     def _joined(
@@ -288,7 +288,7 @@ class Scheduler:
         kept, context = self.prefix_cache, seq.context
         if not kept.limit or context is None or seq.cache_row is None:
             return
-        ids = seq.text_ids[: self.target.length(seq.cache_row)]
+        ids = seq.text_ids[: self.session.length(seq.cache_row)]
         fits = len(ids) * self._kv_bytes <= min(kept.limit, kept.room)
         if not fits or not (request.caller_blocks or context.model == state()):
             return
@@ -300,7 +300,7 @@ class Scheduler:
                     kept.keep(key, ids[: saved.length], saved)
         if kept.wants(key := (context, None), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
-                prefix = self.target.keep_prefix(seq.cache_row, len(ids))
+                prefix = self.session.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
 
 

@@ -20,7 +20,7 @@ from specdec.proposers.views import branch_tokens
 class CachedText:
     """What row `cache_row` of the draft's cache holds of `seq`.
 
-    First `text` of the `tokens` that it was read from (a list that only grows), then either `guesses` of a chain or
+    First `num_text` of the `tokens` that it was read from (a list that only grows), then either `guesses` of a chain or
     `branches`, the first `own` of which were the sequence's own. `where` maps a node of the sequence's tree to its
     number in `branches`.
     """
@@ -28,7 +28,7 @@ class CachedText:
     cache_row: int
     seq: SequenceView
     tokens: list[int]
-    text: int = 0
+    num_text: int = 0
     guesses: list[int] = field(default_factory=list)
     branches: Tree = EMPTY
     own: int = 0
@@ -39,16 +39,16 @@ class CachedText:
 
         A list of tokens only grows, so only its new tokens are compared.
         """
-        before, now = self.text + len(self.guesses), self.seq.tokens
+        before, now = self.num_text + len(self.guesses), self.seq.tokens
         guesses = self.guesses if keeps_guesses else []
         if now is self.tokens:
-            self.text += common_length(guesses, now[self.text : before])
+            self.num_text += common_length(guesses, now[self.num_text : before])
         else:
-            self.text, self.tokens = common_length(self.tokens[: self.text] + guesses, now), now
-        self.text, self.guesses, self.where = min(self.text, self._readable), [], {}
-        if self.text < before:
+            self.num_text, self.tokens = common_length(self.tokens[: self.num_text] + guesses, now), now
+        self.num_text, self.guesses, self.where = min(self.num_text, self._readable), [], {}
+        if self.num_text < before:
             self.branches = EMPTY
-        return self.text < before
+        return self.num_text < before
 
     @property
     def _readable(self) -> int:
@@ -62,21 +62,21 @@ class CachedText:
         """
         found, seq = self.branches.part(range(most)).children(), self.seq
         path: list[int] = []
-        for token in seq.tokens[self.text : self._readable]:
+        for token in seq.tokens[self.num_text : self._readable]:
             if (node := found.get((path[-1] if path else -1, token))) is None:
                 break
             path.append(node)
-        text, at = len(path), {-1: path[-1] if path else -1}
-        self.text += text
-        is_complete = self.text == len(seq.tokens)
+        num_text, at = len(path), {-1: path[-1] if path else -1}
+        self.num_text += num_text
+        is_complete = self.num_text == len(seq.tokens)
         for node, (parent, token) in enumerate(zip(seq.tree.parents, seq.tree.tokens, strict=True)):
             cached = found.get((at.get(parent, -2), token))  # -2: none
             if is_complete and node not in seq.leaves and cached is not None:
                 at[node] = cached
                 path.append(cached)
-        self.branches, self.own = self.branches.part(path, text), len(path) - text
+        self.branches, self.own = self.branches.part(path, num_text), len(path) - num_text
         self.where = {node: i - 1 for i, node in enumerate(at) if node >= 0}
-        return path, text
+        return path, num_text
 
 
 class Feed(NamedTuple):
@@ -103,7 +103,7 @@ class Chain:
 
     def first(self) -> Tree | None:
         """The tokens of the text that the cache lacks."""
-        missing = self.seq.tokens[self.cached.text :]
+        missing = self.seq.tokens[self.cached.num_text :]
         self.num_as_text = len(missing)
         return Tree.chain(missing)
 
@@ -116,7 +116,7 @@ class Chain:
         if self.tokens:
             self.cached.guesses.append(self.tokens[-1])
         else:
-            self.cached.text += len(tree.tokens)
+            self.cached.num_text += len(tree.tokens)
         seq, task = self.seq, self.seq.task
         token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
         if not self._guess(token, confidence):
@@ -134,9 +134,9 @@ class Chain:
             return None
         return ChainRule(self.limit, width, choice, until, task.ends, self._confident, task.sampler.needs_q)
 
-    def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
+    def take_all(self, fed: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
-        self.cached.text += len(text)
+        self.cached.num_text += len(fed)
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self.cached.guesses = self.tokens[:-1]
         self._guess(self.tokens.pop(), self.confidence.pop())
@@ -182,7 +182,7 @@ class Branches:
         if not self._limit:
             return None
         seq, cached = self.seq, self.cached
-        missing = seq.tokens[cached.text :]
+        missing = seq.tokens[cached.num_text :]
         known = len(cached.branches) + len(missing)
         fresh = [node for node in range(len(seq.tree)) if node not in cached.where]
         number = {**cached.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
@@ -203,12 +203,12 @@ class Branches:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
         first = len(tree) - len(logits)
         at = torch.tensor([end - first for end in self.at], device=logits.device)
-        text, self.num_as_text = self.num_as_text, 0
-        self.cached.text += text
-        self.cached.branches = tree.part(range(len(tree)), text)
+        num_text, self.num_as_text = self.num_as_text, 0
+        self.cached.num_text += num_text
+        self.cached.branches = tree.part(range(len(tree)), num_text)
         if not self._nodes:
             self.cached.own = len(self.cached.branches)
-        self.at = [max(end - text, -1) for end in self.at]
+        self.at = [max(end - num_text, -1) for end in self.at]
         return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:

@@ -130,15 +130,15 @@ class ModelProposer(Proposer):
             if cached.take_back(keeps_guesses=self.keeps_guesses):
                 cut.append(cached)
             elif cached.branches.tokens:
-                path, text = cached.settle(self._reusable(cached))
-                self._session.commit([cached.cache_row], [path], texts=[text])
+                path, num_text = cached.settle(self._reusable(cached))
+                self._session.commit([cached.cache_row], [path], num_texts=[num_text])
         if cut:
-            self._session.truncate([cached.cache_row for cached in cut], [cached.text for cached in cut])
+            self._session.truncate([cached.cache_row for cached in cut], [cached.num_text for cached in cut])
         if self._session.cache_reset_length is not None:
             for cached in [self._cached[seq.id] for seq in seqs if seq.id in self._cached]:
                 self._session.refresh([cached.cache_row])
-                if (length := self._session.length(cached.cache_row)) < cached.text:
-                    cached.text, cached.branches, cached.where = length, EMPTY, {}
+                if (length := self._session.length(cached.cache_row)) < cached.num_text:
+                    cached.num_text, cached.branches, cached.where = length, EMPTY, {}
 
     def _reusable(self, cached: CachedText) -> int:
         """How many of the cached branches may stay."""
@@ -151,7 +151,7 @@ class ModelProposer(Proposer):
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
         if not leaders and not any(self._behind(seq, _FEW) for seq in ready):
             return {seq.id for seq in ready}
-        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
+        missing = [len(seq.tokens) - self._cached[seq.id].num_text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         if any(count <= _FEW for count in missing):
             most, chunk = _FEW, SHARED_CHUNK
@@ -171,29 +171,29 @@ class ModelProposer(Proposer):
 
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
-        return max(seq.tokens[self._cached[seq.id].text :], default=0) < self._model.vocab_size
+        return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
 
     def _behind(self, seq: SequenceView, most: int) -> int:
         """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
-        missing = len(seq.tokens) - self._cached[seq.id].text
+        missing = len(seq.tokens) - self._cached[seq.id].num_text
         return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
 
     def _unseen(self, seq: SequenceView) -> Pictures | None:
         """The sequence's pictures, if the draft, which sees, has not read them."""
-        return None if self._cached[seq.id].text else seq.task.pictures
+        return None if self._cached[seq.id].num_text else seq.task.pictures
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """Reads at most `chunk` more tokens of each text, in one pass."""
         feeds = []
         for seq in seqs:
             cached, pictures = self._cached[seq.id], self._unseen(seq) if self._sees else None
-            end = min(cached.text + chunk, self._end(seq)) if pictures is None else pictures.length
-            piece, length = seq.tokens[cached.text : end], len(seq.tokens)
+            end = min(cached.num_text + chunk, self._end(seq)) if pictures is None else pictures.length
+            piece, length = seq.tokens[cached.num_text : end], len(seq.tokens)
             work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
             feeds.append(Feed(seq, cached, work))
         self._run(feeds)
         for feed in feeds:
-            feed.cached.text += feed.work.num_text
+            feed.cached.num_text += feed.work.num_text
 
     def _end(self, seq: SequenceView) -> int:
         """How many tokens of the text may be read; the last one is fed with the first guess."""
@@ -209,7 +209,7 @@ class ModelProposer(Proposer):
         """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
         works = [feed.work for feed in feeds]
         paths = [list(range(len(work.tree.tokens))) for work in works]
-        self._session.commit([w.row for w in works], paths, texts=[w.num_text for w in works], final=final)
+        self._session.commit([w.row for w in works], paths, num_texts=[w.num_text for w in works], final=final)
 
     def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Gives new sequences rows of the cache, forked where another sequence has read the same.
@@ -224,7 +224,7 @@ class ModelProposer(Proposer):
             if leader is None:
                 encoding = self._encoding(seq) if self._model.is_encoder_decoder else None
                 self._cached[seq.id] = CachedText(self._session.add(1, encoding)[0], seq, seq.tokens)
-            elif leader.text >= count:
+            elif leader.num_text >= count:
                 cache_row = self._session.fork(leader.cache_row, count)
                 self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
             else:
@@ -237,7 +237,7 @@ class ModelProposer(Proposer):
         if seq.task.source is None or not count:
             return None
         for other, cached in self._cached.items():
-            usable = cached.text >= count or (other in present and self._can_read(cached.seq))
+            usable = cached.num_text >= count or (other in present and self._can_read(cached.seq))
             if usable and cached.seq.task.source == seq.task.source and cached.tokens[:count] == seq.tokens[:count]:
                 return cached
         return None
@@ -261,17 +261,17 @@ class ModelProposer(Proposer):
 
     def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
-        chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
+        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, Chain)]
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if not feeds or len(rules) < len(feeds):
             return False
-        fed = [growth.feed(text) for growth, text in chains]
-        rows, texts = [feed.work.row for feed in fed], [feed.work.new_tokens for feed in fed]
-        chained = self._session.draft_chain(rows, texts, rules, self._embeds(fed))
+        fed = [growth.feed(tree) for growth, tree in chains]
+        rows, tokens = [feed.work.row for feed in fed], [feed.work.new_tokens for feed in fed]
+        chained = self._session.draft_chain(rows, tokens, rules, self._embeds(fed))
         if chained is None:
             return False
-        for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
-            growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
+        for (growth, tree), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
+            growth.take_all(tree, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
     def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:

@@ -389,7 +389,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     def counted() -> None:
         step()
-        sessions = [engine.target, *(d.proposer.cache for d in engine.drafts.open.values())]
+        sessions = [engine.session, *(d.proposer.cache for d in engine.drafts.open.values())]
         assert generator._prefixes is not None
         seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 
@@ -426,7 +426,7 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     generator = SpecGenerator(model, kv_budget=20_000)
     with pytest.raises(OptionError, match=r"may need [\d,]+ bytes.*kv_budget.* allows 20,000"):
         generator.generate(FIRST, **{**COMMON, "max_new_tokens": 400})
-    assert generator._driver.engine.target.passes == 0
+    assert generator._driver.engine.session.passes == 0
     assert generator.generate([[5, 6]], **COMMON).stats.num_new_tokens == 12
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):

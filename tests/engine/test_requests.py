@@ -200,9 +200,9 @@ def test_what_fails_in_a_pass_ends_all_that_take_part(reading: bool) -> None:
             raise Trouble("out of memory")
         return run(works, **more)
 
-    engine.target.run = fails  # type: ignore[method-assign]
+    engine.session.run = fails  # type: ignore[method-assign]
     engine.step()
-    engine.target.run = run  # type: ignore[method-assign]
+    engine.session.run = run  # type: ignore[method-assign]
     assert [isinstance(call.request.error, Trouble) for call in calls] == [True, not reading]
     finish(engine)
     assert new_tokens(calls[1]) == 24 or not reading
@@ -278,7 +278,7 @@ def test_a_place_that_cannot_be_had() -> None:
     stays = submit(generator, [[7, 8, 9]])
     engine.step()
     fails = submit(generator, [[5, 6, 7], [8, 9, 10]])
-    add, places = engine.target.add, []
+    add, places = engine.session.add, []
 
     def failing(rows: int, encoding: Any = None) -> list[int]:
         places.append(rows)
@@ -286,7 +286,7 @@ def test_a_place_that_cannot_be_had() -> None:
             raise MemoryError("no room")
         return add(rows, encoding)
 
-    engine.target.add = failing  # type: ignore[method-assign]
+    engine.session.add = failing  # type: ignore[method-assign]
     finish(engine)
     assert isinstance(fails.request.error, MemoryError)
     assert stays.request.error is None
@@ -332,7 +332,7 @@ def test_equal_prompts_of_one_token_are_read_together() -> None:
     for _ in range(5):
         submit(generator, prompt, max_new_tokens=1)
     finish(engine)
-    assert engine.target.passes == 1
+    assert engine.session.passes == 1
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:

@@ -231,7 +231,7 @@ def check_keys_and_values(engine: Engine) -> None:
     if not rows:
         return
     found = logits(
-        engine.target, [row.cache_row for row in rows], rows, [engine.target.length(row.cache_row) for row in rows]
+        engine.session, [row.cache_row for row in rows], rows, [engine.session.length(row.cache_row) for row in rows]
     )
     fresh = engine.model.session()
     slots = [fresh.add(1, row.encoding)[0] for row in rows]
@@ -333,7 +333,7 @@ class Requests(RuleBasedStateMachine):
         assert {*engine._requests} <= keys
         assert {row.id for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
-        assert len(slots) == len({*slots}) == len(engine.target.rows)  # type: ignore[attr-defined]
+        assert len(slots) == len({*slots}) == len(engine.session.rows)  # type: ignore[attr-defined]
         for draft in engine.drafts.open.values():
             for part in (
                 draft.proposer,
@@ -368,7 +368,7 @@ class Requests(RuleBasedStateMachine):
         engine = self.engine
         assert not any((self.live, engine.prefilling, engine.running, engine.waiting))
         assert not any((engine._requests, rows_in_drafts(engine)))
-        assert not engine.target.rows  # type: ignore[attr-defined]
+        assert not engine.session.rows  # type: ignore[attr-defined]
 
 
 def machine(name: str) -> Callable[[], Requests]:

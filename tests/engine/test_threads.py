@@ -107,7 +107,7 @@ def is_clean(generator: SpecGenerator) -> bool:
     engine = driver.engine
 
     def clean() -> bool:
-        left = (engine._requests, rows_in_drafts(engine), engine.target.rows, driver._waiting)  # type: ignore[attr-defined]
+        left = (engine._requests, rows_in_drafts(engine), engine.session.rows, driver._waiting)  # type: ignore[attr-defined]
         return engine.idle and not any(left)
 
     while not clean() and driver._driving_thread is not None and time.monotonic() < end:

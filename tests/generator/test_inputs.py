@@ -134,7 +134,7 @@ def test_a_draft_with_an_encoder_of_its_own_needs_inputs() -> None:
     hidden = LanguageModel(model).encode(tiny_inputs("t5")).hidden
     with pytest.raises(UnsupportedError, match="needs encoder inputs"):
         generator.generate(encoder_outputs=hidden, max_new_tokens=4)
-    assert generator.engine.target.passes == 0
+    assert generator.engine.session.passes == 0
 
 
 def test_drafts_read_the_encoder_s_text_without_padding() -> None:

@@ -248,13 +248,13 @@ def test_drafts_are_cut_where_a_processor_says_so(draft: Any) -> None:
     generator = SpecGenerator(model, draft)
     job = generator.submit([[5, 9, 5, 9]], logits_processor=[Even()], **COMMON)
     seen: list[int] = []
-    run = generator.engine.target.run
+    run = generator.engine.session.run
 
     def spy(works: Any, **how: Any) -> Any:
         seen.extend(token for work in works for token in work.tree.tokens[work.first + 1 :])
         return run(works, **how)
 
-    generator.engine.target.run = spy  # type: ignore[method-assign]
+    generator.engine.session.run = spy  # type: ignore[method-assign]
     tokens = [token for deltas in job.follow() for one in deltas for token in one.token_ids]
     assert tokens == expected.new_tokens()[0]
     assert all(token % 2 == 0 for token in seen)

@@ -168,7 +168,7 @@ class Twin:
         for tree in grown:
             path = tree.path(self.random.randrange(-1, len(tree)))
             kept.append(self._survivors(tree) if self.random.random() < branches else (path, len(path)))
-        self.session.commit(named, [nodes for nodes, _ in kept], texts=[text for _, text in kept])
+        self.session.commit(named, [nodes for nodes, _ in kept], num_texts=[text for _, text in kept])
         for row, tree, (nodes, text) in zip(rows, grown, kept, strict=True):
             self.texts[row] += [tree.tokens[node] for node in nodes[:text]]
             self.pending[row] = tree.part(nodes, text)

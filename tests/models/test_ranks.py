@@ -104,7 +104,7 @@ def test_texts_are_those_of_one_process(draft: str, line: Beside, shared: Sharde
             continue
         theirs, ours = plain.generate(IDS, **call), gen.generate(IDS, **call)
         assert torch.equal(theirs.sequences, ours.sequences), name
-    own = gen.engine.target
+    own = gen.engine.session
     assert isinstance(own, LedSession)
     texts = [[*IDS[0], *IDS[1]] * 2, [*IDS[0], *IDS[1]] * 2 + [4]]
     for text in texts:  # the second one continues what was kept of the first

@@ -222,7 +222,7 @@ def test_kept_prefixes(name: str) -> None:
     twin.prefill(30, 12)
     tree = twin.tree()
     assert twin.run([tree, twin.chain(1)], [7, 1]) < TOLERANCE
-    twin.session.commit(twin.rows, [[0, 2, 4], [0]], texts=[2, 1])
+    twin.session.commit(twin.rows, [[0, 2, 4], [0]], num_texts=[2, 1])
     twin.texts[0] += [tree.tokens[0], tree.tokens[2]]
     twin.texts[1] = []
     assert isinstance(twin.session, KvSession)

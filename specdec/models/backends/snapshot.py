@@ -160,11 +160,16 @@ class ReplaySession(Session):
         return found
 
     def commit(
-        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        num_texts: Sequence[int] | None = None,
+        final: bool = True,
     ) -> None:
         """Extends texts; a cache beyond the kept path is brought back."""
         for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
-            path = kept if texts is None else kept[: texts[i]]
+            path = kept if num_texts is None else kept[: num_texts[i]]
             if any(node >= len(row.tree) for node in kept):
                 raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", kept)
             before, ran = len(row.tokens), row.ran

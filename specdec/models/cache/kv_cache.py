@@ -108,16 +108,21 @@ class KvCache(Session):
         return self.row(row).columns.length
 
     def commit(
-        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        num_texts: Sequence[int] | None = None,
+        final: bool = True,
     ) -> None:
         """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
-        check_paths(rows, paths, texts)
+        check_paths(rows, paths, num_texts)
         moves = []
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
             row = self.row(number)
-            text = len(path) if texts is None else texts[i]
-            row.columns.keep(row.tree, path, text)
-            row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
+            num_text = len(path) if num_texts is None else num_texts[i]
+            row.columns.keep(row.tree, path, num_text)
+            row.tree = EMPTY if num_text == len(path) else row.tree.part(path, num_text)
             if row.columns.scattered:
                 moves += [(row.index, *move) for move in row.columns.compact(VOID_COLUMNS)]
         self._move(moves)

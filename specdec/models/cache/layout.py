@@ -59,13 +59,13 @@ class ColumnMap:
     """The columns of one row: positions below `base` lie in the columns of the same number, later nodes are scattered.
 
     `scattered[i]` is the column of scattered node i, `parents[i]` its parent among them (-1: position `base - 1`). The
-    first `text` scattered nodes are a chain of text, the others pending branches. Columns from `top` on are free.
+    first `num_text` scattered nodes are a chain of text, the others pending branches. Columns from `top` on are free.
     `initial_length` is the length of the text that the row began with. `shift` is added to positions where models take
     them as an argument.
     """
 
     base: int = 0
-    text: int = 0
+    num_text: int = 0
     scattered: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     top: int = 0
@@ -74,7 +74,7 @@ class ColumnMap:
 
     @property
     def length(self) -> int:
-        return self.base + self.text
+        return self.base + self.num_text
 
     @property
     def extent(self) -> int:
@@ -83,7 +83,7 @@ class ColumnMap:
 
     @property
     def pending(self) -> int:
-        return len(self.scattered) - self.text
+        return len(self.scattered) - self.num_text
 
     def copy(self) -> ColumnMap:
         return replace(self, scattered=list(self.scattered), parents=list(self.parents))
@@ -91,20 +91,20 @@ class ColumnMap:
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
         """Columns and parents of all scattered nodes once `tree`, which begins with the pending branches, is added."""
         fresh = range(self.pending, len(tree))
-        parents = [self.text + tree.parents[node] for node in fresh]  # -1 becomes the last node of text
+        parents = [self.num_text + tree.parents[node] for node in fresh]  # -1 becomes the last node of text
         return self.scattered + [self.top + i for i in range(len(fresh))], self.parents + parents
 
-    def keep(self, tree: Tree, path: list[int], text: int) -> None:
+    def keep(self, tree: Tree, path: list[int], num_text: int) -> None:
         """Keeps only the nodes `path` of the last pass; the first `text` of them become text."""
-        if not self.scattered and text == len(path) and (not text or path[-1] == text - 1):
-            self.base = self.top = self.base + text
+        if not self.scattered and num_text == len(path) and (not num_text or path[-1] == num_text - 1):
+            self.base = self.top = self.base + num_text
             return
         columns, parents = self.with_new(tree)
-        kept = [*range(self.text), *(self.text + node for node in path)]
+        kept = [*range(self.num_text), *(self.num_text + node for node in path)]
         number = {node: i for i, node in enumerate(kept)} | {-1: -1}
         self.parents = [number[parents[node]] for node in kept]
         self.scattered = [columns[node] for node in kept]
-        self.text += text
+        self.num_text += num_text
         self.top = max([self.base, *(column + 1 for column in self.scattered)])
 
     def compact(self, slack: int) -> list[tuple[int, int]]:
@@ -116,10 +116,10 @@ class ColumnMap:
         if not self.scattered or (self.pending and self.top - self.base - len(self.scattered) <= slack):
             return []
         moves = [(column, self.base + i) for i, column in enumerate(self.scattered) if column != self.base + i]
-        text = self.text
-        self.base, self.text = self.base + text, 0
-        self.scattered = [self.base + i for i in range(len(self.scattered) - text)]
-        self.parents = [max(parent - text, -1) for parent in self.parents[text:]]
+        num_text = self.num_text
+        self.base, self.num_text = self.base + num_text, 0
+        self.scattered = [self.base + i for i in range(len(self.scattered) - num_text)]
+        self.parents = [max(parent - num_text, -1) for parent in self.parents[num_text:]]
         self.top = self.base + len(self.scattered)
         return moves
 
@@ -132,7 +132,7 @@ class ColumnMap:
         """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
         if length >= self.length:
             return []
-        self.scattered, self.parents = self.scattered[: self.text], self.parents[: self.text]
+        self.scattered, self.parents = self.scattered[: self.num_text], self.parents[: self.num_text]
         moves = self.compact(0) if self.scattered else []
         self.base = self.top = length
         return moves

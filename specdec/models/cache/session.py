@@ -92,11 +92,16 @@ class Session(ABC):
 
     @abstractmethod
     def commit(
-        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        num_texts: Sequence[int] | None = None,
+        final: bool = True,
     ) -> None:
         """Keeps the nodes `paths[i]` of the row's last tree, parents first, and drops the others.
 
-        The first `texts[i]` of them (None: all) are a chain that extends the text, the others pending branches.
+        The first `num_texts[i]` of them (None: all) are a chain that extends the text, the others pending branches.
         `final=False`: they are guesses, which `truncate` may take back.
         """
 
@@ -118,7 +123,7 @@ def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
             raise OptionError.of("num_logits", nodes, work.num_logits)
 
 
-def check_paths(rows: Sequence[int], paths: Sequence[list[int]], texts: Sequence[int] | None) -> None:
+def check_paths(rows: Sequence[int], paths: Sequence[list[int]], num_texts: Sequence[int] | None) -> None:
     """Raises OptionError unless there is one path, and one of `texts` if given, per row."""
-    if len(paths) != len(rows) or (texts is not None and len(texts) != len(rows)):
+    if len(paths) != len(rows) or (num_texts is not None and len(num_texts) != len(rows)):
         raise OptionError.of("paths", f"one for each of {len(rows)} rows", len(paths))

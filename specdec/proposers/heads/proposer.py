@@ -65,7 +65,7 @@ class _KnownText:
         """The number of the first token after `states`."""
         return self.first + len(self.states)
 
-    def add(self, features: Tensor, path: list[int], text: int, hidden: Hidden) -> None:
+    def add(self, features: Tensor, path: list[int], num_text: int, hidden: Hidden) -> None:
         """Stores the `features` of `hidden`: of text read before the path, and of its nodes, as text or branches."""
         fresh = [node for node in path if node >= hidden.num_cached]
         unread = len(features) - len(fresh)
@@ -76,8 +76,8 @@ class _KnownText:
             self.first, self.states = hidden.first, []
         if unread:
             self.states[hidden.first - self.first :] = rows[:unread]
-        self.states += kept[:text]
-        self.branches = kept[text:]
+        self.states += kept[:num_text]
+        self.branches = kept[num_text:]
 
     def forget(self, count: int) -> None:
         """Drops the features of the first `count` tokens."""
@@ -144,11 +144,11 @@ class HeadProposer(ModelProposer):
     def update(self, commits: Sequence[Commit]) -> None:
         """Keeps hidden states until a guess is wanted, and reads those of long texts."""
         long = []
-        for seq, path, text, hidden in commits:
+        for seq, path, num_text, hidden in commits:
             if hidden is None:
                 continue
             known = self._known.setdefault(seq.id, _KnownText(seq, hidden.first))
-            known.unheard.append((path, text, hidden))
+            known.unheard.append((path, num_text, hidden))
             if hidden.first + len(hidden.layers[0]) - known.unheard[0][2].first > _UNHEARD:
                 long.append(seq)
         if long:
@@ -168,12 +168,12 @@ class HeadProposer(ModelProposer):
             if unheard:
                 states = [hidden.states for _, _, hidden in unheard]
                 features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
-                for own, (path, text, hidden) in zip(features, unheard, strict=True):
-                    known.add(own, path, text, hidden)
+                for own, (path, num_text, hidden) in zip(features, unheard, strict=True):
+                    known.add(own, path, num_text, hidden)
         self._settle(seqs)
-        self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].text > _UNREAD])
+        self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].num_text > _UNREAD])
         for seq in seqs:
-            self._known[seq.id].forget(self._cached[seq.id].text - 2)  # the last token may have to be fed again
+            self._known[seq.id].forget(self._cached[seq.id].num_text - 2)  # the last token may have to be fed again
 
     def _num_read(self, seq_id: int) -> int:
         """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
@@ -184,12 +184,12 @@ class HeadProposer(ModelProposer):
         if not self._can_read(known.seq):
             return 0
         self._read_known([known.seq])
-        return cached.text
+        return cached.num_text
 
     def _read_known(self, seqs: Sequence[SequenceView]) -> None:
         """Reads the texts of these sequences as far as their features are known."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
-        while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].text]:
+        while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].num_text]:
             self._read(behind, CHUNK)
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
@@ -252,13 +252,13 @@ class HeadProposer(ModelProposer):
             return torch.cat([self._text_features(feed, feed.work.num_text), *branches])
         written, blank = known.written[source], self._blank
         before = feed.work.tree.parents[feed.work.num_cached :]
-        texts, length = known.texts[source], feed.cached.text
+        texts, length = known.texts[source], feed.cached.num_text
         end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
     def _text_features(self, feed: Feed, count: int) -> Tensor:
         """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
-        known, begin = self._known[feed.seq.id], feed.cached.text
+        known, begin = self._known[feed.seq.id], feed.cached.num_text
         first = [self._blank] * (count > 0 and begin < self._shift)
         at = begin - self._shift + len(first) - known.first
         rows = [*first, *known.states[at : at + count - len(first)]]
@@ -268,7 +268,7 @@ class HeadProposer(ModelProposer):
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
         if not feed.work.num_text:
             return
-        known, begin = self._known[feed.seq.id], feed.cached.text
+        known, begin = self._known[feed.seq.id], feed.cached.num_text
         for stage, written in enumerate(known.written[:-1] if not guessed else ()):
             known.texts[stage][begin:] = [written[node] for node in range(feed.work.num_text)]
         known.written = [
@@ -282,7 +282,7 @@ class HeadProposer(ModelProposer):
 
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether no features are missing between the tokens read so far and those known."""
-        return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
+        return self._known[seq.id].first <= max(self._cached[seq.id].num_text - self._shift, 0)
 
 
 class BlockProposer(HeadProposer):
@@ -303,11 +303,11 @@ class BlockProposer(HeadProposer):
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
-        for (growth, text), out in zip(feeds, passed, strict=True):
-            level: Tree | None = text
+        for (growth, tree), out in zip(feeds, passed, strict=True):
+            level: Tree | None = tree
             for logits in fit(out.logits, self._vocab_size):
                 level = level and growth.take(level, logits.expand(growth.feed(level).work.num_logits, -1))
-            growth.cached.text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
+            growth.cached.num_text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
             growth.cached.branches = EMPTY
 
     def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
