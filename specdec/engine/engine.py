@@ -22,8 +22,10 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK
 from specdec.engine.drafts import Blamed, OpenDrafts, grouped
-from specdec.engine.request import MemoryBudget, Request
-from specdec.engine.scheduler import PrefixCache, Scheduler
+from specdec.engine.memory import MemoryBudget
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request

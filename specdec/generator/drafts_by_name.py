@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.drafts import Draft, Drafter
-from specdec.engine.request import ScheduledDraft
 from specdec.errors import DraftError, OptionError, VocabularyError
+from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of

@@ -15,8 +15,7 @@ from specdec.core.drafts import Draft
 from specdec.decoding.processors.grammar import Grammar, Grammars
 from specdec.engine.driver import Driver, release_helpers
 from specdec.engine.engine import Engine
-from specdec.engine.request import ScheduledDraft
-from specdec.engine.scheduler import PrefixCache
+from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
 from specdec.generator.checks import check_draft
@@ -34,6 +33,7 @@ from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, Prompts, read_prompts, split, with_predictions
 from specdec.generator.job import Job
+from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed

@@ -19,7 +19,7 @@ from specdec.core.sequence import Context
 from specdec.core.tree import common_length
 from specdec.core.work import Work
 from specdec.engine import scheduler
-from specdec.engine.scheduler import PrefixCache, PrefixIndex
+from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless

@@ -1,0 +1,78 @@
+"""The memory for keys and values that requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specdec.engine.request import Request
+from specdec.errors import OptionError
+from specdec.models import LanguageModel, free_bytes
+
+
+class MemoryBudget:
+    """A limit on the keys and values of all running sequences, target and drafts together.
+
+    `given`: bytes (int), or a share of the memory that is free at the first request (float); None: no limit. A request
+    counts as if every sequence grew to its maximal length.
+    """
+
+    def __init__(self, given: int | float | None, model: LanguageModel) -> None:
+        is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
+        if not (given is None or is_bytes or (isinstance(given, float) and 0 < given <= 1)):
+            raise OptionError.of(
+                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", given
+            )
+        self.given, self._model = given, model
+        self._kept = (0, 0)  # rows and columns that buffers may keep allocated
+        self.kept_bytes = 0  # their bytes
+
+    @property
+    def limit(self) -> int | None:
+        """In bytes; None: no limit."""
+        if isinstance(self.given, float):
+            self.given = int(self.given * free_bytes(self._model.device))
+        return self.given
+
+    def check(self, request: Request) -> None:
+        """Raises OptionError for a request that does not even fit alone."""
+        if self.limit is not None and (needed := self.bytes([request])) > self.limit:
+            raise OptionError(
+                f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
+                "lower `max_new_tokens`, shorten the prompt, pass fewer rows, or raise `kv_budget`"
+            )
+
+    def fits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a request can run beside others, some of which may be named twice."""
+        return self.limit is None or self.bytes([*dict.fromkeys(running), request]) <= self.limit
+
+    def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The most rows and columns of a cache that these requests may need."""
+        seqs = [seq for request in requests for seq in request.seqs]
+        longest = max((seq.most_positions for seq in seqs), default=0)
+        widest = max((request.most_nodes(seq) for request in requests for seq in request.seqs), default=1)
+        return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 2
+
+    def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The bounds, or earlier, larger ones while they take at most half of the limit.
+
+        Otherwise buffers would shrink and grow, and be copied, with every request that leaves and comes.
+        """
+        rows, columns = self.bounds(requests)
+        kept = max(rows, self._kept[0]), max(columns, self._kept[1])
+        models = {id(m): m for r in requests if r.draft is not None for m in r.draft.models}
+        width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
+        fits = self.limit is None or 2 * kept[0] * kept[1] * width <= self.limit
+        self._kept = kept if fits else (rows, columns)
+        self.kept_bytes = self._kept[0] * self._kept[1] * width
+        return self._kept
+
+    def bytes(self, requests: Sequence[Request]) -> int:
+        """The most bytes of keys and values of these requests, in the target and in drafts."""
+        rows, columns = self.bounds(requests)
+        total = rows * columns * self._model.kv_bytes
+        total += sum(len(request.seqs) * self._model.cross_bytes(request.frames) for request in requests)
+        drafts = {id(request.draft): request.draft for request in requests if request.draft is not None}
+        for draft in drafts.values():
+            own = sum(len(request.seqs) for request in requests if request.draft is draft)
+            total += own * columns * sum(model.kv_bytes for model in draft.models)
+        return total
