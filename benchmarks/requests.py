@@ -25,7 +25,7 @@ from measure import Watch, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
-from specdec.engine.driver import release_helpers
+from specdec.engine.openmp import release_helpers
 from specdec.options.bundled_models import pair
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}

@@ -17,7 +17,7 @@ from specdec.options.fields import is_whole
 Item = TypeVar("Item")
 
 
-class Blamed(NamedTuple):
+class Guarded(NamedTuple):
     """An exception within becomes the error of the requests of `seqs` in `failed`; meanwhile no row of a cache moves.
 
     (A class: `contextmanager` takes three times as long, and a round has seven of these.)
@@ -37,7 +37,7 @@ class Blamed(NamedTuple):
         return isinstance(error, Exception)
 
 
-Blame = Callable[[Sequence[RunningSequence]], Blamed]
+Guard = Callable[[Sequence[RunningSequence]], Guarded]
 
 
 class OpenDraft(NamedTuple):
@@ -51,13 +51,13 @@ class OpenDraft(NamedTuple):
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. An exception within `blamed(seqs)` ends the
+    `requests`: the requests of running sequences, by the sequences' ids. An exception within `guard(seqs)` ends the
     requests of these sequences.
     """
 
-    def __init__(self, model: LanguageModel, requests: Mapping[int, Request], blamed: Blame) -> None:
+    def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
-        self._model, self._requests, self._blamed = model, requests, blamed
+        self._model, self._requests, self._guard = model, requests, guard
         self.is_offloaded = model.is_offloaded  # kept, since the property walks all modules
 
     def start(self, draft: Draft) -> None:
@@ -83,7 +83,7 @@ class OpenDrafts:
                 continue
             plans: dict[int, Plan] = {}
             for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
-                with self._blamed(together):
+                with self._guard(together):
                     found = pacing.schedule.plan(together)
                     plans |= {seq.id: plan for seq, plan in zip(together, found, strict=True)}
             copies = opened.draft.instant or opened.draft.reads_predictions
@@ -95,7 +95,7 @@ class OpenDrafts:
             if opened.draft.instant:
                 calls = [own for _, own in grouped(group, lambda seq: self._requests[seq.id])]
             for together in filter(None, calls):
-                with self._blamed(together):
+                with self._guard(together):
                     proposals |= self._ask(opened.proposer, together, [plans[seq.id] for seq in together])
         return proposals
 
@@ -113,7 +113,7 @@ class OpenDrafts:
             raise DraftError(f"`tokens` of a Tree that `{kind}` proposes must be a list, got {odd[0]}")
         found: dict[int, Tree] = {}
         for seq, plan, tree in zip(seqs, plans, trees, strict=True):
-            with self._blamed([seq]):
+            with self._guard([seq]):
                 allowed = seq.task.allowed
                 if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
                     kept = allowed(seq.tokens, tree.tokens)
@@ -174,7 +174,7 @@ class OpenDrafts:
         """Gives drafts their messages of a round."""
         own = {message.seq.id: message for message in messages}
         for opened, group in self._grouped(message.seq for message in messages):
-            with self._blamed(group):
+            with self._guard(group):
                 opened.proposer.update([own[seq.id] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:

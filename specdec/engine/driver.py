@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
-from typing import Any
 from weakref import WeakSet
-
-import torch
 
 from specdec.core.outcome import Round
 from specdec.engine.engine import Engine
+from specdec.engine.openmp import release_helpers
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
 
 _SOON, _IDLE = 0.01, 1.0  # seconds without work after which helper threads end, and after which the thread ends
-_SOFT = 1  # omp_pause_soft: keeps the program's settings
 _PATIENCE = 10.0  # seconds that the interpreter waits at its end for the current step
 
 
@@ -56,7 +50,7 @@ class Driver:
         Raises the error that ended the request early, and EngineError for a call from within the engine and for a
         request that is being read. Closing the generator cancels the request.
         """
-        self._check()
+        self._refuse_nested_call()
         if self.engine.budget.given is not None:
             self.engine.budget.check(request)
         with self._lock:
@@ -100,7 +94,7 @@ class Driver:
 
         Waits for the pass under way. Raises EngineError inside a call's own processor, criterion, draft or schedule.
         """
-        self._check()
+        self._refuse_nested_call()
         with self._lock:
             self._closed = True
             for request in list(self._open):
@@ -137,7 +131,7 @@ class Driver:
         def ready() -> bool:
             return request.done or (stream and bool(request.rounds))
 
-        self._check()
+        self._refuse_nested_call()
         with self._lock:
             if self._ended and threading.current_thread() is not threading.main_thread():
                 raise CancelledError("the program is ending")  # a computing daemon thread would abort it
@@ -193,13 +187,13 @@ class Driver:
     def _stop_driving(self) -> None:
         """Drops what was cancelled, and lets another thread drive."""
         try:
-            while not self._let_go():
+            while not self._hand_over():
                 self._drop_cancelled()
         except BaseException:  # an interrupt
-            self._let_go(anyway=True)
+            self._hand_over(anyway=True)
             raise
 
-    def _let_go(self, *, anyway: bool = False) -> bool:
+    def _hand_over(self, *, anyway: bool = False) -> bool:
         """Stops driving, and returns True; False if cancelled requests are left, unless it stops `anyway`."""
         with self._lock:
             # a stream closed from here on drops its own request
@@ -231,7 +225,7 @@ class Driver:
         with suppress(BaseException):  # its callers raise it
             self._drive(wanted)
 
-    def _check(self) -> None:
+    def _refuse_nested_call(self) -> None:
         """Raises EngineError in the driving thread, which would wait for itself."""
         if self._driving_thread == threading.get_ident():
             raise EngineError(
@@ -279,23 +273,3 @@ def _end_at_exit(driver: Driver) -> None:
 def _end_all() -> None:
     for driver in list(_shared):
         driver.end()
-
-
-@cache
-def _openmp() -> Any:
-    """torch's own copy of GNU's OpenMP; None if it has another one, or none."""
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
-        library = ctypes.CDLL(str(path))
-        if hasattr(library, "omp_pause_resource_all"):
-            return library
-    return None
-
-
-def release_helpers() -> None:
-    """Ends the calling thread's OpenMP helper threads; its next parallel operation starts new ones (about 0.1 ms).
-
-    If all threads together have more helpers than there are processors, GNU's OpenMP lets helpers sleep between
-    operations, and every parallel operation takes up to twice as long.
-    """
-    if (library := _openmp()) is not None:
-        library.omp_pause_resource_all(_SOFT)

@@ -21,7 +21,7 @@ from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK
-from specdec.engine.drafts import Blamed, OpenDrafts, grouped
+from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
@@ -59,10 +59,10 @@ class Engine:
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
-        # An exception within `self._blamed(seqs)` is an error of their requests, which sit out until the round ends
+        # An exception within `self._guard(seqs)` is an error of their requests, which sit out until the round ends
         # them.
-        self._blamed = partial(Blamed, requests=self._requests, failed=self._failed)
-        self.drafts = OpenDrafts(self.model, self._requests, self._blamed)
+        self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
+        self.drafts = OpenDrafts(self.model, self._requests, self._guard)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
         self.session = self.scheduler.session
 
@@ -154,7 +154,7 @@ class Engine:
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
         outcomes: list[Outcome] = []
-        with self._blamed(seqs):
+        with self._guard(seqs):
             works = []
             for seq in seqs:
                 rows = [one.cache_row for one in seq.batch_seqs]
@@ -177,7 +177,7 @@ class Engine:
         for one in outcomes:
             if one.out.work.num_logits:
                 out, request = one.out, self._requests[one.seq.id]
-                with self._blamed([one.seq]):
+                with self._guard([one.seq]):
                     plain = out.hidden_states is None and out.attentions is None
                     accept(one, out if plain else request.wanted(out))
         return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
@@ -217,7 +217,7 @@ class Engine:
             request.rounds.append(round_ if len(seqs) == len(found) else round_.of(seqs))
         decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].draft is not None]
         for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
-            with self._blamed(group):
+            with self._guard(group):
                 seqs = [found[seq.id] for seq in group]
                 pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(found) else round_.of(seqs))
 
@@ -227,7 +227,7 @@ class Engine:
             self._last_id += 1
             seq.id = self._last_id
             self._requests[seq.id] = request
-        with self._blamed(request.seqs):
+        with self._guard(request.seqs):
             if request.draft is not None and id(request.draft) not in self.drafts.open:
                 self.drafts.start(request.draft)
             if request.encode is not None:
@@ -266,8 +266,8 @@ class Engine:
         for seq in order:
             if unread >= CHUNK:
                 break  # later, a sequence may continue what is read until then
-            with self._blamed([seq]):  # where no cache row can be made
-                if self.scheduler.follow(seq, self._requests[seq.id]):
+            with self._guard([seq]):  # where no cache row can be made
+                if self.scheduler.give_row(seq, self._requests[seq.id]):
                     ready.append(seq)
                     unread += self.scheduler.unread(seq)
         if self._failed:

@@ -45,7 +45,7 @@ class Scheduler:
         self._reading = PrefixIndex[RunningSequence]()  # prompts that rows will hold
 
     def add(self, request: Request) -> None:
-        """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
+        """Takes in a request's sequences; `give_row` gives each its row when it is to be read."""
         for seq in self._keys:  # those that began under another state of the model share nothing any longer
             if seq.context is not None and seq.context.model != request.model_state:
                 seq.context = self._keys[seq] = None
@@ -60,7 +60,7 @@ class Scheduler:
                 self._copies[seq.task.source].add(seq)
                 self._keys[seq] = self._keys[seq] or seq.task.source
 
-    def follow(self, seq: RunningSequence, request: Request) -> bool:
+    def give_row(self, seq: RunningSequence, request: Request) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
         Returns whether it has one.

@@ -13,8 +13,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.core.drafts import Draft
 from specdec.decoding.processors.grammar import Grammar, Grammars
-from specdec.engine.driver import Driver, release_helpers
+from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
+from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras

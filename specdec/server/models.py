@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from specdec.engine.driver import release_helpers
+from specdec.engine.openmp import release_helpers
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_reached

@@ -17,7 +17,7 @@ import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft, Proposer
-from specdec.engine.driver import release_helpers
+from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.matrix import endless, some
 from tests.oracle import rows_in_drafts, shapes
