@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import Commit, Draft, Plan, Proposer
 from specdec.core.outcome import Outcome
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import Tree
 from specdec.engine.request import Request
-from specdec.errors import DraftError
+from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
 
+_log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
@@ -84,8 +87,7 @@ class OpenDrafts:
             plans: dict[int, Plan] = {}
             for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
                 with self._guard(together):
-                    found = pacing.schedule.plan(together)
-                    plans |= {seq.id: plan for seq, plan in zip(together, found, strict=True)}
+                    plans |= _plans(pacing.schedule, together)
             copies = opened.draft.instant or opened.draft.reads_predictions
             if not copies and all(plan.limit <= 0 for plan in plans.values()):
                 continue
@@ -109,8 +111,11 @@ class OpenDrafts:
         if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
             got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
             raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}")
-        if odd := [type(tree.tokens).__name__ for tree in trees if not isinstance(tree.tokens, list)]:
-            raise DraftError(f"`tokens` of a Tree that `{kind}` proposes must be a list, got {odd[0]}")
+        for name in ("tokens", "parents", "confidence"):
+            if odd := [one for tree in trees if not isinstance(one := getattr(tree, name), list | None)]:
+                raise DraftError(
+                    f"`{name}` of a Tree that `{kind}` proposes must be a list, got {type(odd[0]).__name__}"
+                )
         found: dict[int, Tree] = {}
         for seq, plan, tree in zip(seqs, plans, trees, strict=True):
             with self._guard([seq]):
@@ -186,7 +191,8 @@ class OpenDrafts:
         for opened, group in self._grouped(seqs):
             try:
                 opened.proposer.drop([seq.id for seq in group])
-            except Exception:
+            except Exception as error:
+                _log.warning("%r could not drop ended texts and is left out from now on: %r", opened.draft, error)
                 del self.open[id(opened.draft)]
                 for request in self._requests.values():
                     request.draft = None if request.draft is opened.draft else request.draft
@@ -195,6 +201,17 @@ class OpenDrafts:
         """The sequences grouped by their drafts; those without one are left out."""
         groups = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].draft)))
         return [(opened, group) for opened, group in groups if opened is not None]
+
+
+def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
+    """The schedule's plans by sequence id; raises OptionError unless it is a list with one `Plan` per sequence."""
+    plans = schedule.plan(seqs)
+    limits = [getattr(plan, "limit", None) for plan in plans] if isinstance(plans, Sequence) else []
+    if len(limits) != len(seqs) or not all(map(is_whole, limits)):
+        raise OptionError.of(
+            "schedule", f"one whose `plan` returns a list of {len(seqs)} plans, one per sequence", plans
+        )
+    return {seq.id: plan for seq, plan in zip(seqs, plans, strict=True)}
 
 
 def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:

@@ -58,7 +58,8 @@ class Driver:
             if request in self._open:
                 raise EngineError("this job is being followed: read its deltas there, or submit another")
             self._open.add(request)
-            self._arrived.append(request)
+            if not request.done:
+                self._arrived.append(request)
         try:
             while not request.done:
                 self._wait(request, stream)
@@ -90,9 +91,9 @@ class Driver:
                 request.done = True
 
     def close(self) -> None:
-        """Cancels all calls, ends the thread that runs them, and frees keys and values; later calls raise EngineError.
+        """Cancels all calls, ends the thread that runs them, and frees all keys and values.
 
-        Waits for the pass under way. Raises EngineError inside a call's own processor, criterion, draft or schedule.
+        Waits for the pass under way; later calls raise EngineError. Raises EngineError inside a call's own processor, criterion, draft or schedule.
         """
         self._refuse_nested_call()
         with self._lock:
@@ -104,6 +105,7 @@ class Driver:
             self._driving_thread = threading.get_ident()
         try:
             self.engine.abort(CancelledError("the generator was closed"))
+            self.engine.scheduler.prefix_cache.clear()
         finally:
             self._stop_driving()
         if self._thread is not None and self._thread.is_alive():
@@ -184,6 +186,7 @@ class Driver:
         finally:
             self._stop_driving()
 
+    @plain_modes()  # a draft that saves its state runs passes
     def _stop_driving(self) -> None:
         """Drops what was cancelled, and lets another thread drive."""
         try:

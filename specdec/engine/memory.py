@@ -29,9 +29,10 @@ class MemoryBudget:
     @property
     def limit(self) -> int | None:
         """In bytes; None: no limit."""
-        if isinstance(self.given, float):
-            self.given = int(self.given * free_bytes(self._model.device))
-        return self.given
+        given = self.given
+        if isinstance(given, float):  # several threads may be here
+            given = self.given = int(given * free_bytes(self._model.device))
+        return given
 
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that does not even fit alone."""

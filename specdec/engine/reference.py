@@ -27,19 +27,21 @@ def generate(
     choose: Callable[[Tensor, list[int]], int] = greedy,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """`tokens` continued until there are `length` of them, or one of `ends`.
+    """`tokens` continued until there are `length` of them, or one of `ends` is written.
 
     `target(tokens)` returns logits `[tokens, vocab]` in one pass; `choose(logits, tokens)` takes the token that follows
     `tokens`, from logits `[vocab]` and the text alone, so that no draft can change it.
     """
     tokens, k = list(tokens), 5
-    while len(tokens) < length and tokens[-1] not in ends:
+    while len(tokens) < length:
         room = length - len(tokens) - 1  # the target adds one token itself
         proposal = draft.propose(list(tokens), min(k, room))[:room] if draft is not None and room else []
         logits = target(tokens + proposal)[len(tokens) - 1 :]
         new = accept(logits, proposal, tokens, choose, ends)
         k = k + 2 if len(new) > len(proposal) else max(k - 1, 1)
         tokens += new
+        if new[-1] in ends:
+            break
     return tokens
 
 

@@ -69,14 +69,16 @@ class Scheduler:
             return True
         source, length = self._nearest(seq)
         other, common = self._reading.find(self._keys[seq], seq.text_ids[:-1])
-        if other is not None:  # how much further must its prompt go, that it is awaited?
-            further = 1 if self._are_copies(seq, other) else _WORTH_WAITING
-            outlives_prompt = further == 1 or other.max_length - len(other.tokens) > 1
-            if common >= length + further and outlives_prompt:
+        if other is not None:
+            copies = self._are_copies(seq, other)
+            stays = copies or other.max_length - len(other.tokens) > 1  # else it leaves with its first token
+            if stays and common >= length + (1 if copies else _WORTH_WAITING):
                 return False
         opened = self._drafts.get(id(request.draft))
         if length and opened is not None and opened.draft.hidden_layers:
             length = self._joined(seq, source, length, opened)
+            if seq.pictures is not None and length < seq.pictures.length:
+                opened.proposer.drop([seq.id])  # it begins anew
         if seq.pictures is not None and length < seq.pictures.length:
             length = 0  # pictures are read together
         self._place(seq, source, length)

@@ -159,8 +159,6 @@ class SpecGenerator:
         prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
         self._driver.close()
-        if self._prefixes is not None:
-            self._prefixes.clear()
 
     def __enter__(self) -> SpecGenerator:
         return self

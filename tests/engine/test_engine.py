@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from specdec import DraftError, LanguageModel, SpecGenerator
+from specdec import DraftError, LanguageModel, OptionError, SpecGenerator
 from specdec.core.draft_schedules import Constant
 from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
@@ -224,6 +224,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
         (lambda n: [Tree.chain([torch.tensor(1)])] * n, "propose whole numbers from 0 to"),
         (lambda n: [Tree.chain([10**6])] * n, "ids that the target lacks"),
         (lambda n: [Tree(torch.tensor([1, 2]), [-1, 0])] * n, "`tokens` of a Tree .* a list, got Tensor"),
+        (lambda n: [Tree.chain([1, 2], torch.tensor([0.9, 0.8]))] * n, "`confidence` of a Tree .* a list, got Tensor"),
         (lambda n: [[1, 2]] * n, r"`Fixed.propose` must return a list of 1 Trees, one per sequence, got \[list\]"),
         (lambda n: [], r"a list of 1 Trees, one per sequence, got \[\]"),
         (lambda n: None, "got NoneType"),
@@ -243,6 +244,23 @@ def test_a_wrong_proposal_is_refused(proposed: Callable[[int], Any], words: str)
 
     with pytest.raises(DraftError, match=words):
         SpecGenerator(tiny("llama"), Fixed(), schedule=Constant(3)).generate([[5, 9]], **COMMON)
+
+
+@pytest.mark.parametrize("plans", [lambda seqs: [5] * len(seqs), lambda seqs: [], lambda seqs: None])
+def test_a_schedule_without_plans_ends_its_own_request_alone(plans: Callable[[Any], Any]) -> None:
+    class Odd(Constant):
+        def plan(self, seqs: Any) -> Any:
+            return plans(seqs)
+
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    sound, odd = generator.submit([[5, 9]], **COMMON), generator.submit([[6, 7]], schedule=Odd(), **COMMON)
+    engine = generator.engine
+    for job in (sound, odd):
+        engine.submit(job.call.request)
+    while not engine.idle:
+        engine.step()
+    assert sound.call.request.error is None
+    assert isinstance(odd.call.request.error, OptionError)
 
 
 def test_a_draft_must_start_a_session() -> None:

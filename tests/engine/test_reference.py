@@ -55,3 +55,13 @@ def test_the_engine_writes_what_the_plainest_loop_writes(wrong: int, sampled: bo
     more = {"do_sample": True, "seed": [SEED], "top_k": 0} if sampled else {}
     out = SpecGenerator(model, FunctionDraft(draft.propose)).generate([PROMPT], **options, **more)
     assert out.sequences[0].tolist() == plain[:until]
+
+
+def test_a_prompt_that_ends_with_an_end_token() -> None:
+    """Is continued, as by the engine."""
+    model = tiny("llama")
+    text = reference.generate(
+        lambda tokens: model(torch.tensor([tokens])).logits[0], None, PROMPT, 9, ends={PROMPT[-1]}
+    )
+    out = SpecGenerator(model).generate([PROMPT], max_new_tokens=3, eos_token_id=PROMPT[-1], pad_token_id=0)
+    assert out.sequences[0].tolist() == text

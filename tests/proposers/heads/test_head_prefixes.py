@@ -132,12 +132,13 @@ def test_a_head_beside_a_row_without_one(tmp_path: Path) -> None:
     assert out.sequences.tolist() == plain(model, [[*FIRST, 30, 9]])
 
 
-def test_rows_that_end_early(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_end_early(tmp_path: Path, count: int) -> None:
     """What a cancelled call has read is kept as well; the head need not have read as much as the target."""
     model, folder = target(), eagle_folder(tmp_path / "head")
     generator = SpecGenerator(model, folder)
     stream = generator.stream([FIRST], **DRAFTING)
-    events = [next(stream) for _ in range(3)]
+    events = [next(stream) for _ in range(count)]
     with torch.inference_mode():
         stream.close()
     text = [*FIRST, *(token for event in events for token in event.token_ids)]
