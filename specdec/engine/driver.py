@@ -93,7 +93,7 @@ class Driver:
     def close(self) -> None:
         """Cancels all calls, ends the thread that runs them, and frees all keys and values.
 
-        Waits for the pass under way; later calls raise EngineError. Raises EngineError inside a call's own processor, criterion, draft or schedule.
+        Waits for the pass under way; later calls raise EngineError. Inside a call (in a processor, say) this raises it.
         """
         self._refuse_nested_call()
         with self._lock:

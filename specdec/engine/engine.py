@@ -20,7 +20,6 @@ import torch
 from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import CHUNK, SHARED_CHUNK
 from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
@@ -49,13 +48,11 @@ class Engine:
         self.budget = MemoryBudget(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
-        self._others_first = False
         self._begin(prefix_cache)
 
     def _begin(self, prefix_cache: PrefixCache | None) -> None:
         """Makes the engine empty."""
         self.waiting.clear()
-        self.prefilling: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
@@ -63,13 +60,13 @@ class Engine:
         # them.
         self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._guard)
-        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open)
+        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open, self._requests, self._guard)
         self.session = self.scheduler.session
 
     @property
     def idle(self) -> bool:
         """Whether no request is left."""
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.scheduler.prefilling or self.running)
 
     def submit(self, request: Request) -> None:
         """Adds a request to those that wait for memory."""
@@ -102,7 +99,7 @@ class Engine:
                 break  # running sequences wait for one encoder pass at a time
         # A sequence whose prompt ends in this step joins in the next one, after its first token is delivered.
         running = list(self.running)
-        if self.prefilling:
+        if self.scheduler.prefilling:
             self._prefill()
         running = [seq for seq in running if seq.id in self._requests]
         if running:
@@ -130,19 +127,8 @@ class Engine:
         """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
         ready = [seq for seq in seqs if seq.tokens]
         if chunk is not None:
-            ready = [
-                seq
-                for seq in ready
-                if (seq.pictures is None or not self.scheduler.sees(seq)) and self._ends(seq, chunk)
-            ]
+            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self.scheduler.ends(seq, chunk)]
         return self.drafts.propose(ready, reading=chunk is not None)
-
-    def _ends(self, seq: RunningSequence, chunk: int) -> bool:
-        """Whether a pass of `chunk` tokens finishes the prompt, and no other sequence is waiting to fork from it."""
-        unread = max(map(self.scheduler.unread, seq.batch_seqs))
-        if seq.pictures is not None and self.scheduler.sees(seq):
-            return seq.pictures.length == unread
-        return unread <= chunk and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
@@ -161,7 +147,7 @@ class Engine:
                 if self.session.cache_reset_length is not None:
                     self.session.refresh(rows)
                 lengths = [self.session.length(row) for row in rows]
-                part = None if chunk is None or self._ends(seq, chunk) else chunk
+                part = None if chunk is None or self.scheduler.ends(seq, chunk) else chunk
                 works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
             together = [work for own in works for work in own]
             outputs = iter(self.session.run(together, hidden=every_layer or layers, attentions=attentions))
@@ -235,7 +221,6 @@ class Engine:
             if self.budget.given is not None:
                 self._make_room()
             self.scheduler.add(request)
-            self.prefilling += request.seqs
         if self._failed:
             self._end_failed()
 
@@ -252,67 +237,22 @@ class Engine:
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
-        """One pass over unread prompts: the first ones, as many as fit into a chunk.
-
-        Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
-        does not hold them up.
-        """
-        order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
-        if self._others_first:
-            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
-        self._others_first = not self._others_first
-        ready: list[RunningSequence] = []
-        unread = 0
-        for seq in order:
-            if unread >= CHUNK:
-                break  # later, a sequence may continue what is read until then
-            with self._guard([seq]):  # where no cache row can be made
-                if self.scheduler.give_row(seq, self._requests[seq.id]):
-                    ready.append(seq)
-                    unread += self.scheduler.unread(seq)
+        """One pass over unread prompts."""
+        seqs, chunk = self.scheduler.next_prompts(self.running)
         if self._failed:
             self._end_failed()
-            ready = [seq for seq in ready if seq.id in self._requests]
-        if not ready:
-            return
-        request = self._requests[ready[0].id]
-        others_wait = any(self._requests[seq.id] is not request for seq in self.running)
-        limit = SHARED_CHUNK if others_wait else CHUNK
-        chunk = min(request.prefill_chunk or limit, limit)
-        if request.traced:
-            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
-        batch = ready if len(ready) == 1 else self._batch(ready, request, chunk)
-        self._round(batch, chunk)
-        self.scheduler.update(batch)
-        self.running += [seq for seq in self.prefilling if seq.prefilled]
-        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
-
-    def _batch(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
-        """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
-        batch: list[RunningSequence] = []
-        widest = tokens = 0
-        for seq in seqs:
-            own = self._requests[seq.id]
-            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
-                continue
-            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), chunk)
-            widest, tokens = max(widest, size), tokens + size
-            sees = seq.pictures is not None and self.scheduler.sees(seq)
-            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
-                break
-            batch.append(seq)
-            if sees:
-                break  # an error in a pass over pictures is one of its request alone
-        return batch
+            seqs = [seq for seq in seqs if seq.id in self._requests]
+        if seqs:
+            self._round(seqs, chunk)
+            self.running += self.scheduler.update(seqs)
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
         gone = [seq for seq in seqs if seq.id in self._requests]
-        self.scheduler.remove(gone, self._requests)
+        self.scheduler.remove(gone)
         self.drafts.release(gone)
         requests = {self._requests.pop(seq.id) for seq in gone}
         self.running = [seq for seq in self.running if seq.id in self._requests]
-        self.prefilling = [seq for seq in self.prefilling if seq.id in self._requests]
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)

@@ -1,4 +1,4 @@
-"""The rows of the target's cache: which sequence gets one, what it continues, and what is kept when it leaves.
+"""Which prompts are read next, which row of the target's cache a sequence gets, and what is kept when it leaves.
 
 A prompt is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
 of its keys and values, as far as its draft can continue too; while another sequence is reading what both have in
@@ -15,7 +15,8 @@ from functools import cache
 from specdec.core.drafts import SavedState
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import common_length
-from specdec.engine.drafts import OpenDraft
+from specdec.core.work import CHUNK, SHARED_CHUNK
+from specdec.engine.drafts import Guard, OpenDraft
 from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
 from specdec.errors import DraftError
@@ -25,27 +26,37 @@ _WORTH_WAITING = 64  # common tokens whose computation takes about as long as th
 
 
 class Scheduler:
-    """Gives running sequences their rows of the cache of `target`, and takes them back.
+    """Chooses the prompts of the next pass, and gives sequences their rows in the target's `session`.
 
-    `prefix_cache` keeps texts of sequences that have left. Sequences share keys and values only where the model's can
-    be cut at any position and do not depend on the text around them. `drafts`: the open drafts by the draft's
-    identity. One that reads hidden states gets none of positions that a sequence continues, so it must continue them as
-    well.
+    `prefilling`: the sequences whose prompts are not read yet. `prefix_cache` keeps texts of sequences that have left.
+    Sequences share keys and values only where the model's can be cut at any position and do not depend on the text
+    around them. `drafts`: the open drafts by the draft's identity. One that reads hidden states gets none of positions
+    that a sequence continues, so it must continue them as well. `requests` and `guard`: as in `OpenDrafts`.
     """
 
-    def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: Mapping[int, OpenDraft]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        prefix_cache: PrefixCache | None,
+        drafts: Mapping[int, OpenDraft],
+        requests: Mapping[int, Request],
+        guard: Guard,
+    ) -> None:
         self.session = model.session()
         self._shares = self.session.keeps_prefixes and model.capability.boundary is None
         keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
         self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
+        self._requests, self._guard = requests, guard
+        self.prefilling: list[RunningSequence] = []
+        self._others_first = False
         self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)  # of one prompt, without a row; by source
         self._read = PrefixIndex[RunningSequence]()  # what rows hold
         self._reading = PrefixIndex[RunningSequence]()  # prompts that rows will hold
 
     def add(self, request: Request) -> None:
-        """Takes in a request's sequences; `give_row` gives each its row when it is to be read."""
+        """Takes in a request's sequences, whose prompts are to be read."""
         for seq in self._keys:  # those that began under another state of the model share nothing any longer
             if seq.context is not None and seq.context.model != request.model_state:
                 seq.context = self._keys[seq] = None
@@ -59,8 +70,67 @@ class Scheduler:
             if not request.traced and seq.embeds is None and seq.unconditional is None:
                 self._copies[seq.task.source].add(seq)
                 self._keys[seq] = self._keys[seq] or seq.task.source
+        self.prefilling += request.seqs
 
-    def give_row(self, seq: RunningSequence, request: Request) -> bool:
+    def next_prompts(self, running: Sequence[RunningSequence]) -> tuple[list[RunningSequence], int]:
+        """The sequences whose prompts the next pass reads, first come, first served, and the most tokens of each.
+
+        Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
+        does not hold them up. While sequences of others are `running`, chunks are small.
+        """
+        order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
+        if self._others_first:
+            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
+        self._others_first = not self._others_first
+        ready: list[RunningSequence] = []
+        unread = 0
+        for seq in order:
+            if unread >= CHUNK:
+                break  # later, a sequence may continue what is read until then
+            with self._guard([seq]):  # where no cache row can be made
+                if self._give_row(seq, self._requests[seq.id]):
+                    ready.append(seq)
+                    unread += self.unread(seq)
+        if not ready:
+            return [], 0
+        request = self._requests[ready[0].id]
+        if request.traced:  # in one pass
+            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+        else:
+            others_wait = any(self._requests[seq.id] is not request for seq in running)
+            limit = SHARED_CHUNK if others_wait else CHUNK
+            chunk = min(request.prefill_chunk or limit, limit)
+        return self._together(ready, request, chunk) if len(ready) > 1 else ready, chunk
+
+    def _together(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
+        """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
+        batch: list[RunningSequence] = []
+        widest = tokens = 0
+        for seq in seqs:
+            own = self._requests[seq.id]
+            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
+                continue
+            size = min(max(map(self.unread, seq.batch_seqs)), chunk)
+            widest, tokens = max(widest, size), tokens + size
+            sees = self.sees(seq)
+            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
+                break
+            batch.append(seq)
+            if sees:
+                break  # an error in a pass over pictures is one of its request alone
+        return batch
+
+    def ends(self, seq: RunningSequence, chunk: int) -> bool:
+        """Whether a pass of `chunk` tokens reads the prompt to its end.
+
+        Where copies wait for this prompt, its last token is left for a later pass, which they share.
+        """
+        unread = max(map(self.unread, seq.batch_seqs))
+        if seq.pictures is not None and self.sees(seq):
+            return seq.pictures.length == unread
+        return unread <= chunk and (unread <= 1 or not self._copies[seq.task.source])
+
+    def _give_row(self, seq: RunningSequence, request: Request) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
         Returns whether it has one.
@@ -88,10 +158,6 @@ class Scheduler:
         self._reading.put(seq, self._keys[seq], seq.text_ids[:-1])
         return True
 
-    def leads(self, seq: RunningSequence) -> bool:
-        """Whether copies of its prompt have no row yet."""
-        return bool(self._copies[seq.task.source])
-
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
         return seq.length - self.session.length(seq.cache_row)
@@ -100,19 +166,24 @@ class Scheduler:
         """Whether the next pass over the sequence reads its pictures."""
         return seq.pictures is not None and not self.session.length(seq.cache_row)
 
-    def update(self, seqs: Sequence[RunningSequence]) -> None:
-        """Lets others continue what these sequences have read of their prompts, unless they are gone."""
+    def update(self, seqs: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Lets others continue what these sequences have read of their prompts; returns those that are prefilled."""
         for seq in seqs:
             if seq.cache_row is not None:
                 self._read.put(seq, self._keys[seq], seq.text_ids[: self.session.length(seq.cache_row)])
             if seq.prefilled:
                 self._reading.drop(seq)
+        done = [seq for seq in self.prefilling if seq.prefilled]
+        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
+        return done
 
-    def remove(self, seqs: Sequence[RunningSequence], request_of: dict[int, Request]) -> None:
+    def remove(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
         state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
-            self._retain(seq, request_of[seq.id], state)
+            self._retain(seq, self._requests[seq.id], state)
+        leaving = {*seqs}
+        self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
         gone = [one for seq in seqs for one in seq.batch_seqs]
         if rows := [one.cache_row for one in gone if one.cache_row is not None]:
             self.session.remove(rows)

@@ -60,7 +60,7 @@ class Host:
     @property
     def load(self) -> Load:
         engine = self.model.generator.engine
-        rows = [*engine.running, *engine.prefilling]
+        rows = [*engine.running, *engine.scheduler.prefilling]
         held = sum(row.length for row in rows)
         limit, each = engine.budget.limit, engine.model.kv_bytes
         free = max(limit // each - held, 0) if limit is not None and each else None

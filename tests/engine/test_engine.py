@@ -62,9 +62,9 @@ def test_store_equals_a_recomputed_one_after_every_step(
         step(self)
         inner: dict[int, Any] = {}
         for drafting in self.drafts.open.values():
-            drafting.proposer._settle([*self.prefilling, *self.running])  # type: ignore[attr-defined]
+            drafting.proposer._settle([*self.scheduler.prefilling, *self.running])  # type: ignore[attr-defined]
             inner |= drafting.proposer._cached  # type: ignore[attr-defined]
-        for row in [*self.prefilling, *self.running]:
+        for row in [*self.scheduler.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)

@@ -196,7 +196,7 @@ def test_what_fails_in_a_pass_ends_all_that_take_part(reading: bool) -> None:
     assert running == [2, 2] if reading else len(running) == 3
 
     def fails(works: Any, **more: Any) -> Any:
-        if bool(engine.prefilling) == reading and (works[0].text_length or not reading):
+        if bool(engine.scheduler.prefilling) == reading and (works[0].text_length or not reading):
             raise Trouble("out of memory")
         return run(works, **more)
 

@@ -331,7 +331,7 @@ class Requests(RuleBasedStateMachine):
         keys = {row.id for row in rows}
         engine = self.engine
         assert {*engine._requests} <= keys
-        assert {row.id for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
+        assert {row.id for row in [*engine.scheduler.prefilling, *engine.running]} == {*engine._requests}
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.session.rows)  # type: ignore[attr-defined]
         for draft in engine.drafts.open.values():
@@ -366,7 +366,7 @@ class Requests(RuleBasedStateMachine):
                 break
             self.step()
         engine = self.engine
-        assert not any((self.live, engine.prefilling, engine.running, engine.waiting))
+        assert not any((self.live, engine.scheduler.prefilling, engine.running, engine.waiting))
         assert not any((engine._requests, rows_in_drafts(engine)))
         assert not engine.session.rows  # type: ignore[attr-defined]
 
