@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class Guarded(NamedTuple):
-    """An exception within becomes the error of the requests of `seqs` in `failed`; meanwhile no row of a cache moves.
+    """A context whose exceptions end the requests of `seqs`: noted in `failed`, they are removed at the round's end.
 
     (A class: `contextmanager` takes three times as long, and a round has seven of these.)
     """

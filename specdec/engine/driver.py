@@ -51,7 +51,7 @@ class Driver:
         request that is being read. Closing the generator cancels the request.
         """
         self._refuse_nested_call()
-        if self.engine.budget.given is not None:
+        if self.engine.budget is not None:
             self.engine.budget.check(request)
         with self._lock:
             self.check_open()

@@ -45,7 +45,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
-        self.budget = MemoryBudget(kv_budget, model)
+        self.budget = None if kv_budget is None else MemoryBudget(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
         self._begin(prefix_cache)
@@ -56,8 +56,7 @@ class Engine:
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._failed: dict[Request, Exception] = {}  # requests that end with this round
-        # An exception within `self._guard(seqs)` is an error of their requests, which sit out until the round ends
-        # them.
+        # An exception within `self._guard(seqs)` ends their requests: they take no further part in the round.
         self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._guard)
         self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open, self._requests, self._guard)
@@ -91,7 +90,7 @@ class Engine:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
         while self.waiting:
             request = self.waiting[0]
-            if self.budget.given is not None and not self.budget.fits(request, self._requests.values()):
+            if self.budget is not None and not self.budget.fits(request, self._requests.values()):
                 break
             self._admit(request)
             self.waiting.popleft()
@@ -218,22 +217,22 @@ class Engine:
                 self.drafts.start(request.draft)
             if request.encode is not None:
                 request.encoding = request.encode()
-            if self.budget.given is not None:
-                self._make_room()
+            if self.budget is not None:
+                self._make_room(self.budget)
             self.scheduler.add(request)
         if self._failed:
             self._end_failed()
 
-    def _make_room(self) -> None:
+    def _make_room(self, budget: MemoryBudget) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
-        ample = self.budget.ample(admitted)
+        ample = budget.ample(admitted)
         self.session.bound(*ample)
         for opened in self.drafts.open.values():
             if opened.proposer.cache is not None:
                 opened.proposer.cache.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = (self.budget.limit or 0) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+        prefix_cache.room = budget.limit - max(budget.bytes(admitted), budget.kept_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
@@ -258,7 +257,7 @@ class Engine:
                 self._finish(request)
         used = {id(request.draft) for request in self._requests.values()}
         idle = [key for key in self.drafts.open if key not in used]
-        for key in idle[:-_IDLE] if self.budget.given is None else idle:
+        for key in idle[:-_IDLE] if self.budget is None else idle:
             del self.drafts.open[key]
 
     def _end_failed(self) -> None:

@@ -12,13 +12,13 @@ from specdec.models import LanguageModel, free_bytes
 class MemoryBudget:
     """A limit on the keys and values of all running sequences, target and drafts together.
 
-    `given`: bytes (int), or a share of the memory that is free at the first request (float); None: no limit. A request
-    counts as if every sequence grew to its maximal length.
+    `given`: bytes (int), or a share of the memory that is free at the first request (float). A request counts as if
+    every sequence grew to its maximal length.
     """
 
-    def __init__(self, given: int | float | None, model: LanguageModel) -> None:
+    def __init__(self, given: int | float, model: LanguageModel) -> None:
         is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
-        if not (given is None or is_bytes or (isinstance(given, float) and 0 < given <= 1)):
+        if not (is_bytes or (isinstance(given, float) and 0 < given <= 1)):
             raise OptionError.of(
                 "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", given
             )
@@ -27,8 +27,8 @@ class MemoryBudget:
         self.kept_bytes = 0  # their bytes
 
     @property
-    def limit(self) -> int | None:
-        """In bytes; None: no limit."""
+    def limit(self) -> int:
+        """In bytes."""
         given = self.given
         if isinstance(given, float):  # several threads may be here
             given = self.given = int(given * free_bytes(self._model.device))
@@ -36,7 +36,7 @@ class MemoryBudget:
 
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that does not even fit alone."""
-        if self.limit is not None and (needed := self.bytes([request])) > self.limit:
+        if (needed := self.bytes([request])) > self.limit:
             raise OptionError(
                 f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
                 "lower `max_new_tokens`, shorten the prompt, pass fewer rows, or raise `kv_budget`"
@@ -44,7 +44,7 @@ class MemoryBudget:
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether a request can run beside others, some of which may be named twice."""
-        return self.limit is None or self.bytes([*dict.fromkeys(running), request]) <= self.limit
+        return self.bytes([*dict.fromkeys(running), request]) <= self.limit
 
     def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The most rows and columns of a cache that these requests may need."""
@@ -62,7 +62,7 @@ class MemoryBudget:
         kept = max(rows, self._kept[0]), max(columns, self._kept[1])
         models = {id(m): m for r in requests if r.draft is not None for m in r.draft.models}
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
-        fits = self.limit is None or 2 * kept[0] * kept[1] * width <= self.limit
+        fits = 2 * kept[0] * kept[1] * width <= self.limit
         self._kept = kept if fits else (rows, columns)
         self.kept_bytes = self._kept[0] * self._kept[1] * width
         return self._kept

@@ -17,7 +17,7 @@ from specdec.models import Encoding
 
 @dataclass(eq=False)
 class Pacing:
-    """The draft schedule that all requests of one family share; `users` counts those in flight."""
+    """The draft schedule that all requests of one family share (`Options.family`); `users` counts those in flight."""
 
     schedule: Schedule
     users: int = 0
@@ -31,7 +31,7 @@ class Request:
     `prefill_chunk`: the most prompt tokens of one pass; None: the engine's. `output_hidden_states` and
     `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
     one pass. `frames`: positions of the encoder's output. `model_state`: the target's at the time of the call.
-    `caller_blocks`: until the end, and so cannot change the model meanwhile.
+    `caller_blocks`: the caller waits for the end, and so cannot change the model meanwhile.
 
     `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
     come. `passes` counts target passes in which any of its sequences took part.

@@ -31,7 +31,6 @@ from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
 _SERIAL = count()  # of calls
-_NO_SAMPLER: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ class Extras:
 
 @dataclass
 class Call:
-    """A call's arguments, checked when it is made, and the engine's `request` of them with its sequences, `seqs`.
+    """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
     `pacing`: the schedule of its family. `state` and `exactness` are the target's. `grammar`: of the form that the
-    options set, copied for each row. `strategy` is the name of the strategy. `caller_blocks`: until the end
-    (`Request`). `in_step`: a context in which the target's passes run in step with processes that wait for one another.
+    options set, copied for each row. `strategy` is the strategy's name. `caller_blocks`: as in `Request`. `in_step`: a
+    context in which the target's passes run in step with processes that wait for one another.
     """
 
     target: LanguageModel
@@ -195,8 +194,9 @@ class Call:
         own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
         processors = [*self.extras.logits_processor, *own]
         strategy = self._strategy(r, prompt, seed, stop, processors)
+        sampler: Any = strategy.sampler  # None: the strategy takes no draft
         task = DraftTask(
-            strategy.sampler or _NO_SAMPLER,  # a strategy without a sampler takes no draft
+            sampler,
             ends=stop.eos_ids,
             source=(serial, r // o.copies),
             inputs=self.prompts.encoder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from os import PathLike
 from typing import Any, NoReturn
@@ -52,13 +52,13 @@ class SpecGenerator:
 
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a draft that
-    copies and a model (hybrid), or None for plain decoding. `tokenizer`: the target's, or the processor of one that
-    sees. `options` are the defaults of every `generate` call. `task`
-    names settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget`
-    limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further
-    calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts
-    that begin alike; None: 256 MiB, used only by calls whose text it cannot change. `backend` and `exactness` are those
-    of `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
+    copies and a model (hybrid), `"mtp"`, the path of a head, `"zoo:NAME"`, or None for plain decoding. `tokenizer`: the
+    target's, or the processor of one that sees. `options` are the defaults of every `generate` call. `task` names
+    settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget` limits
+    the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further calls wait.
+    `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts that begin
+    alike; None: 256 MiB, used only by calls whose text it cannot change. `backend` and `exactness` are those of
+    `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -88,7 +88,7 @@ class SpecGenerator:
         self.tokenizer, self.processor = split(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
         self._scheduled = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
-        self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
+        self._prefixes, self._prefixes_asked = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
 
@@ -258,13 +258,14 @@ class SpecGenerator:
         with plain_modes():
             given = {name: value for name, value in given.items() if value is not None}
             config, tokenizer = given.pop("generation_config", None), self.tokenizer
-            names = _EXTRAS, DRAFT_NAMES, MODEL_INPUTS
-            more, drafts, inputs = ({name: given.pop(name) for name in own if name in given} for own in names)
+            objects = _taken(_EXTRAS, given)
+            drafts = _taken(DRAFT_NAMES, given)
+            inputs = _taken(MODEL_INPUTS, given)
             options = self._options(given, config)
-            if "tokenizer" in more:
-                check_tokenizer("tokenizer", more["tokenizer"])
-                tokenizer = split(more["tokenizer"])[0]
-            extras = Extras(**{**more, "tokenizer": tokenizer})
+            if "tokenizer" in objects:
+                check_tokenizer("tokenizer", objects["tokenizer"])
+                tokenizer = split(objects["tokenizer"])[0]
+            extras = Extras(**{**objects, "tokenizer": tokenizer})
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
             draft = scheduled.draft
@@ -279,7 +280,7 @@ class SpecGenerator:
             grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
             prompts = self._read(prompt, messages, inputs, options, extras, models)
             # By default only prompts whose text the cache cannot change use it.
-            cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
+            cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
             pacing = scheduled.pacing(
                 options,
                 offloaded=self._driver.engine.drafts.is_offloaded,
@@ -310,8 +311,16 @@ class SpecGenerator:
         draft_models: Sequence[LanguageModel],
     ) -> Prompts:
         """The prompts of a call, with predictions; models that will read pictures load what reads them."""
-        where = self.target, extras.tokenizer, self.processor
-        prompts = read_prompts(prompt, messages, inputs, options, *where, fetch=extras.fetch_pictures)
+        prompts = read_prompts(
+            prompt,
+            messages,
+            inputs,
+            options,
+            self.target,
+            extras.tokenizer,
+            self.processor,
+            fetch=extras.fetch_pictures,
+        )
         if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
             for model in draft_models:
                 if model.sees:
@@ -347,6 +356,11 @@ class SpecGenerator:
             defaults=self._defaults,
             inherited=inherited,
         )
+
+
+def _taken(names: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of these names, removed from `given`."""
+    return {name: given.pop(name) for name in names if name in given}
 
 
 def _prefixes(wanted: bool | int | None) -> PrefixCache | None:

@@ -18,14 +18,14 @@ class ScheduledDraft:
     """A draft of one target, and its schedules, one per kind of call (`options.family`)."""
 
     draft: Draft | None
-    pacings: dict[Hashable, Pacing] = field(default_factory=dict)
+    _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
     _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
     _lock: Any = field(default_factory=threading.Lock)
 
     def pacing(self, options: Options, **how: Any) -> Pacing:
         """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
 
-        A family's schedule begins with what the one has learned with which its last request ended.
+        A new schedule of a family begins with what the family's last one has learned.
         """
         kind = kind_of(options)
         if kind is None or not kind.learns:
@@ -33,10 +33,10 @@ class ScheduledDraft:
         family = options.family
         key = (family, options.num_assistant_tokens, options.num_assistant_branches)
         with self._lock:
-            found, last = self.pacings.get(key), self._last.get(family)
+            found, last = self._pacings.get(key), self._last.get(family)
             if found is None:
                 learned = None if last is None else last.schedule
-                found = self.pacings[key] = Pacing(make_schedule(options, learned=learned, **how))
+                found = self._pacings[key] = Pacing(make_schedule(options, learned=learned, **how))
             elif not found.users:
                 found.schedule = make_schedule(options, learned=(last or found).schedule, **how)
             self._last[family] = found

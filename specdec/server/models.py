@@ -62,8 +62,8 @@ class Host:
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
         held = sum(row.length for row in rows)
-        limit, each = engine.budget.limit, engine.model.kv_bytes
-        free = max(limit // each - held, 0) if limit is not None and each else None
+        budget, each = engine.budget, engine.model.kv_bytes
+        free = max(budget.limit // each - held, 0) if budget is not None and each else None
         return Load(self.turns.running, self.turns.waiting, held, free)
 
     async def is_ready(self) -> bool:

@@ -325,6 +325,6 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     for _ in range(4):
         next(stream)
     stream.close()
-    (pacing,) = generator._scheduled.pacings.values()
+    (pacing,) = generator._scheduled._pacings.values()
     cost = pacing.schedule
     assert cost.passes.weight > 0

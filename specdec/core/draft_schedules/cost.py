@@ -37,7 +37,7 @@ _LOOK = 0.005  # the share of the time without a draft that tries may take, read
 _LONGEST = 1024  # the most rounds until the next try, whatever the last one cost: that may have been a stall
 _REST = 7  # rounds that skip the rule, while drafting waits
 _NOTICEABLE = 0.02  # the share of a pass above which a draft's time counts even if it proposed nothing
-_SUSPENSION = (32, 512)  # rounds without a draft after drafting was slower: at first, and at most
+_SUSPENSION = (32, 512)  # rounds without a draft after drafting was slower: half of the first, and at most
 
 
 class _Prior(NamedTuple):

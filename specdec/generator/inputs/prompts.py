@@ -100,9 +100,8 @@ def read_prompts(
     """The prompts of a call; `given` are the model inputs among its keyword arguments.
 
     `prompt` may be the output of a tokenizer or processor, a mapping with `input_ids`. The `processor` puts pictures
-    into `messages`, by URL where it may `fetch` them. Raises OptionError for
-    prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
-    target does not read.
+    into `messages`, by URL where it may `fetch` them. Raises OptionError for prompts that are empty, of a wrong type or
+    shape, outside the vocabulary, or given twice, and for inputs that the target does not read.
     """
     first = prompt
     while isinstance(first, list | tuple) and first:
