@@ -188,7 +188,7 @@ def test_a_joining_request_is_encoded_alone(name: str) -> None:
 def test_what_fails_in_a_pass_ends_all_that_take_part(reading: bool) -> None:
     """All requests of a round, or of the prompts that are read, with their rows that run already; later ones go on."""
     generator = SpecGenerator(tiny("llama"))
-    engine, run = engine_of(generator), engine_of(generator).target.run
+    engine, run = engine_of(generator), engine_of(generator).session.run
     calls = [submit(generator, [[5, 9], *LONG], prefill_chunk_size=64), submit(generator, [[6, 7]])]
     for _ in range(2 if reading else 8):
         engine.step()
