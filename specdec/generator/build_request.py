@@ -139,7 +139,7 @@ class Call:
                 self._share(seq, prompts.rows[r], r // o.copies)
 
     @property
-    def stops(self) -> Sequence[str]:
+    def cut_before(self) -> Sequence[str]:
         """The strings before which texts end; empty where texts keep them, as they do by default, like transformers."""
         strings = self.options.stop_strings
         if strings is None or self.options.include_stop_str_in_output is not False:

@@ -276,8 +276,8 @@ class _Row:
     def __init__(self, tokenizer: Any, prompt: PromptRequest, row: int, echo: tuple[str, Sequence[TokenScore]]) -> None:
         request = prompt.request
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
-        self._stops = [] if request.include_stop_str_in_output else request.stops
-        self._text = Detokenizer(tokenizer, self._stops)
+        self._cut_before = [] if request.include_stop_str_in_output else request.stops
+        self._text = Detokenizer(tokenizer, self._cut_before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
         self.streamed = False
@@ -292,7 +292,7 @@ class _Row:
             yield self._delta(group, None if self._pending else delta.finish)
 
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        text = decode(self._tokenizer, tokens, self._stops)
+        text = decode(self._tokenizer, tokens, self._cut_before)
         return self._after_echo(TextDelta(self._row, text, len(tokens), _openai(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
