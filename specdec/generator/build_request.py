@@ -28,7 +28,7 @@ from specdec.generator.checks import check_call
 from specdec.generator.inputs import Prompts, RowPrompt, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
-from specdec.options.generate import Options
+from specdec.options.generate import Options, listed
 
 _SERIAL = count()  # of calls
 _NO_SAMPLER: Any = None
@@ -191,7 +191,8 @@ class Call:
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""
         o, prompt, device = self.options, self.prompts.rows[r], self.target.device
-        stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria)
+        forced = frozenset(listed(o.forced_eos_token_id))
+        stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
         own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
         processors = [*self.extras.logits_processor, *own]
         strategy = self._strategy(r, prompt, seed, stop, processors)
