@@ -138,14 +138,6 @@ class Call:
             for r, seq in enumerate(self.seqs):
                 self._share(seq, prompts.rows[r], r // o.copies)
 
-    @property
-    def cut_before(self) -> Sequence[str]:
-        """The strings before which texts end; empty where texts keep them, as they do by default, like transformers."""
-        strings = self.options.stop_strings
-        if strings is None or self.options.include_stop_str_in_output is not False:
-            return ()
-        return [strings] if isinstance(strings, str) else strings
-
     def _in_step(self) -> AbstractContextManager[None]:
         if not (dist.is_available() and dist.is_initialized()):
             way = "start the script with torchrun or accelerate, or leave it out"

@@ -230,7 +230,7 @@ class SpecGenerator:
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
-        texts = [Detokenizer(tokenizer, call.cut_before) for _ in call.seqs] if tokenizer is not None else None
+        texts = [Detokenizer(tokenizer, call.options.cut_before) for _ in call.seqs] if tokenizer is not None else None
         with closing(job.follow()) as rounds:
             for deltas in rounds:
                 for one in deltas:

@@ -146,7 +146,7 @@ class Job:
             out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
         out.stats = self._stats(per_row, seconds, new, reasons)
         if call.extras.tokenizer is not None:
-            out.decode(call.extras.tokenizer, call.cut_before)
+            out.decode(call.extras.tokenizer, o.cut_before)
         return out
 
     def _stats(
