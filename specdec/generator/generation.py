@@ -87,12 +87,16 @@ class _Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed."""
+    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed.
+
+    `finish`: the finish reason of the row's last event, None of the others.
+    """
 
     text: str
     token_ids: list[int]
     accepted: int
     row: int = 0
+    finish: str | None = None
 
 
 def as_html(rows: Sequence[Sequence[tuple[str, bool]]], stats: Stats | None) -> str:

@@ -190,6 +190,9 @@ def test_stream_events_make_up_the_text() -> None:
     assert "".join(e.text for e in events) == expected.texts[0]
     assert any(e.accepted for e in events)
     assert all(e.accepted <= len(e.token_ids) for e in events)
+    assert [e.finish for e in events] == [None] * (len(events) - 1) + ["length"]
+    beams = generator.stream([[5, 9, 12]], **COMMON, eos_token_id=[], num_beams=2)
+    assert [e.finish for e in beams] == ["length"]
 
 
 def test_transformers_streamer(capsys: pytest.CaptureFixture[str]) -> None:
