@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
@@ -17,6 +18,8 @@ _REASONS = (
     (StopStringCriteria, "stop"),
     (MaxTimeCriteria, "time"),
 )
+_MOST_BYTES = 4  # of a character, each of which may be a token
+_SILENT = 8  # tokens without text that may stand between
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,27 @@ class Stopping:
             own = str(getattr(criterion, "reason", known))
             reasons = [own if earlier is None and end else earlier for earlier, end in zip(reasons, ends, strict=True)]
         return [self._reason_of(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]
+
+
+class StopTexts:
+    """A stopping criterion: one of `stops` is in the text after the prompt, whose tokens `prompt` counts.
+
+    It decodes only the end of the text. transformers' own criterion reads the whole vocabulary for every call, and a
+    stop string may begin in the prompt there.
+    """
+
+    reason = "stop"
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stops: Sequence[str], prompt: Callable[[list[int]], int]
+    ) -> None:
+        self._decode, self._stops, self._prompt = decode, stops, prompt
+        self._tail = _MOST_BYTES * max(map(len, stops), default=0) + _SILENT
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
+        return torch.tensor([self._ends(text) for text in ids.tolist()], device=ids.device)
+
+    def _ends(self, ids: list[int]) -> bool:
+        tail = self._decode(ids[max(len(ids) - self._tail, self._prompt(ids)) :])
+        return any(stop in tail for stop in self._stops)

@@ -135,6 +135,7 @@ class CallReader:
         self._end = re.compile(r"\s*\}\s*" + ("[],]" if form.is_list else re.escape(form.closing)))
         self._text, self._said = "", 0
         self.calls = list[int]()  # characters of the arguments that have been read
+        self.are_whole = False  # whether there are calls, and the last one's arguments are complete
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The new text of the answer, and its new calls as OpenAI's deltas."""
@@ -149,6 +150,7 @@ class CallReader:
             if new := arguments[self.calls[place] :]:
                 deltas.append({"index": place, "function": {"arguments": new}})
                 self.calls[place] = len(arguments)
+        self.are_whole = bool(calls) and _object_end(calls[-1][1], 0) is not None
         new, self._said = said[self._said :], len(said)
         return new, deltas
 
