@@ -130,7 +130,7 @@ class Job:
         if complete:
             seqs = seqs if o.num_samples is None else _best(call)
             new = [text for seq in seqs for text in seq.texts]
-            reasons = []
+            reasons: list[Any] = []
             for seq in seqs:
                 reasons += [one.reason for one in seq.state.finished[: seq.returned]] if seq.is_search else [seq.finish]
             if o.at_the_end:

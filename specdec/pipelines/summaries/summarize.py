@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ _WHOLE = (False, None, "do_not_truncate")
 
 @dataclass(frozen=True)
 class Summary:
-    """One text's summaries; `parts`: the number of pieces that each pass read."""
+    """One text's summaries; `finish_reasons`: why each ended; `parts`: the number of pieces that each pass read."""
 
     texts: list[str]
     token_ids: list[Tensor]
+    finish_reasons: list[str]
     parts: list[int]
 
 
@@ -188,10 +190,12 @@ class Summarizer:
                 parts[d] = joined
                 counts[d].append(len(joined))
         out = self._decode([pieces[0] for pieces in parts], plan.given, plan, seeds)
+        reasons = iter(out.stats.finish_reasons)
         documents = [
             Summary(
                 [self._text(new, plan) for new in copies],
                 [torch.tensor([*start, *new] if self._target.is_encoder_decoder else new) for new in copies],
+                list(islice(reasons, len(copies))),
                 count,
             )
             for copies, start, count in zip(out.new, out.starts, counts, strict=True)
