@@ -69,11 +69,15 @@ def before_stop(text: str, cut_before: Sequence[str]) -> str:
     return text[: min((at for stop in cut_before if (at := text.find(stop)) >= 0), default=len(text))]
 
 
+def begun(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may begin `mark`."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+
+
 class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
-    Held back are incomplete UTF-8 and whatever may be the beginning of one of `cut_before`; the text ends before the
-    first of these.
+    Held back are incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of these.
     """
 
     def __init__(self, tokenizer: Any, cut_before: Sequence[str] = ()) -> None:
@@ -89,8 +93,8 @@ class Detokenizer:
         self._pending += self._text(ids, last)
         text = before_stop(self._pending, self._cut_before)
         ended, self._ended = self._ended, self._ended or len(text) < len(self._pending)
-        unsure = 0 if last or self._ended else max(map(len, self._cut_before), default=1) - 1
-        text = text[: max(len(text) - unsure, 0)]
+        unsure = 0 if last or self._ended else max((begun(text, stop) for stop in self._cut_before), default=0)
+        text = text[: len(text) - unsure]
         self._pending = self._pending[len(text) :]
         return "" if ended else text
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from specdec.generator.tokenizers import begun
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
@@ -183,7 +184,7 @@ class CallReader:
                 head = self._head(at) if again else None
                 if again and head is None and not last:
                     return said, calls
-        sure = text[at:] if last else text[at : len(text) - _begun(text[at:], opening)]
+        sure = text[at:] if last else text[at : len(text) - begun(text[at:], opening)]
         return said + (sure if last and not calls else sure.rstrip()), calls
 
     def _head(self, at: int) -> re.Match[str] | None:
@@ -200,11 +201,6 @@ def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             made[-1]["function"]["arguments"] += delta["function"]["arguments"]
     return made
-
-
-def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may begin `mark`."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _object_end(text: str, start: int) -> int | None:
