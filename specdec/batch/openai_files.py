@@ -37,7 +37,8 @@ class OpenAI(Task):
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
-        answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0)
+        calls = self._model.calls(request)
+        answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0, calls=calls)
         for at, prompt in enumerate(prompts):
             for update in self._model.run(PromptRequest(request, prompt), Cancel()):
                 answer.count(at, update)

@@ -149,8 +149,9 @@ class Summarize(Task):
         """The summary."""
         text = wanted(fields, self._spec.input, str)
         found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._spec, fields, seed)})
-        texts, stats = found.documents[0].texts, found.stats
-        return result(texts, stats.finish_reasons[-len(texts) :], {"completion_tokens": stats.num_new_tokens}), stats
+        [summary], stats = found.documents, found.stats
+        usage = {"completion_tokens": stats.num_new_tokens}
+        return result(summary.texts, summary.finish_reasons, usage), stats
 
 
 class Transcribe(Task):
@@ -167,7 +168,8 @@ class Transcribe(Task):
         """The transcript; with timestamps, also `chunks`."""
         path = Path(self._spec.folder) / wanted(fields, self._spec.input, str)
         found = self._transcriber(str(path), **call_options(self._spec, fields, seed % 2**62))
-        answer = result([found["text"]], ["eos"], {"completion_tokens": found.stats.num_new_tokens})
+        reason = next((one for one in found.finish_reasons if one != "eos"), "eos")  # a window's that was cut
+        answer = result([found["text"]], [reason], {"completion_tokens": found.stats.num_new_tokens})
         chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
         return {**answer, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
 

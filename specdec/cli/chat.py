@@ -127,7 +127,8 @@ class Conversation:
 
     def _answer(self, message: str) -> None:
         asked = [*self.said, {"role": "user", "content": message}]
-        printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False)
+        cut_before = self._generator.options(**self._options).cut_before
+        printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False, cut_before=cut_before)
         with stop_on_interrupt() as interrupt:
             call = {**self._options, "stopping_criteria": [interrupt]}
             out = printer.follow(self._generator.stream(messages=asked, **call))

@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
-            if code == INTERRUPTED:  # by the parser, in silence
+            if code == INTERRUPTED:  # of the parser or of a command after Ctrl-C
                 say("interrupted")
             return code if isinstance(code, int) else OK
         except SystemExit as leaving:
@@ -150,7 +150,7 @@ def generate(
     ),
     seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
     num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
-    stop: list[str] | None = Option(None, help="Text that ends the answer; repeatable."),
+    stop: list[str] | None = Option(None, help="Text that ends the answer, and stays in it; repeatable."),
     response_format: str | None = Option(
         None, metavar="FILE", help="File with a JSON schema that the answer matches; json: any JSON object."
     ),
@@ -186,7 +186,8 @@ def generate(
         before = [] if system is None else [{"role": "system", "content": system}]
         call |= {"messages": [*before, {"role": "user", "content": asked}]} if chat else {"prompt": text}
         if live:
-            printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
+            cut_before = generator.options(**request.options).cut_before
+            printer = Printer(Console(), generator.tokenizer, show_draft=show_draft, cut_before=cut_before)
             out = printer.follow(generator.stream(**call))
         else:
             out = generator.generate(**call)

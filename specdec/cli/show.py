@@ -44,12 +44,17 @@ def has_colours(out: Console) -> bool:
 
 
 class Printer:
-    """Writes one row's text as it streams; `show_draft` distinguishes the draft's tokens from the target's."""
+    """Writes one row's text as it streams; `show_draft` distinguishes the draft's tokens from the target's.
 
-    def __init__(self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True) -> None:
+    `cut_before`: as the call's options have it. `marks`: the draft's tokens are marked where colours are missing.
+    """
+
+    def __init__(
+        self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True, cut_before: Sequence[str] = ()
+    ) -> None:
         from specdec.generator.tokenizers import Detokenizer
 
-        self._out, self._pieces = out, Detokenizer(tokenizer)
+        self._out, self._pieces = out, Detokenizer(tokenizer, cut_before)
         self._show_draft = show_draft
         self._marks = marks and not has_colours(out)
 
@@ -60,7 +65,8 @@ class Printer:
             try:
                 event = next(events)
             except StopIteration as end:
-                self._write(self._pieces.push([], last=True), accepted=accepted)
+                if self._show_draft:
+                    self._write(self._pieces.push([], last=True), accepted=accepted)
                 write(self._out, "\n")
                 result: Generation = end.value
                 return result

@@ -142,7 +142,13 @@ def conclude(
     counts = total([part.stats for part in found])
     if as_json:
         rows = [
-            {"file": name, "summary_text": d.texts[0], "summaries": d.texts, "parts": d.parts}
+            {
+                "file": name,
+                "summary_text": d.texts[0],
+                "summaries": d.texts,
+                "finish_reasons": d.finish_reasons,
+                "parts": d.parts,
+            }
             for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
         whole = {"documents": rows, "rouge": scores, "stats": stats_fields(counts)}

@@ -248,6 +248,7 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
         "text": out["text"],
         "chunks": out["chunks"],
         "language": out.language,
+        "finish_reasons": out.finish_reasons,
         "duration": round(out.duration, 3),
         "seconds": round(out.seconds, 3),
         "real_time_factor": round(out.real_time_factor, 4),

@@ -91,7 +91,8 @@ class Stats:
         )
         parts = {name: getattr(self, f"{name}_seconds") for name in ("draft", "verify", "select", "other")}
         return [
-            ("new tokens", str(self.num_new_tokens), ", ".join(self.finish_reasons)),
+            ("new tokens", str(self.num_new_tokens), ""),
+            ("ended by", "", ", ".join(self.finish_reasons)),
             ("tokens per second", f"{self.tokens_per_second:.1f}", f"in {self.seconds:.2f} s"),
             ("target passes", str(self.num_target_passes), f"{self.target_passes_per_token:.2f} per token"),
             *(speculative if self.num_spec_steps else ()),

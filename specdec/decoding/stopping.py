@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
@@ -17,6 +18,8 @@ _REASONS = (
     (StopStringCriteria, "stop"),
     (MaxTimeCriteria, "time"),
 )
+_MOST_BYTES = 4  # of a character, each of which may be a token
+_SILENT = 8  # tokens without text that may stand between
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,16 @@ class Stopping:
     """Ends a sequence at one of `eos_ids`, at `max_length` tokens (with the prompt, without padding), or by a
     criterion.
 
-    `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order. One
-    may have a `reason`, else its kind has one.
+    `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order. A
+    criterion's attribute `reason` is the finish reason. Without it, transformers' own kinds have those in `_REASONS`,
+    all others "criteria". `forced_ids`: end tokens that only the length limit brought, where they are the last that
+    fits.
     """
 
     eos_ids: frozenset[int] = frozenset()
     max_length: int | None = None
     criteria: Sequence[Any] | None = None
+    forced_ids: frozenset[int] = frozenset()
 
     def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
         """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
@@ -39,12 +45,14 @@ class Stopping:
         length = len(seq.tokens) + len(new)
         if self.criteria:
             return self.each(new[-1:], length, seq.prefix(new), scores)[0]
-        return self._finish(new[-1], length)
+        return self._reason_of(new[-1], length)
 
-    def _finish(self, token: int, length: int, criterion: str | None = None) -> str | None:
-        """The reason to end after `token`, where a criterion may have one."""
+    def _reason_of(self, token: int, length: int, criterion: str | None = None) -> str | None:
+        """Why a text of `length` ends after `token`, or None; `criterion`: the reason of a criterion that holds."""
         is_full = self.max_length is not None and length >= self.max_length
-        return "eos" if token in self.eos_ids else criterion or ("length" if is_full else None)
+        if token in self.eos_ids and not (is_full and token in self.forced_ids):
+            return "eos"
+        return criterion or ("length" if is_full else None)
 
     @property
     def reads_ids(self) -> bool:
@@ -61,11 +69,35 @@ class Stopping:
         reasons: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():
             answer = criterion(ids, scores)
-            if isinstance(answer, Tensor):
-                ends = answer.tolist() if answer.numel() == len(tokens) else [bool(answer.any())] * len(tokens)
+            if isinstance(answer, Tensor) and answer.numel() == len(tokens):
+                ends = answer.tolist()
             else:
-                ends = [bool(answer)] * len(tokens)
+                ends = [bool(answer.any() if isinstance(answer, Tensor) else answer)] * len(tokens)
             known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
             own = str(getattr(criterion, "reason", known))
-            reasons = [own if r is None and end else r for r, end in zip(reasons, ends, strict=True)]
-        return [self._finish(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]
+            reasons = [own if earlier is None and end else earlier for earlier, end in zip(reasons, ends, strict=True)]
+        return [self._reason_of(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]
+
+
+class StopTexts:
+    """A stopping criterion: one of `stops` is in the text after the prompt, whose tokens `prompt` counts.
+
+    It decodes only the end of the text. transformers' own criterion reads the whole vocabulary for every call, and a
+    stop string may begin in the prompt there.
+    """
+
+    reason = "stop"
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stops: Sequence[str], prompt: Callable[[list[int]], int]
+    ) -> None:
+        self._decode, self._stops, self._prompt = decode, stops, prompt
+        self._tail = _MOST_BYTES * max(map(len, stops), default=0) + _SILENT
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
+        return torch.tensor([self._ends(text) for text in ids.tolist()], device=ids.device)
+
+    def _ends(self, ids: list[int]) -> bool:
+        tail = self._decode(ids[max(len(ids) - self._tail, self._prompt(ids)) :])
+        return any(stop in tail for stop in self._stops)

@@ -28,7 +28,7 @@ from specdec.generator.checks import check_call
 from specdec.generator.inputs import Prompts, RowPrompt, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
-from specdec.options.generate import Options
+from specdec.options.generate import Options, listed
 
 _SERIAL = count()  # of calls
 
@@ -137,14 +137,6 @@ class Call:
             for r, seq in enumerate(self.seqs):
                 self._share(seq, prompts.rows[r], r // o.copies)
 
-    @property
-    def stops(self) -> Sequence[str]:
-        """The strings before which texts end; empty where texts keep them, as they do by default, like transformers."""
-        strings = self.options.stop_strings
-        if strings is None or self.options.include_stop_str_in_output is not False:
-            return ()
-        return [strings] if isinstance(strings, str) else strings
-
     def _in_step(self) -> AbstractContextManager[None]:
         if not (dist.is_available() and dist.is_initialized()):
             way = "start the script with torchrun or accelerate, or leave it out"
@@ -190,7 +182,8 @@ class Call:
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""
         o, prompt, device = self.options, self.prompts.rows[r], self.target.device
-        stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria)
+        forced = frozenset(listed(o.forced_eos_token_id))
+        stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
         own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
         processors = [*self.extras.logits_processor, *own]
         strategy = self._strategy(r, prompt, seed, stop, processors)

@@ -56,15 +56,15 @@ class Generation(ModelOutput):  # type: ignore[misc]
         decoding = self.__dict__.get("_decoding", _Decoding())
         if decoding.tokenizer is not None and self.drafted is not None:
             rows = zip(self.new_tokens(), self.drafted, strict=True)
-            html = [pieces(decoding.tokenizer, ids, origins, decoding.stops) for ids, origins in rows]
+            html = [pieces(decoding.tokenizer, ids, origins, decoding.cut_before) for ids, origins in rows]
             return as_html(html, self.stats)
         plain = self.texts if self.texts is not None else [" ".join(map(str, ids)) for ids in self.new_tokens()]
         return as_html([[(text, False)] for text in plain], self.stats)
 
-    def decode(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        """Fills in `texts`, each cut before the first of `stops`; the tokenizer is kept for notebooks."""
-        self.texts = [decode(tokenizer, ids, stops) for ids in self.new_tokens()]
-        self.__dict__["_decoding"] = _Decoding(tokenizer, stops)
+    def decode(self, tokenizer: Any, cut_before: Sequence[str] = ()) -> None:
+        """Fills in `texts`, each cut before the first of `cut_before`; the tokenizer is kept for notebooks."""
+        self.texts = [decode(tokenizer, ids, cut_before) for ids in self.new_tokens()]
+        self.__dict__["_decoding"] = _Decoding(tokenizer, cut_before)
 
     def new_tokens(self) -> list[list[int]]:
         """Each row's new ids, without prompt and padding."""
@@ -79,7 +79,7 @@ class _Decoding(NamedTuple):
     """How ids become text; not part of a pickled or copied result."""
 
     tokenizer: Any = None
-    stops: Sequence[str] = ()
+    cut_before: Sequence[str] = ()
 
     def __reduce__(self) -> tuple[type[_Decoding], tuple[()]]:
         return _Decoding, ()
@@ -87,12 +87,16 @@ class _Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed."""
+    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed.
+
+    `finish`: the finish reason of the row's last event, None of the others.
+    """
 
     text: str
     token_ids: list[int]
     accepted: int
     row: int = 0
+    finish: str | None = None
 
 
 def as_html(rows: Sequence[Sequence[tuple[str, bool]]], stats: Stats | None) -> str:

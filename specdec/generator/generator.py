@@ -229,17 +229,18 @@ class SpecGenerator:
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
-        texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
+        texts = [Detokenizer(tokenizer, call.options.cut_before) for _ in call.seqs] if tokenizer is not None else None
         with closing(job.follow()) as rounds:
             for deltas in rounds:
                 for one in deltas:
                     text = texts[one.row].push(one.token_ids, last=one.finish is not None) if texts else ""
-                    yield Event(text, one.token_ids, one.accepted, one.row)
+                    yield Event(text, one.token_ids, one.accepted, one.row, one.finish)
         out = job.result
         assert out is not None
         if call.options.at_the_end:
-            for row, ids in enumerate(out.new_tokens()):
-                yield Event(out.texts[row] if out.texts else "", ids, 0, row)
+            assert out.stats is not None
+            for row, (ids, reason) in enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True)):
+                yield Event(out.texts[row] if out.texts else "", ids, 0, row, reason)
         return out
 
     def _prepare(

@@ -54,6 +54,7 @@ class Job:
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
         self._seconds: float | None = None  # that it ran, once it has ended
+        self._error: BaseException | None = None  # that ended it early
         self._result: Generation | None = None
 
     def run(self) -> Generation:
@@ -94,6 +95,9 @@ class Job:
                         streamer.put(torch.tensor(deltas[0].token_ids))
                     if stream:
                         yield deltas
+        except BaseException as error:
+            self._error = error
+            raise
         finally:
             self._seconds = clock() - began
         if streamer is not None:
@@ -110,9 +114,8 @@ class Job:
         """
         if self._result is not None or self._seconds is None or self.call.options.at_the_end:
             return self._result
-        error = self.call.request.error
-        failed = error is not None and not isinstance(error, CancelledError)
-        return None if failed else self._make_result(self._seconds, complete=False)
+        was_cancelled = isinstance(self._error, CancelledError | GeneratorExit)
+        return self._make_result(self._seconds, complete=False) if was_cancelled else None
 
     def cancel(self) -> None:
         """Ends the call before its next round; does nothing once it has ended."""
@@ -127,10 +130,9 @@ class Job:
         if complete:
             seqs = seqs if o.num_samples is None else _best(call)
             new = [text for seq in seqs for text in seq.texts]
-            reasons = []
+            reasons: list[Any] = []
             for seq in seqs:
-                found = seq.state.finished[: seq.returned] if seq.is_search else ()
-                reasons += [hypothesis.reason for hypothesis in found] or [seq.finish]
+                reasons += [one.reason for one in seq.state.finished[: seq.returned]] if seq.is_search else [seq.finish]
             if o.at_the_end:
                 padded = padded[:: o.copies].repeat_interleave(o.num_return_sequences, 0)
         else:
@@ -146,7 +148,7 @@ class Job:
             out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
         out.stats = self._stats(per_row, seconds, new, reasons)
         if call.extras.tokenizer is not None:
-            out.decode(call.extras.tokenizer, call.stops)
+            out.decode(call.extras.tokenizer, o.cut_before)
         return out
 
     def _stats(

@@ -58,24 +58,30 @@ def tokenizer_beside(
     return None
 
 
-def decode(tokenizer: Any, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
-    """The text of `ids` without special tokens, cut before the first of `stops`."""
-    return before_stop(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False), stops)
+def decode(tokenizer: Any, ids: Sequence[int], cut_before: Sequence[str] = ()) -> str:
+    """The text of `ids` without special tokens, cut before the first of `cut_before`."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return before_stop(text, cut_before)
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
+def before_stop(text: str, cut_before: Sequence[str]) -> str:
     """`text` up to the first stop string in it."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((at for stop in cut_before if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def begun(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may begin `mark`."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
-    Held back are incomplete UTF-8 and whatever may be the beginning of one of `stops`; the text ends before the first.
+    Held back are incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of these.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, cut_before: Sequence[str] = ()) -> None:
+        self._tokenizer, self._cut_before = tokenizer, cut_before
         self._ids: list[int] = []
         self._start = 0  # decoding begins here, a few ids before those whose text is not yet decoded
         self._decoded = 0
@@ -85,10 +91,10 @@ class Detokenizer:
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is final after `ids`; with `last` all that is left."""
         self._pending += self._text(ids, last)
-        text = before_stop(self._pending, self._stops)
+        text = before_stop(self._pending, self._cut_before)
         ended, self._ended = self._ended, self._ended or len(text) < len(self._pending)
-        unsure = 0 if last or self._ended else max(map(len, self._stops), default=1) - 1
-        text = text[: max(len(text) - unsure, 0)]
+        unsure = 0 if last or self._ended else max((begun(text, stop) for stop in self._cut_before), default=0)
+        text = text[: len(text) - unsure]
         self._pending = self._pending[len(text) :]
         return "" if ended else text
 
@@ -104,10 +110,10 @@ class Detokenizer:
 
 
 def pieces(
-    tokenizer: Any, ids: Sequence[int], drafted: Sequence[bool], stops: Sequence[str] = ()
+    tokenizer: Any, ids: Sequence[int], drafted: Sequence[bool], cut_before: Sequence[str] = ()
 ) -> list[tuple[str, bool]]:
     """The text of `ids` in pieces, each with whether the draft guessed its tokens."""
-    text, found = Detokenizer(tokenizer, stops), []
+    text, found = Detokenizer(tokenizer, cut_before), []
     for number, (token, origin) in enumerate(zip(ids, drafted, strict=True), 1):
         if piece := text.push([token], last=number == len(ids)):
             found.append((piece, origin))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.stats import Stats
+from specdec.decoding.stopping import StopTexts
 from specdec.errors import SpecdecError
 from specdec.integrations.custom_generate import OPTIONS, custom_generate
 from specdec.options import bundled_models
@@ -72,7 +73,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         found: Tensor = self.model.generate(
             input_ids=context,
             max_length=max_length,
-            stopping_criteria=[Stops(self.tokenizer, stop, prompts)],
+            stopping_criteria=[stop_texts(self.tokenizer, stop, prompts)],
             pad_token_id=self.tokenizer.pad_token_id,
             custom_generate=self._hook,
             **options,
@@ -82,27 +83,18 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         return found
 
 
-class Stops:
+def stop_texts(tokenizer: Any, strings: Sequence[str], prompts: Sequence[list[int]]) -> StopTexts:
     """A stopping criterion: one of `strings` occurs after the row's prompt, one of `prompts`.
 
     The harness' own criterion needs whole padded batches; rows come one at a time, without padding.
     """
+    # The longest matching prompt: a missed end costs time, a wrong one costs text.
+    longest = sorted(prompts, key=len, reverse=True)
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
-        self._tokenizer = tokenizer
-        self._strings = [string for string in strings if string]
-        self._prompts = sorted(map(list, prompts), key=len, reverse=True)
-        self._reach = 4 * max(map(len, self._strings), default=0) + 4  # tokens: a character may take four
+    def length(ids: list[int]) -> int:
+        return next((len(prompt) for prompt in longest if ids[: len(prompt)] == prompt), 0)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Whether each of `input_ids` `[n, length]` ends, `[n]`."""
-        return torch.tensor([self._ends(row) for row in input_ids.tolist()], device=input_ids.device)
-
-    def _ends(self, ids: list[int]) -> bool:
-        # The longest matching prompt: a missed end costs time, a wrong one costs text.
-        start = next((len(prompt) for prompt in self._prompts if ids[: len(prompt)] == prompt), 0)
-        text = self._tokenizer.decode(ids[max(start, len(ids) - self._reach) :])
-        return any(string in text for string in self._strings)
+    return StopTexts(tokenizer.decode, [string for string in strings if string], length)
 
 
 if __name__ == "__main__":

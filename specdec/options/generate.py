@@ -34,6 +34,7 @@ FORMS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "gu
 """The options that set the form of the answer; they exclude one another."""
 _STACK, _STACKS = 2**28, threading.Lock()  # bytes, of which only those that are used take memory
 T = TypeVar("T")
+One = TypeVar("One", int, str)
 
 
 @dataclass(frozen=True)
@@ -220,11 +221,16 @@ class Options(BaseModel):
         return listed(self.eos_token_id)
 
     @property
+    def cut_before(self) -> list[str]:
+        """The strings before which texts are cut; none where texts keep them, as by default, like transformers'."""
+        return [] if self.include_stop_str_in_output is not False else listed(self.stop_strings)
+
+    @property
     def start_ids(self) -> list[int]:
         """The first decoder id of an encoder-decoder model: one for all rows, or one each."""
         return listed(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
 
 
-def listed(value: int | list[int] | None) -> list[int]:
-    """None, one id or several, as a list."""
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+def listed(value: One | list[One] | None) -> list[One]:
+    """None, one id or text, or several, as a list."""
+    return [] if value is None else [value] if isinstance(value, int | str) else list(value)

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids
-from specdec.generator.tokenizers import ids_of
+from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.generate import listed
 from specdec.pipelines.batching import BATCH, check_call, decode, make_generator, row_seeds
 
@@ -82,6 +82,7 @@ class Text:
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=clean_up_tokenization_spaces,
             )
+            text = before_stop(text, resolved.cut_before)
             return {"generated_text": text if return_full_text is False else _whole(item, text, continue_final_message)}
 
         rows = zip(items, prompts, out.new, strict=True)

@@ -130,7 +130,7 @@ class Answer:
             text, calls = reader.read(text, last=finish is not None)
             calls = whole_calls(calls) if chat == "message" else calls
             said = {"content": text or None, **({"tool_calls": calls} if calls else {})}
-            finish = "tool_calls" if finish == "stop" and reader.calls else finish
+            finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
         choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
         choice["logprobs"] = self._logprobs([score for delta in deltas for score in delta.scores])
         choice["finish_reason"] = finish

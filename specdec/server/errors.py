@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from specdec.errors import CancelledError, OptionError
 
 LOG = logging.getLogger(__name__)
+LEFT = "cancelled"
+"""The code of requests whose client has left."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MESSAGES = {
     404: "this path does not exist: /openapi.json lists all paths",
@@ -59,6 +61,21 @@ def too_late(seconds: float) -> ApiError:
     return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
 
 
+def slow_upload() -> ApiError:
+    """A 408: the body did not arrive in time."""
+    return ApiError(408, "the body did not arrive in time", code="slow_upload")
+
+
+def slow_reader(room: int) -> ApiError:
+    """A 408: more than `room` bytes wait for the client."""
+    return ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="slow_reader")
+
+
+def client_left() -> ApiError:
+    """A 499: nobody reads the answer."""
+    return ApiError(499, "the client has left", code=LEFT)
+
+
 # Names of the library -> names in requests.
 _CLIENTS = {
     "`num_return_sequences`": "`n`",
@@ -97,8 +114,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):  # of the router
         message = _MESSAGES.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    if isinstance(error, CancelledError):
-        return ApiError(499, "the request was cancelled", code="cancelled")
+    if isinstance(error, CancelledError):  # by none of its client
+        return unavailable("the server ended this request: try again")
     if isinstance(error, OptionError):
         message = str(error)
         for ours, theirs in _CLIENTS.items():

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.server.direct_socket import wire_of
-from specdec.server.errors import ApiError, reported, unavailable
+from specdec.server.errors import LEFT, ApiError, reported, slow_upload, unavailable
 from specdec.server.responses import watched
 from specdec.server.settings import host_of
 from specdec.server.state import ERROR, LOG, State, client_of, sender_of, state_of
@@ -134,7 +134,7 @@ def _bounded(request: Request, state: State, most: int) -> Receive:
         with anyio.move_on_after(max(began + limits.upload_seconds - time.monotonic(), 0)):
             message = await request.receive()
         if message is None:
-            raise ApiError(408, "the body did not arrive in time", code="timeout")
+            raise slow_upload()
         if message["type"] == "http.disconnect":
             raise state.given_up()
         seen += len(message.get("body", b""))
@@ -200,8 +200,8 @@ class Entrance:
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
             if status == 200 and not complete:
-                inner[ERROR] = "cancelled"
-            if inner.get(ERROR) == "cancelled":
+                inner.setdefault(ERROR, LEFT)
+            if inner.get(ERROR) == LEFT:
                 self._state.metrics.aborted.labels(path).inc()
             client, key = sender_of(HTTPConnection(scope), self._state.settings), inner.get("specdec.key")
             facts = {"request_id": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""From a request's fields to the options of a call; stop texts as a criterion; log-probabilities of a prompt."""
+"""From a request's fields to the options of a call; log-probabilities of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from specdec.core.drafts import Draft
 from specdec.core.tree import Step, common_length
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.tokenizers import decode
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.messages import Message
@@ -29,8 +28,6 @@ _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assi
 _INHERITED = ("temperature", "top_p", "top_k")
 EVERYTHING = {"temperature": 1.0, "top_k": 0}
 """Sampling where neither the request nor the checkpoint sets more: from the whole distribution."""
-_MOST_BYTES = 4  # of a character, each of which may be a token
-_SILENT = 8  # tokens without text that may stand between
 _CHUNK = 64  # the most tokens of a prompt that one pass scores
 
 
@@ -116,27 +113,6 @@ def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise OptionError.of("logit_bias", "token ids as keys", text)
     return int(text)
-
-
-class StopTexts:
-    """A stopping criterion: one of `stops` is in the text after the prompt's `begin` tokens.
-
-    Decodes only the end of the text; transformers' own criterion reads the whole vocabulary for every call.
-    """
-
-    reason = "stop"
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str], begin: int) -> None:
-        self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
-        self._tail = _MOST_BYTES * max(map(len, stops)) + _SILENT
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
-        return torch.tensor([self._ends(text) for text in ids])
-
-    def _ends(self, text: Tensor) -> bool:
-        tail = decode(self._tokenizer, text[max(len(text) - self._tail, self._begin) :].tolist())
-        return any(stop in tail for stop in self._stops)
 
 
 def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None, cancel: Cancel) -> list[Step]:

@@ -196,6 +196,8 @@ class Generate(Sent):
         named = [form.field for form in self.forms]
         if len(named) > 1:
             raise FieldError(f"`{named[0]}` and `{named[1]}` each set the form of the answer: pass one of them")
+        if named and self.ignore_eos and not self.stop_token_ids:
+            raise FieldError(f"`ignore_eos` lets no answer in the form of `{named[0]}` end: leave one of them out")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
             limit = next((name for name in _LIMITS if getattr(self, name, None) is not None), None)
             known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
 from specdec.server.direct_socket import LOST, Wire
-from specdec.server.errors import ApiError, reported, too_late
+from specdec.server.errors import LEFT, ApiError, reported, too_late
 from specdec.server.state import ERROR, state_of
 
 PING = 15.0
@@ -88,7 +88,7 @@ class EventStream(Response):
         finally:
             if self._wire is not None:
                 self._wire.close()
-        if error is None or error.code != "cancelled":
+        if error is None or error.code != LEFT:
             with suppress(OSError):
                 await self._send(send, b"" if error is None else event(error.body), last=True)
 

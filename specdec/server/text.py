@@ -13,6 +13,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
+from specdec.decoding.stopping import StopTexts
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import NAMES
@@ -24,7 +25,7 @@ from specdec.options.resolve import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.messages import Message
-from specdec.server.options import StopTexts, call_options, scored
+from specdec.server.options import call_options, scored
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
@@ -112,7 +113,8 @@ class TextModel:
         self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
-        self._ends = listed(own.get("eos_token_id"))
+        defaults = generator.options()
+        self._ends, self._stops = defaults.eos_ids, listed(defaults.stop_strings)
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
 
     def warm_up(self) -> None:
@@ -125,12 +127,13 @@ class TextModel:
         inputs = self._inputs(prompt)
         ids = ids_in(inputs)
         with refusing():
-            job = self.generator.submit(inputs, **self._options(prompt, ids))
+            tokenizer = self._marking(self.calls(request))
+            job = self.generator.submit(inputs, **self._options(prompt, ids, tokenizer))
         cancel.add_done_callback(lambda _: job.cancel())
         echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
-        tokenizer = self._marking(self.calls(request))
-        rows = [_Row(tokenizer, prompt, row, echo) for row in range(request.n)]
+        stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
+        rows = [_Row(tokenizer, prompt, row, echo, stops) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
         with closing(job.follow(stream=stream)) as rounds:
             for deltas in rounds:
@@ -192,7 +195,8 @@ class TextModel:
         steps = scored(self.generator, ids, top, prompt.salt, cancel)
         return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
 
-    def _options(self, prompt: PromptRequest, ids: list[int]) -> dict[str, Any]:
+    def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
+        """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.draft)
@@ -203,10 +207,11 @@ class TextModel:
                 raise ApiError(400, message, param="stop_token_ids")
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
         if request.stops:
-            options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
+            options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
         if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
             rows = request.n * request.num_beams
-            options["logits_processor"] = [self._grammar(form).copy(begin, max(rows, request.num_samples or 1))]
+            grammar = self._grammar(form, options.get("eos_token_id", self._ends))
+            options["logits_processor"] = [grammar.copy(begin, max(rows, request.num_samples or 1))]
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
@@ -230,17 +235,16 @@ class TextModel:
         marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
-    def _grammar(self, form: Form) -> Grammar:
-        """The grammar of a form, to be copied; after a complete text the checkpoint's ends may follow."""
-        ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
-        return self.generator.grammars.make(form, self.tokenizer, ends)
+    def _grammar(self, form: Form, ends: Sequence[int]) -> Grammar:
+        """The grammar of a form, to be copied; after a complete text one of the call's end tokens, `ends`, follows."""
+        return self.generator.grammars.make(form, self.tokenizer, ends or [self.tokenizer.eos_token_id])
 
     def _form_of_calls(self, request: Generate) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
         if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
             return None
         for place, tool in enumerate(request.callable):
-            self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"))
+            self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._ends)
         grammar = call_grammar(form, request, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
@@ -273,17 +277,26 @@ class TextModel:
 class _Row:
     """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`."""
 
-    def __init__(self, tokenizer: Any, prompt: PromptRequest, row: int, echo: tuple[str, Sequence[TokenScore]]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: PromptRequest,
+        row: int,
+        echo: tuple[str, Sequence[TokenScore]],
+        cut_before: Sequence[str],
+    ) -> None:
         request = prompt.request
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
-        self._stops = [] if request.include_stop_str_in_output else request.stops
-        self._text = Detokenizer(tokenizer, self._stops)
+        self._text = Detokenizer(tokenizer, cut_before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
         self.streamed = False
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
-        """A round's tokens, or the whole chunks among those that are pending."""
+        """The deltas of a round: its tokens, or with `chunk` as many groups of that size as are pending.
+
+        The last round's rest follows, in whatever size.
+        """
         self.streamed = True
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
@@ -292,8 +305,9 @@ class _Row:
             yield self._delta(group, None if self._pending else delta.finish)
 
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        text = decode(self._tokenizer, tokens, self._stops)
-        return self._after_echo(TextDelta(self._row, text, len(tokens), _openai(finish)))
+        """The only delta of a text that is not streamed."""
+        text = self._text.push(tokens, last=True)
+        return self._after_echo(TextDelta(self._row, text, len(tokens), openai_reason(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
@@ -303,7 +317,7 @@ class _Row:
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
-        reason = None if finish is None else _openai(finish)
+        reason = None if finish is None else openai_reason(finish)
         return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
 
     def _after_echo(self, delta: TextDelta) -> TextDelta:
@@ -317,8 +331,8 @@ def score_of(tokenizer: Any, step: Step) -> TokenScore:
     return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), top)
 
 
-def _openai(finish: str) -> str:
-    """A finish reason in OpenAI's words."""
+def openai_reason(finish: str) -> str:
+    """A finish reason in OpenAI's two words: "length" for a text that a limit of tokens or of time cut, else "stop"."""
     return "length" if finish in ("length", "time") else "stop"
 
 

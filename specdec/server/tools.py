@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from specdec.generator.tokenizers import begun
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
@@ -135,6 +136,7 @@ class CallReader:
         self._end = re.compile(r"\s*\}\s*" + ("[],]" if form.is_list else re.escape(form.closing)))
         self._text, self._said = "", 0
         self.calls = list[int]()  # characters of the arguments that have been read
+        self.are_whole = False  # whether there are calls, and the last one's arguments are complete
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The new text of the answer, and its new calls as OpenAI's deltas."""
@@ -149,6 +151,7 @@ class CallReader:
             if new := arguments[self.calls[place] :]:
                 deltas.append({"index": place, "function": {"arguments": new}})
                 self.calls[place] = len(arguments)
+        self.are_whole = bool(calls) and _object_end(calls[-1][1], 0) is not None
         new, self._said = said[self._said :], len(said)
         return new, deltas
 
@@ -181,7 +184,7 @@ class CallReader:
                 head = self._head(at) if again else None
                 if again and head is None and not last:
                     return said, calls
-        sure = text[at:] if last else text[at : len(text) - _begun(text[at:], opening)]
+        sure = text[at:] if last else text[at : len(text) - begun(text[at:], opening)]
         return said + (sure if last and not calls else sure.rstrip()), calls
 
     def _head(self, at: int) -> re.Match[str] | None:
@@ -198,11 +201,6 @@ def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             made[-1]["function"]["arguments"] += delta["function"]["arguments"]
     return made
-
-
-def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may begin `mark`."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _object_end(text: str, start: int) -> int | None:

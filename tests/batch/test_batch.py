@@ -304,6 +304,8 @@ def test_recordings(tmp_path: Path) -> None:
     assert (heard["audio"], heard["output"], heard["seconds"]) == ("here.wav", alone["text"], round(alone.duration, 3))
     assert heard["chunks"] == json.loads(json.dumps(alone["chunks"]))
     assert "none.wav" in missing["error"]
+    assert batch(source, out, *flags, "--max-new-tokens", 3, "--overwrite") == 1
+    assert [row["finish_reason"] for row in (heard, read(out)[0])] == ["eos", "length"]
 
 
 def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> None:

@@ -579,6 +579,10 @@ def test_stop_strings(generate: Any) -> None:
     result = json.loads(generate(*NEW, "--json", "--stop", letter)[1])
     assert result["finish_reasons"] == ["stop"]
     assert result["texts"][0].count(letter) == 1
+    cut = (*NEW, "--stop", letter, "--set", "include_stop_str_in_output=false")
+    for more in ((), ("--show-draft",)):
+        shown = generate(*cut, *more)[1].replace("⟦", "").replace("⟧", "")
+        assert shown == text[: text.index(letter)] + "\n", more
 
 
 def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,10 @@ def test_print_shows_the_table() -> None:
         settings={"schedule": "auto"},
     )
     lines = [line.split() for line in str(stats).splitlines()]
-    assert lines[:2] == [["new", "tokens", "40", "length"], ["tokens", "per", "second", "20.0", "in", "2.00", "s"]]
+    assert lines[:2] == [["new", "tokens", "40"], ["ended", "by", "length"]]
+    assert lines[2] == ["tokens", "per", "second", "20.0", "in", "2.00", "s"]
     assert ["accepted", "30", "50%", "of", "60", "drafted"] in lines
     assert ["acceptance", "histogram", "0", "0", "0", "6", "3"] in lines
     assert ["draft", "time", "0.500", "s", "25%"] in lines
-    assert len({line.index(word) for line, word in zip(str(stats).splitlines(), ("length", "in 2"), strict=False)}) == 1
+    columns = zip(str(stats).splitlines()[1:], ("length", "in 2"), strict=False)
+    assert len({line.index(word) for line, word in columns}) == 1

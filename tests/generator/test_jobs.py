@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import CancelledError, EngineError, SpecGenerator
+from specdec import CancelledError, EngineError, OptionError, SpecGenerator
 from specdec.decoding.processors.own import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import PATIENCE, is_clean
@@ -106,6 +106,28 @@ def test_what_a_job_gives_back_otherwise() -> None:
     assert is_clean(generator)
 
 
+class Broken:
+    """A streamer that cannot write."""
+
+    def put(self, ids: torch.Tensor) -> None:
+        if len(ids) == 1:
+            raise OSError("the screen is gone")
+
+    def end(self) -> None:
+        raise AssertionError
+
+
+def test_what_failed_outside_the_engine_has_no_result() -> None:
+    """A refusal, a streamer's error: nobody cancelled. (The result was told as cancelled.)"""
+    refused = SpecGenerator(tiny("llama"), kv_budget=1).submit([[5, 9]], **COMMON)
+    with pytest.raises(OptionError):
+        refused.run()
+    broken = SpecGenerator(tiny("llama")).submit([[5, 9]], **COMMON, streamer=Broken())
+    with pytest.raises(OSError, match="screen"):
+        broken.run()
+    assert refused.result is broken.result is None
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_whoever_cancels_copies_nothing(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two rounds the canceller's own thread, of a server its event loop, kept the text: up to 256 MiB of keys.
@@ -155,6 +177,7 @@ def test_a_job_is_followed_once_at_a_time() -> None:
         next(rounds)
         with pytest.raises(EngineError, match="is being followed"):
             job.run()
+        assert job.result is None
         list(rounds)
     assert job.result is not None
     alone = followed(SpecGenerator(tiny("llama")), [[5, 9]])[0]

@@ -10,6 +10,8 @@ import torch
 from transformers import GenerationMixin, TextStreamer
 
 from specdec import SpecGenerator, UnsupportedError
+from specdec.generator.tokenizers import Detokenizer
+from tests.folders import byte_tokenizer
 from tests.oracle import oracle
 from tests.tiny import never, tiny, tiny_inputs
 
@@ -190,6 +192,17 @@ def test_stream_events_make_up_the_text() -> None:
     assert "".join(e.text for e in events) == expected.texts[0]
     assert any(e.accepted for e in events)
     assert all(e.accepted <= len(e.token_ids) for e in events)
+    assert [e.finish for e in events] == [None] * (len(events) - 1) + ["length"]
+    beams = generator.stream([[5, 9, 12]], **COMMON, eos_token_id=[], num_beams=2)
+    assert [e.finish for e in beams] == ["length"]
+
+
+def test_text_waits_only_where_a_stop_string_may_have_begun() -> None:
+    """As many characters as the longest stop string has waited."""
+    tokenizer = byte_tokenizer()
+    text = Detokenizer(tokenizer, ["stop", "a longer one"])
+    pieces = [text.push(tokenizer.encode(letter)) for letter in "x st stop!"]
+    assert pieces == ["x", " ", "", "", "st ", "", "", "", "", ""]
 
 
 def test_transformers_streamer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,14 @@ def test_max_length_inside_a_block(model: Any, answer: list[int]) -> None:
         assert plain.stats.finish_reasons == ("length",)
 
 
+@pytest.mark.parametrize("search", [{}, {"num_beams": 2}], ids=str)
+def test_an_end_that_the_limit_forced(search: dict[str, Any]) -> None:
+    """The text was cut, though its last token is an end token. (The reason was "eos", a server's "stop".)"""
+    how = endless(8, eos_token_id=2, forced_eos_token_id=2, min_new_tokens=7, **search)
+    out = SpecGenerator(tiny("llama"), "suffix").generate(PROMPT, **how)
+    assert (out.new_tokens()[0][-1], out.stats.finish_reasons) == (2, ("length",))
+
+
 def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
     """A criterion met in the middle of a block stops there. (Stock assisted decoding asked it once per block only.)"""
     lengths = []

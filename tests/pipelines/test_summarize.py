@@ -73,6 +73,17 @@ def test_the_checkpoints_beams(family: str) -> None:
             assert summarize(TEXTS[0], **own) == [{"summary_text": words.decode(new, skip_special_tokens=True)}]
 
 
+def test_stop_strings_may_be_cut() -> None:
+    """They stay, as everywhere; with `include_stop_str_in_output=False` they do not."""
+    summarize = summarizer("bart", "suffix")
+    whole = summarize(TEXTS[0], max_new_tokens=12, **CLEAN)[0]["summary_text"]
+    how = {"max_new_tokens": 12, "stop_strings": whole[4], **CLEAN}
+    kept, cut = (
+        summarize(TEXTS[0], **how, include_stop_str_in_output=kept)[0]["summary_text"] for kept in (None, False)
+    )
+    assert (kept, cut) == (whole[: whole.index(whole[4]) + 1], whole[: whole.index(whole[4])])
+
+
 @pytest.mark.parametrize("template", [None, "T: {text} {in one line}:", "chat"])
 def test_decoder_only_targets(template: str | None) -> None:
     """They read an instruction, the caller's own, or a user's message where there is a chat template."""

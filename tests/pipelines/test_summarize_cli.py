@@ -96,6 +96,7 @@ def test_json(summarize: Any, expected: dict[str, str], folder: Path) -> None:
     assert set(found) == {"documents", "rouge", "stats", "settings", "versions"}
     assert [d["summary_text"] for d in found["documents"]] == [expected[TEXT], expected[LONG]]
     assert [d["file"] for d in found["documents"]] == [str(folder / "text.txt"), str(folder / "long.txt")]
+    assert [d["finish_reasons"] for d in found["documents"]] == [["length"]] * 2
     first, second = (d["parts"] for d in found["documents"])
     assert first == [1]
     assert second[0] > second[-1] == 1

@@ -56,6 +56,9 @@ def test_stop_sequence() -> None:
     for asked in (stop, [stop, "no such text"]):
         cut = ours(TEXTS[0], max_new_tokens=20, return_full_text=False, stop_sequence=asked)[0]["generated_text"]
         assert cut == whole[: whole.index(stop) + 1]
+    how = {"stop_sequence": stop, "include_stop_str_in_output": False}
+    cut = ours(TEXTS[0], max_new_tokens=20, return_full_text=False, **how)[0]["generated_text"]
+    assert cut == whole[: whole.index(stop)]
 
 
 def test_an_empty_prompt_begins_with_bos() -> None:

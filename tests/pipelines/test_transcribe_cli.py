@@ -77,6 +77,7 @@ def test_json(folder: Path, typed: Any) -> None:
         whole = expected(folder, name, return_timestamps=True)
         assert (line["text"], line["language"]) == (whole["text"], "english")
         assert line["chunks"] == json.loads(json.dumps(whole["chunks"]))
+        assert line["finish_reasons"] == whole.finish_reasons
         assert line["word_error_rate"] > 0
         assert line["real_time_factor"] == pytest.approx(line["seconds"] / line["duration"], rel=0.05)
     assert "word error rate" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ async def test_uploads_are_requests_under_way() -> None:
     await asyncio.sleep(0.01)
     found = [(await one).status for one in (posted(application, SHORT), slow)]
     assert [*found, (await posted(application, SHORT)).status] == [429, 408, 200]
+    assert json.loads((await slow).body)["error"]["code"] == "slow_upload"
 
 
 def test_new_tokens_are_bounded() -> None:

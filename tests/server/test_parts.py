@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from specdec.decoding.processors.grammar import Grammar
+from specdec.decoding.stopping import StopTexts
 from specdec.options.generate import Form
 from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, in_threads
 from specdec.server.errors import ApiError
-from specdec.server.options import StopTexts
 from tests import speech
 from tests.folders import WIDTH
 from tests.server.served import (
@@ -240,7 +240,7 @@ def test_a_grammar_goes_back() -> None:
 
 def test_stop_texts_do_not_begin_in_the_prompt() -> None:
     """Only what was written counts, and every row by itself."""
-    stop = StopTexts(TOKENIZER, ["ab"], 2)
+    stop = StopTexts(TOKENIZER.decode, ["ab"], lambda ids: 2)
     rows = [TOKENIZER(text)["input_ids"] for text in ("xabc", "xxab", "ab" + "xx")]
     assert stop(torch.tensor(rows), None).tolist() == [False, True, False]
 

@@ -175,6 +175,33 @@ def test_stop_texts_end_and_are_cut() -> None:
     assert cut["finish_reason"] == kept["finish_reason"] == "stop"
 
 
+def test_a_models_own_ends() -> None:
+    """Its `options` set end tokens, with which an answer in a form ends too, and stop strings, which are cut.
+
+    (A finished form went on until the length limit, and the strings stayed.)
+    """
+    [end] = TOKENIZER.encode("!")
+    with asking(app(text_model(draft="none", eos_token_id=end))) as c:
+        [choice] = c.complete(**asked(guided_regex="[01]{3}"))["choices"]
+    assert (choice["text"][3:], choice["finish_reason"]) == ("!", "stop")
+    with asking(app(model_of("none"))) as c:
+        whole = c.complete(**asked(temperature=0))["choices"][0]["text"]
+    stop = next(letter for letter in whole[3:] if letter.isprintable() and letter != "\ufffd")
+    for kept in (False, True):
+        with asking(app(text_model(draft="none", stop_strings=stop))) as c:
+            [choice] = c.complete(**asked(temperature=0, include_stop_str_in_output=kept))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop) + kept], "stop")
+
+
+def test_a_form_needs_an_end() -> None:
+    """Its text has one with `stop_token_ids`. (It was filled up with end tokens.)"""
+    with asking(app(model_of("none"))) as c:
+        fault = c.complete(**asked(guided_regex="[01]{3}", ignore_eos=True))["error"]
+        [choice] = c.complete(**asked(guided_regex="[01]{3}", ignore_eos=True, stop_token_ids=[2]))["choices"]
+    assert fault["param"] == "ignore_eos"
+    assert (len(choice["text"]), choice["finish_reason"]) == (3, "stop")
+
+
 def test_stop_token_ids_end_a_text() -> None:
     """As vLLM's: beside the model's own ends, also where those are ignored, and their text stays."""
     model = model_of("suffix")

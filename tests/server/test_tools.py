@@ -10,6 +10,7 @@ import pytest
 from transformers import AddedToken
 
 from specdec import SpecGenerator
+from specdec.batch.openai_files import OpenAI
 from specdec.decoding.processors.grammar import Grammar
 from specdec.options.generate import Form
 from specdec.server.errors import ApiError
@@ -148,6 +149,28 @@ def test_marks_that_are_tokens(tokens: str) -> None:
     thought = ask(model, logit_bias={think: 100}, max_tokens=5)["message"]
     assert "tool_calls" not in thought
     assert thought["content"] == ("<think>" * 5 if tokens == "plain" else None)
+
+
+def test_stop_texts_and_calls() -> None:
+    """Inside a call, it leaves no `tool_calls`; as the closing mark, no token comes after it, though it is special."""
+    weather, time = ({"type": "function", "function": {"name": name}} for name in ("weather", "time"))
+    cut = ask(model_of(HERMES), tool_choice=weather, stop=["city"])
+    assert (cut["finish_reason"], cut["message"]["tool_calls"][0]["function"]["arguments"]) == ("stop", '{"')
+    body = {"messages": [USER], "tools": [TIME], "tool_choice": time, "max_tokens": 100, "seed": 3}
+    with asking(app(model_of(HERMES, "special"))) as c:
+        whole, ended = (c.post(CHATS, json={**body, **more}).json() for more in ({}, {"stop": ["</tool_call>"]}))
+    assert whole["choices"][0]["finish_reason"] == ended["choices"][0]["finish_reason"] == "tool_calls"
+    assert ended["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] - 1  # the end token
+
+
+def test_calls_in_batch_files() -> None:
+    """As a server's. (They were text.)"""
+    task = object.__new__(OpenAI)
+    task._model = model_of(HERMES)
+    body = {"messages": [USER], "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1600}
+    [choice] = task.answer({"url": CHATS, "body": body}, 3)[0]["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert all(map(fits, choice["message"]["tool_calls"]))
 
 
 @pytest.mark.parametrize("mark", [HERMES, MISTRAL])

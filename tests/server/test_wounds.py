@@ -23,6 +23,7 @@ from specdec.server.app import ROUTERS
 from specdec.server.guards import PublicRoute
 from specdec.server.keys import Keys
 from tests.server.served import (
+    Answered,
     app,
     asgi,
     asking,
@@ -341,6 +342,16 @@ async def test_requests_that_take_too_long() -> None:
         await idle(model_of("suffix"))
         assert "requests_aborted_total{" not in (await c.get("/metrics")).text
     assert (whole.status_code, events(stream.text)[-1]["error"]["code"]) == (504, "timeout")
+
+
+async def test_a_closed_model_tells_its_clients() -> None:
+    """A stream that it cut ends with an error. (It just ended, as if its client had left.)"""
+    model, found = text_model(draft="none"), Answered()
+    long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    asked = posted(app(model), long, found=found)
+    await until(lambda: b"data" in found.body)
+    await asyncio.to_thread(model.generator.close)
+    assert events((await asked).body.decode())[-1]["error"]["code"] == "unavailable"
 
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,12 +37,14 @@ _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, ab
 class Transcription(dict[str, Any]):
     """`text`, and on request `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
 
-    Attributes: `segments` of each track (the recording, or each of its chunks) with their tokens; `language`, or None
-    where the prompt has none; `duration` of the recording in seconds; `stats` of the whole call; `seconds`: the call's
-    time, divided among its recordings by duration.
+    Attributes: `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why
+    the text of each window with speech ended; `language`, or None where the prompt has none; `duration` of the
+    recording in seconds; `stats` of the whole call; `seconds`: the call's time, divided among its recordings by
+    duration.
     """
 
     segments: list[list[Segment]]
+    finish_reasons: list[str]
     language: str | None
     duration: float
     seconds: float
@@ -281,6 +283,7 @@ class Transcriber:
                 stacklevel=2,
             )
         found.segments = [track.segments for track in recording.tracks]
+        found.finish_reasons = [reason for track in recording.tracks for reason in track.finish_reasons]
         found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)
         found.duration = recording.duration
         return found

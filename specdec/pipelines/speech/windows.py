@@ -86,8 +86,9 @@ class Track:
     `features` `[mels, frames]`, of which `heard` are sound and the rest padding to a window. `timestamps`: whether they
     are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`: the frame at
     which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last text may be
-    context for the next window. `ahead`: tokens after the last window's last timestamp, whose sound the next window
-    has again. `before`: the track that has the same sound as this one, from its fraction `shared_from` on.
+    context for the next window. `finish_reasons`: of its windows with speech. `ahead`: tokens after the last window's
+    last timestamp, whose sound the next window has again. `before`: the track that has the same sound as this one, from
+    its fraction `shared_from` on.
     """
 
     number: int
@@ -98,6 +99,7 @@ class Track:
     seek: int = 0
     opening: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
     trusted: bool = True
     ahead: list[int] = field(default_factory=list)
     before: Track | None = None
@@ -132,9 +134,10 @@ class Track:
 
 @dataclass
 class _Heard:
-    """One decoded window: its tokens up to the end token, and the temperature; `skip`: it is silent."""
+    """One decoded window: its tokens up to the end token, why it ended, the temperature; `skip`: it is silent."""
 
     tokens: list[int]
+    finish: str
     temperature: float
     skip: bool = False
 
@@ -231,9 +234,10 @@ class Listener:
             part = batch.select(pending)
             out = self._generate(part, temperature)
             again = []
+            reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                found[row] = _Heard(tokens, temperature, s.skips(silence[row], log_prob))
+                found[row] = _Heard(tokens, reasons[i], temperature, s.skips(silence[row], log_prob))
                 if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
                     again.append(row)
             pending = again
@@ -285,6 +289,7 @@ class Listener:
         if heard.skip:
             track.seek += frames
             return
+        track.finish_reasons.append(heard.finish)
         offset = track.seek * TOKEN_SECONDS / whisper.stride
         tokens, times = heard.tokens, None
         if self._settings.return_timestamps == "word":

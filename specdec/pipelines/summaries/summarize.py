@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
-from specdec.generator.tokenizers import ids_of
+from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
@@ -32,10 +33,11 @@ _WHOLE = (False, None, "do_not_truncate")
 
 @dataclass(frozen=True)
 class Summary:
-    """One text's summaries; `parts`: the number of pieces that each pass read."""
+    """One text's summaries; `finish_reasons`: why each ended; `parts`: the number of pieces that each pass read."""
 
     texts: list[str]
     token_ids: list[Tensor]
+    finish_reasons: list[str]
     parts: list[int]
 
 
@@ -188,10 +190,12 @@ class Summarizer:
                 parts[d] = joined
                 counts[d].append(len(joined))
         out = self._decode([pieces[0] for pieces in parts], plan.given, plan, seeds)
+        reasons = iter(out.stats.finish_reasons)
         documents = [
             Summary(
                 [self._text(new, plan) for new in copies],
                 [torch.tensor([*start, *new] if self._target.is_encoder_decoder else new) for new in copies],
+                list(islice(reasons, len(copies))),
                 count,
             )
             for copies, start, count in zip(out.new, out.starts, counts, strict=True)
@@ -223,7 +227,8 @@ class Summarizer:
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=plan.clean_up))
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=plan.clean_up)
+        return before_stop(text, plan.options.cut_before)
 
     def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
         """The call's options; lengths count the summary alone."""

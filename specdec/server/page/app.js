@@ -184,7 +184,7 @@ function inWords(found) {
     const ratio = plain / (f.draft_seconds + f.verify_seconds);
     lines += `\n${f.num_target_passes} passes of the model instead of ${found.tokens}; estimate: ${ratio >= 1 ? `${ratio.toFixed(2)}× faster than without the draft` : `${(1 / ratio).toFixed(2)}× slower than without the draft`}`;
   }
-  if (found.finish === "length") lines += "\nended at the length limit";
+  if (found.finish === "length") lines += "\nended at its limit of tokens or time";
   return lines;
 }
 
