@@ -52,12 +52,11 @@ class OtherTokenizerDraft(Draft):
 
 @dataclass(slots=True)
 class DraftSequence(ReadSequence):
-    """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
+    """A sequence in the draft's tokens, made of the first `seen` tokens of `outer`.
 
     Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
     """
 
-    outer: SequenceView | None = None
     seen: int = 0
 
     def begins(self, tokens: list[int]) -> bool:

@@ -15,7 +15,7 @@ from specdec.core.tree import EMPTY, Tree
 
 @dataclass(slots=True)
 class ReadSequence:
-    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence has."""
+    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence `outer` has."""
 
     id: int
     tokens: list[int]
@@ -28,9 +28,11 @@ class ReadSequence:
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     leaf_scores: Sequence[float] = (0.0,)
+    outer: SequenceView | None = None
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
+        device = None if self.outer is None else self.outer.prefix().device
+        return torch.tensor([[*self.tokens, *extra]], device=device)
 
 
 def best_branch(seq: SequenceView) -> SequenceView:
@@ -38,7 +40,7 @@ def best_branch(seq: SequenceView) -> SequenceView:
     if not seq.tree.tokens:
         return seq
     tokens, inputs = seq.tokens + branch_tokens(seq, seq.leaves[0]), (seq.encoder_tokens, seq.encoding, seq.prediction)
-    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs)
+    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs, outer=seq)
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
