@@ -84,22 +84,25 @@ class ModelProposer(Proposer):
 
         A round reads one chunk, a small one while other sequences wait for their drafts.
         """
-        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
-        if not any(limits):
-            return [EMPTY] * len(seqs)
         try:
-            ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
-            growths: dict[int, Chain | Branches] = {
-                seq.id: self._growth(seq, plan, limit)
-                for seq, plan, limit in zip(seqs, plans, limits, strict=True)
-                if limit and seq.id in ready
-            }
-            self._grow(list(growths.values()))
-            return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
+            return self._propose(seqs, plans)
         except BaseException:
             # The cache may hold half a round: the next round reads the texts again.
             self._session, self._cached = self._model.session(), {}
             raise
+
+    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+        if not any(limits):
+            return [EMPTY] * len(seqs)
+        ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
+        growths: dict[int, Chain | Branches] = {
+            seq.id: self._growth(seq, plan, limit)
+            for seq, plan, limit in zip(seqs, plans, limits, strict=True)
+            if limit and seq.id in ready
+        }
+        self._grow(list(growths.values()))
+        return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]

@@ -114,10 +114,10 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(head.feature_width, dtype=head.dtype, device=head.device)
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
         self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
-        return super().propose(seqs, plans)
+        return super()._propose(seqs, plans)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -164,12 +164,12 @@ class HeadProposer(ModelProposer):
         seqs = [seq for seq in seqs if seq.id in self._known]
         self._admit(seqs)
         for known in [self._known[seq.id] for seq in seqs]:
-            unheard, known.unheard = known.unheard, []
-            if unheard:
-                states = [hidden.states for _, _, hidden in unheard]
+            if known.unheard:
+                states = [hidden.states for _, _, hidden in known.unheard]
                 features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
-                for own, (path, num_text, hidden) in zip(features, unheard, strict=True):
+                for own, (path, num_text, hidden) in zip(features, known.unheard, strict=True):
                     known.add(own, path, num_text, hidden)
+                known.unheard = []
         self._settle(seqs)
         self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].num_text > _UNREAD])
         for seq in seqs:
