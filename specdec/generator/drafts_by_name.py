@@ -64,6 +64,14 @@ class HeadAt:
     vocabulary: Vocabulary | None = None
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A draft model by folder or hub id, which is loaded before its target, and the tokenizer beside it."""
+
+    model: LanguageModel
+    tokenizer: Any
+
+
 class Drafts:
     """Makes the drafts of one target, and keeps the last two that calls named, with their models."""
 
@@ -81,19 +89,20 @@ class Drafts:
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
         draft = unwrapped(draft, name)
-        check_spelling(draft, name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
+        if is_name(draft):
+            draft = loaded(draft, self._how, name=name)
         match draft:
             case None | "none":
                 return None
-            case str() if is_word(draft):
+            case str():
                 return self._registered(draft, name)
             case HeadAt():
                 return self._head(draft, tokenizer, name)
-            case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
+            case PreTrainedModel() if kind_of(draft, argument=name) is not None:
                 return HeadDraft(load_head(draft, self._target, self._how, argument=name))
-            case str() | PathLike() | PreTrainedModel() | LanguageModel():
+            case LoadedModel() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
                 return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
@@ -163,10 +172,13 @@ class Drafts:
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
-        if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
-            assistant_tokenizer = tokenizer_beside(str(draft))
         target = self._target
-        model = language_model(on_encoder_of(target.model, draft), name, self._how)
+        if isinstance(draft, LoadedModel):
+            model = draft.model
+            if tokenizer is not None and assistant_tokenizer is None:
+                assistant_tokenizer = draft.tokenizer
+        else:
+            model = language_model(on_encoder_of(target.model, draft), name, self._how)
         if model.is_encoder_decoder and not target.is_encoder_decoder:
             raise OptionError(
                 f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
@@ -177,12 +189,12 @@ class Drafts:
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
         sees = sees_alike(model, target) and not translates
-        draft: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
+        made: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
-            draft = TextBridge(draft, tokenizer, assistant_tokenizer)
-        return TextAloneDraft(draft, place_tokens(target.model.config)) if target.sees and not sees else draft
+            made = TextBridge(made, tokenizer, assistant_tokenizer)
+        return TextAloneDraft(made, place_tokens(target.model.config)) if target.sees and not sees else made
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
@@ -212,7 +224,7 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def is_name(draft: object) -> bool:
     """Whether `draft` is an id or path of a model."""
-    return isinstance(draft, str | PathLike) and not is_word(draft)
+    return isinstance(draft, str | PathLike) and draft != "none" and not is_word(draft)
 
 
 def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
@@ -235,21 +247,20 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
     return load(model, how, name=name, change=None if name == "target" else cut_as_saved)
 
 
-def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
-    """`draft` with its models loaded where they are ids or paths, and the tokenizer beside the model.
+def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None, *, name: str = "draft") -> Any:
+    """The caller's argument `name` with `LoadedModel` or `HeadAt` in place of ids and paths; both may be in a pair.
 
-    With a `vocabulary`, the model guesses these tokens only.
+    With a `vocabulary`, they guess these tokens only.
     """
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, how, vocabulary) for part in draft]
-        return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
+        return tuple(loaded(part, how, vocabulary, name=name) for part in draft)
     if not is_name(draft):
-        return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
-    check_spelling(draft, "draft")
-    if how.gguf_file is None and kind_of(draft, how.revision) is not None:
-        return HeadAt(str(draft), how, vocabulary), None
+        return HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft
+    check_spelling(draft, name)
+    if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
+        return HeadAt(str(draft), how, vocabulary)
     beside = tokenizer_beside(str(draft), **how.beside)
-    return load(draft, how, name="draft", change=partial(_cut, str(draft), vocabulary, beside)), beside
+    return LoadedModel(load(draft, how, name=name, change=partial(_cut, str(draft), vocabulary, beside)), beside)
 
 
 def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: LanguageModel) -> None:
@@ -314,7 +325,7 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
     """Raises OptionError where an `assistant_tokenizer` has no effect."""
     model = draft[-1] if isinstance(draft, tuple | list) and draft else draft
-    if not is_name(model) and not isinstance(model, PreTrainedModel | LanguageModel):
+    if not is_name(model) and not isinstance(model, LoadedModel | PreTrainedModel | LanguageModel):
         kind = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
         raise OptionError(f"`assistant_tokenizer` belongs to a draft model, and `{name}` is {kind}: leave it out")
     if tokenizer is None:

@@ -46,6 +46,15 @@ def test_models_named_by_path(folders: tuple[str, str], kind: Any) -> None:
     assert generator.generate("ab", **RUN, assistant_model=draft).texts == out.texts
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) -> None:
+    """`draft_options` name another than the target's. (The generator refused the draft that it had loaded so.)"""
+    target, draft = folders
+    given: Any = ("suffix", draft) if pair else draft
+    generator = SpecGenerator.from_pretrained(target, given, backend="packed", draft_options={"backend": "eager"})
+    assert (generator.target.backend, generator.draft.models[0].backend) == ("packed", "eager")
+
+
 def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call with the same path finds model and tokenizer ready."""
     target, draft = folders
