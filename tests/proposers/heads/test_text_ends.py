@@ -268,12 +268,14 @@ def test_a_failure_takes_no_features(way: str, made: Make, monkeypatch: pytest.M
             keep(*given, **more)
         raise ZeroDivisionError
 
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    calls = {
+        "fork": lambda: session.fork(FakeSequence(tokens, 1), seq.id, 50),
+        "propose": lambda: session.propose([seq], [Limit(LIMIT)]),
+    }
+    with monkeypatch.context() as patch:
         patch.setattr(*((Head, "features") if way == "fork" else (HeadProposer, "_keep")), fail)
-        if way == "fork":
-            session.fork(FakeSequence(tokens, 1), seq.id, 50)
-        else:
-            session.propose([seq], [Limit(LIMIT)])
+        with pytest.raises(ZeroDivisionError):
+            calls[way]()
     assert session.propose([seq], [Limit(LIMIT)])[0].tokens == guesses_anew(draft, tokens, states)
     (cached,) = session._cached.values()
     assert session._session.length(cached.cache_row) == len(tokens) + len(cached.guesses)
