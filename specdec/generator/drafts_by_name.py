@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.drafts import Draft, Drafter
+from specdec.core.drafts import Draft, Drafter, refuse_argument
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
@@ -147,20 +147,18 @@ class Drafts:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
         word, colon, rest = draft.partition(":")
         kind, argument = DRAFTS[word], rest if colon else None
-        if hasattr(kind, "of"):
-            made = kind.of(self._target, argument, name)
-            if isinstance(made, Draft):
-                return made
+        is_class = isinstance(kind, type)
+        if not (issubclass(kind, Draft) if is_class else callable(kind)):
+            must = "a function (tokens, k) -> tokens, or a subclass of `specdec.core.drafts.Draft`"
+            raise DraftError(f"DRAFTS[{word!r}] must be {must}, got {kind!r}")
+        if not is_class:
+            refuse_argument(argument, name)
+            return FunctionDraft(kind)
+        made = kind.of(self._target, argument, name)
+        if not isinstance(made, Draft):
             got = type(made).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
-        if isinstance(kind, type) or not callable(kind):
-            raise DraftError(
-                f"DRAFTS[{word!r}] must be a function (tokens, k) -> tokens, or a class with a classmethod "
-                f"`of(target, argument, name)`, got {kind!r}"
-            )
-        if argument is not None:
-            raise OptionError.of(name, "a word without an argument", draft)
-        return FunctionDraft(kind)
+        return made
 
     def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
         target, wanted = self._target, draft.vocabulary

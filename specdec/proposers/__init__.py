@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
+from specdec.proposers.copying import cut
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
@@ -23,10 +24,8 @@ from specdec.proposers.views import TextAloneDraft, best_branch
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by word: functions `(tokens, k) -> tokens`, or classes. The classmethod `of(target, argument, name)` of a
-class takes what follows a colon, and the caller's name for the draft; that of a `HeadDraft` also `choose`, for a
-vocabulary of
-its own."""
+"""Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one. That of a `HeadDraft`
+also takes `choose`, for a vocabulary of its own."""
 
 COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
 """The words of drafts that copy, which may be paired with a model."""
@@ -53,5 +52,6 @@ __all__ = [
     "TextBridge",
     "VocabularyIntersection",
     "best_branch",
+    "cut",
     "is_word",
 ]

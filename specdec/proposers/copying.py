@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
-from specdec.errors import OptionError
 from specdec.proposers.views import branch_tokens
 
 SEPARATOR = -1
@@ -66,10 +65,9 @@ def _bin(match: int) -> int:
 
 def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
     """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
-    limit = min(plan.limit, seq.remaining - 1, len(tokens))
     kept: list[float] = []
-    while len(kept) < limit:
-        kept.append(confidence[len(kept)])
+    for chance in confidence[: path_limit(seq, plan)]:
+        kept.append(chance)
         if not plan.keep(kept):
             kept.pop()
             break
@@ -118,13 +116,6 @@ class TextDraft(Draft):
     def calibration(self) -> Calibration:
         """The confidence that its proposers learned."""
         return Calibration()
-
-    @classmethod
-    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDraft:
-        """The draft with its defaults; raises OptionError, naming the caller's argument `name`, for an argument."""
-        if argument is not None:
-            raise OptionError.of(name, "a word without an argument", argument)
-        return cls()
 
     @abstractmethod
     def index(self) -> Index:

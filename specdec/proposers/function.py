@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
-from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
 from specdec.proposers.copying import cut, merge_chains
@@ -51,11 +51,9 @@ class FunctionProposer(Proposer):
         ]
 
     def _chain(self, seq: SequenceView, plan: Plan, beyond: list[int]) -> Tree:
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0:
-            return Tree([], [], source=self._name)
+        limit = path_limit(seq, plan)
         # The function gets a list of its own, which it may change.
-        tokens = self._checked(self._propose(seq.tokens + beyond, limit))[:limit]
+        tokens = self._checked(self._propose(seq.tokens + beyond, limit)) if limit else []
         return cut(tokens, [1.0] * len(tokens), seq, plan, self._name)
 
     def _checked(self, proposal: object) -> list[int]:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.copying import TextDraft, TextProposer, cut
@@ -120,8 +120,8 @@ class HybridProposer(Proposer):
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         """Whether the model promises more tokens per second than the copies in `tree`."""
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0:
+        limit = path_limit(seq, plan)
+        if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens or not tree.tokens:

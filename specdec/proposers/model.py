@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
@@ -113,9 +113,7 @@ class ModelProposer(Proposer):
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0 or not seq.tokens:
-            return 0
+        limit = path_limit(seq, plan) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
