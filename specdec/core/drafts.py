@@ -262,11 +262,6 @@ class SavedState:
 class Proposer(ABC):
     """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
-    @property
-    def cache(self) -> Any:
-        """The `specdec.models.Session` with its keys and values, if it has one."""
-        return None
-
     @abstractmethod
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, from the sequence's leaves, whose paths have at most `path_limit(seq, plan)` nodes.
@@ -302,6 +297,9 @@ class Proposer(ABC):
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
+
+    def bound(self, rows: int, columns: int) -> None:
+        """Bounds its cache, if it has one, to this many sequences and positions, for now."""
 
 
 class Draft(ABC):

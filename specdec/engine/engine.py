@@ -245,8 +245,7 @@ class Engine:
         ample = self.budget.ample(admitted)
         self.session.bound(*ample)
         for opened in self.drafts.open.values():
-            if opened.proposer.cache is not None:
-                opened.proposer.cache.bound(*ample)
+            opened.proposer.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
         prefix_cache.room = (self.budget.limit or 0) - max(self.budget.bytes(admitted), self.budget.kept_bytes)
         prefix_cache.shrink()

@@ -75,10 +75,6 @@ class ModelProposer(Proposer):
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
-    @property
-    def cache(self) -> Session:
-        return self._session
-
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, empty while the draft still reads its prompt.
 
@@ -110,6 +106,9 @@ class ModelProposer(Proposer):
             self._session.remove(gone)
         used = {id(cached.seq.task.inputs) for cached in self._cached.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._session.bound(rows, columns)
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""

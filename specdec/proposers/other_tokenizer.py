@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
     def __init__(self, draft: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
-        self._proposer, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
+        self._inner, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
         self._target_tokenizer, self._draft_tokenizer = draft.target_tokenizer, draft.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}
 
@@ -91,20 +90,19 @@ class OtherTokenizerProposer(Proposer):
         try:
             seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
-            guesses = self._proposer.propose(read, plans)
+            guesses = self._inner.propose(read, plans)
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.drop([seq.id for seq in seqs])
             raise
 
-    @property
-    def cache(self) -> Any:
-        return self._proposer.cache
-
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._proposer.drop(seq_ids)
+        self._inner.drop(seq_ids)
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._inner.bound(rows, columns)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""

@@ -23,7 +23,7 @@ from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless
-from tests.oracle import shapes
+from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = endless(12)
@@ -389,7 +389,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     def counted() -> None:
         step()
-        sessions = [engine.session, *(d.proposer.cache for d in engine.drafts.open.values())]
+        sessions = [engine.session, *sessions_of_drafts(engine)]
         assert generator._prefixes is not None
         seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 
