@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.copying import cut
+from specdec.proposers.chains import cut
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft

@@ -1,15 +1,16 @@
-"""Drafts that copy from the text: an index of the text per sequence, learned confidence, and cutting to the plan."""
+"""Drafts that copy from the text: an index of the text per sequence, and learned confidence."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
+from specdec.proposers.chains import cut, known_tokens, merge_chains
 from specdec.proposers.views import branch_tokens
 
 SEPARATOR = -1
@@ -61,28 +62,6 @@ class Calibration:
 
 def _bin(match: int) -> int:
     return min(match.bit_length(), _NUM_BINS - 1)
-
-
-def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
-    """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
-    kept: list[float] = []
-    for chance in confidence[: path_limit(seq, plan)]:
-        kept.append(chance)
-        if not plan.keep(kept):
-            kept.pop()
-            break
-    return Tree.chain(tokens[: len(kept)], kept, source=source)
-
-
-def merge_chains(chains: Sequence[Tree]) -> Tree:
-    """One proposal of a chain per leaf."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    for leaf, chain in enumerate(chains):
-        parents += [-1 - leaf if parent < 0 else parent + len(tokens) for parent in chain.parents]
-        tokens += chain.tokens
-    confidence = [c for chain in chains for c in chain.confidence or ()]
-    return Tree(tokens, parents, confidence, None, chains[0].source)
 
 
 @dataclass(slots=True)
@@ -179,16 +158,6 @@ class TextProposer(Proposer):
             prompt = seq.tokens[: seq.prompt_length]
             reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
-
-
-def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
-    """`tokens` before the first outside the target's vocabulary, and no further than the first of `ends`."""
-    for i, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            return tokens[:i]
-        if token in ends:
-            return tokens[: i + 1]
-    return tokens
 
 
 def until_separator(tokens: list[int]) -> list[int]:

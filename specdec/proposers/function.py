@@ -8,7 +8,7 @@ from operator import index
 from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
-from specdec.proposers.copying import cut, merge_chains
+from specdec.proposers.chains import cut, merge_chains
 from specdec.proposers.views import branch_tokens
 
 Propose = Callable[[list[int], int], Iterable[int]]

@@ -10,7 +10,8 @@ from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.copying import TextDraft, TextProposer, cut
+from specdec.proposers.chains import cut
+from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import VocabularyError
-from specdec.proposers.copying import cut, known_tokens
+from specdec.proposers.chains import cut, known_tokens
 from specdec.proposers.views import ReadSequence, best_branch
 
 _WINDOW = 12  # tokens
