@@ -220,19 +220,19 @@ class DraftTask:
 class Hidden(NamedTuple):
     """The target's hidden states of one pass, for a draft with `hidden_layers`.
 
-    `layers`, each `[tokens, width]`, on the target's device: of the sequence's newly read tokens from number `first`
+    `by_layer`, each `[tokens, width]`, on the target's device: of the sequence's newly read tokens from number `first`
     on, then one state for each node of `path` whose number is at least `num_cached`, in the order of `path`; lower ones
     came in earlier commits.
     """
 
     first: int
     num_cached: int
-    layers: Sequence[Tensor]
+    by_layer: Sequence[Tensor]
 
     @property
     def states(self) -> Tensor:
         """All layers `[tokens, layers, width]`; joined here, since a draft that is not asked need not read them."""
-        return torch.stack(list(self.layers), dim=1)
+        return torch.stack(list(self.by_layer), dim=1)
 
 
 class Commit(NamedTuple):

@@ -63,7 +63,7 @@ class ModelProposer(Proposer):
         self,
         model: LanguageModel,
         vocab_size: int,
-        source: str = "model",
+        source: str,
         *,
         shared_encoder: bool = False,
         sees: bool = False,

@@ -106,7 +106,7 @@ class HeadProposer(ModelProposer):
 
     keeps_guesses = False
 
-    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
+    def __init__(self, head: Head, vocab_size: int, source: str) -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
         # A token is fed with the feature of the token this far before it.
@@ -149,7 +149,7 @@ class HeadProposer(ModelProposer):
                 continue
             known = self._known.setdefault(seq.id, _KnownText(seq, hidden.first))
             known.unheard.append((path, num_text, hidden))
-            if hidden.first + len(hidden.layers[0]) - known.unheard[0][2].first > _UNHEARD:
+            if hidden.first + len(hidden.by_layer[0]) - known.unheard[0][2].first > _UNHEARD:
                 long.append(seq)
         if long:
             self._catch_up(long)
