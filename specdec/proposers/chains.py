@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 
 from specdec.core.drafts import Plan, SequenceView, path_limit
 from specdec.core.tree import Tree
+from specdec.proposers.views import branch_tokens
 
 
 def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
@@ -19,15 +20,19 @@ def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Pla
     return Tree.chain(tokens[: len(kept)], kept, source=source)
 
 
-def merge_chains(chains: Sequence[Tree]) -> Tree:
-    """One proposal of a chain per leaf."""
+def chain_per_leaf(
+    seq: SequenceView, plan: Plan, source: str, guess: Callable[[list[int]], tuple[list[int], list[float]]]
+) -> Tree:
+    """A proposal with a chain from each leaf: what `guess` returns for the tokens from the text to the leaf, cut."""
     tokens: list[int] = []
     parents: list[int] = []
-    for leaf, chain in enumerate(chains):
-        parents += [-1 - leaf if parent < 0 else parent + len(tokens) for parent in chain.parents]
+    confidence: list[float] = []
+    for number, leaf in enumerate(seq.leaves):
+        chain = cut(*guess(branch_tokens(seq, leaf)), seq, plan, source)
+        parents += [-1 - number if parent < 0 else parent + len(tokens) for parent in chain.parents]
         tokens += chain.tokens
-    confidence = [c for chain in chains for c in chain.confidence or ()]
-    return Tree(tokens, parents, confidence, None, chains[0].source)
+        confidence += chain.confidence or ()
+    return Tree(tokens, parents, confidence, source=source)
 
 
 def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:

@@ -10,8 +10,7 @@ from typing import ClassVar, Protocol
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers.chains import cut, known_tokens, merge_chains
-from specdec.proposers.views import branch_tokens
+from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 
 SEPARATOR = -1
 """Separates texts in one index; no text contains it, and no proposal crosses it."""
@@ -131,14 +130,11 @@ class TextProposer(Proposer):
         return reading.guess, confidence
 
     def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
-        first = cut(*self.guess(seq, plan.limit), seq, plan, self._draft.source)
+        guess, source = self.guess(seq, plan.limit), self._draft.source
         if not seq.tree.tokens:
-            return first
-        index, chains = self._readings[seq.id].index, []
-        for leaf in seq.leaves:
-            found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
-            chains.append(cut(*self._usable(seq, found, match), seq, plan, self._draft.source))
-        return merge_chains(chains)
+            return cut(*guess, seq, plan, source)
+        index, limit = self._readings[seq.id].index, max(plan.limit, 1)
+        return chain_per_leaf(seq, plan, source, lambda tail: self._usable(seq, *index.lookup(limit, tail)))
 
     def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""
