@@ -19,9 +19,9 @@ from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synt
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import check_spelling
-from specdec.options.fields import DRAFT_WORDS, SAMPLING
+from specdec.options.fields import COPYING, DRAFT_WORDS, SAMPLING
 from specdec.options.resolve import read_yaml, resolve
-from specdec.proposers import COPYING, DRAFTS
+from specdec.proposers import DRAFTS
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
 PLAIN = "plain"  # the system without a draft

@@ -16,8 +16,9 @@ from specdec.generator.drafts_by_name import Drafts, HeadAt, LoadedModel, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.options import bundled_models
+from specdec.options.fields import COPYING
 from specdec.options.load import Loading
-from specdec.proposers import COPYING, is_word
+from specdec.proposers import is_word
 
 
 class Systems:

@@ -22,11 +22,10 @@ from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
-from specdec.options.fields import is_whole
+from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.parallel.load import load
 from specdec.proposers import (
-    COPYING,
     DRAFTS,
     EarlyExitDraft,
     FunctionDraft,
@@ -311,12 +310,8 @@ def _own(draft: Any, name: str) -> Draft:
 
 
 def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> Draft:
-    for name, value in {
-        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
-        "max_matching_ngram_size": max_matching_ngram_size,
-    }.items():
-        if not is_whole(value) or value < 1:
-            raise OptionError.of(name, "a whole number of at least 1", value)
+    check_whole("prompt_lookup_num_tokens", prompt_lookup_num_tokens)
+    check_whole("max_matching_ngram_size", max_matching_ngram_size)
     return NgramDraft(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
 
 

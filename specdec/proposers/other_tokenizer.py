@@ -254,7 +254,7 @@ class VocabularyIntersection(OtherTokenizerDraft):
         return f"VocabularyIntersection({self.inner!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionProposer:
-        """A proposer without sequences; rules get logits over the target's vocabulary."""
+        """A proposer without sequences; samplers get logits over the target's vocabulary."""
         return IntersectionProposer(self, {t: d for t, d in self.to_draft.items() if t < vocab_size}, vocab_size)
 
 
@@ -271,7 +271,7 @@ def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
 
 @dataclass(frozen=True)
 class _MappedSampler(Sampler):
-    """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
+    """Lets the strategy's sampler pick in the target's vocabulary, and returns the draft's id."""
 
     sampler: Sampler
     proposer: IntersectionProposer
@@ -283,7 +283,7 @@ class _MappedSampler(Sampler):
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
+        """The sampler's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
         guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)

@@ -15,7 +15,8 @@ import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDraft, NgramDraft, TextBridge, VocabularyIntersection
+from specdec.proposers import HybridDraft, NgramDraft, TextBridge
+from specdec.proposers.other_tokenizer import VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
-from specdec.proposers import ModelDraft, TextAloneDraft, TextBridge, VocabularyIntersection
+from specdec.proposers import ModelDraft, TextAloneDraft, TextBridge
+from specdec.proposers.other_tokenizer import VocabularyIntersection
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 TEXT = (
