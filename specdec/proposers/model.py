@@ -15,7 +15,7 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
-from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
 
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
@@ -92,7 +92,7 @@ class ModelProposer(Proposer):
         if not any(limits):
             return [EMPTY] * len(seqs)
         ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
-        growths: dict[int, Chain | Branches] = {
+        growths: dict[int, ChainGrowth | TreeGrowth] = {
             seq.id: self._growth(seq, plan, limit)
             for seq, plan, limit in zip(seqs, plans, limits, strict=True)
             if limit and seq.id in ready
@@ -127,7 +127,7 @@ class ModelProposer(Proposer):
             if (cached := self._cached.get(seq.id)) is None:
                 continue
             cached.seq = seq
-            if cached.take_back(keeps_guesses=self.keeps_guesses):
+            if cached.forget_rejected(keeps_guesses=self.keeps_guesses):
                 cut.append(cached)
             elif cached.branches.tokens:
                 path, num_text = cached.settle(self._reusable(cached))
@@ -138,7 +138,7 @@ class ModelProposer(Proposer):
             for cached in [self._cached[seq.id] for seq in seqs if seq.id in self._cached]:
                 self._session.refresh([cached.cache_row])
                 if (length := self._session.length(cached.cache_row)) < cached.num_text:
-                    cached.num_text, cached.branches, cached.where = length, EMPTY, {}
+                    cached.num_text, cached.branches, cached.branch_of = length, EMPTY, {}
 
     def _reusable(self, cached: CachedText) -> int:
         """How many of the cached branches may stay."""
@@ -149,7 +149,7 @@ class ModelProposer(Proposer):
         leaders = self._admit(seqs)
         self._settle(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        if not leaders and not any(self._behind(seq, _FEW) for seq in ready):
+        if not leaders and not any(self._num_to_read(seq, _FEW) for seq in ready):
             return {seq.id for seq in ready}
         missing = [len(seq.tokens) - self._cached[seq.id].num_text for seq in ready]
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
@@ -157,7 +157,7 @@ class ModelProposer(Proposer):
             most, chunk = _FEW, SHARED_CHUNK
         else:
             most, chunk = max(_FEW, CHUNK // max(len(ready), 1)), CHUNK
-        sizes = {seq.id: self._behind(seq, 0 if seq.id in leaders else most) for seq in ready}
+        sizes = {seq.id: self._num_to_read(seq, 0 if seq.id in leaders else most) for seq in ready}
         batch: list[SequenceView] = []
         for seq in ready:
             widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
@@ -167,13 +167,13 @@ class ModelProposer(Proposer):
             self._read(batch, chunk)
         self._admit(seqs)
         found = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        return {seq.id for seq in found if not self._behind(seq, most)}
+        return {seq.id for seq in found if not self._num_to_read(seq, most)}
 
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
         return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
 
-    def _behind(self, seq: SequenceView, most: int) -> int:
+    def _num_to_read(self, seq: SequenceView, most: int) -> int:
         """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
         missing = len(seq.tokens) - self._cached[seq.id].num_text
         return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
@@ -252,16 +252,16 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
+    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> ChainGrowth | TreeGrowth:
         cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, readable)
+            return ChainGrowth(seq, plan, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
-        return Branches(seq, plan, limit if can_read else 0, cached, readable)
+        return TreeGrowth(seq, plan, limit if can_read else 0, cached, readable)
 
-    def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
+    def _grow_in_one_call(self, feeds: Sequence[tuple[ChainGrowth | TreeGrowth, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
-        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, Chain)]
+        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, ChainGrowth)]
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if not feeds or len(rules) < len(feeds):
             return False
@@ -278,7 +278,7 @@ class ModelProposer(Proposer):
         """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
         return None
 
-    def _grow(self, growths: list[Chain | Branches]) -> None:
+    def _grow(self, growths: list[ChainGrowth | TreeGrowth]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         if self._session.draft_chains and self._grow_in_one_call(feeds):

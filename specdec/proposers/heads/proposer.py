@@ -15,7 +15,7 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, Logits
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
 from specdec.proposers.model import ModelProposer
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class HeadProposer(ModelProposer):
 
     def _reusable(self, cached: CachedText) -> int:
         """Those that were fed with the target's features, unless later stages need more of them."""
-        return cached.own if len(self._stages.stages) == 1 else 0
+        return cached.num_own if len(self._stages.stages) == 1 else 0
 
     def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
         """None: a sequence forks another one in `fork` alone."""
@@ -246,7 +246,7 @@ class HeadProposer(ModelProposer):
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
         known = self._known[feed.seq.id]
         if source < 0:
-            parents, where = feed.seq.tree.parents, feed.cached.where
+            parents, where = feed.seq.tree.parents, feed.cached.branch_of
             fresh = sorted(node for node, at in where.items() if at >= feed.work.num_cached)
             branches = [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
             return torch.cat([self._text_features(feed, feed.work.num_text), *branches])
@@ -299,7 +299,7 @@ class BlockProposer(HeadProposer):
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
-    def _grow(self, growths: Sequence[Chain | Branches]) -> None:
+    def _grow(self, growths: Sequence[ChainGrowth | TreeGrowth]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
