@@ -35,9 +35,10 @@ class CachedText:
     branch_of: dict[int, int] = field(default_factory=dict)
 
     def forget_rejected(self, *, keeps_guesses: bool) -> bool:
-        """Forgets what the sequence's text no longer has, and counts guesses that became text; whether text must go.
+        """Forgets what the text does not have, and counts guesses that became text.
 
-        A list of tokens only grows, so only its new tokens are compared.
+        Returns whether the cache holds tokens that must be cut off. A list of tokens only grows, so only its new tokens
+        are compared.
         """
         before, now = self.num_text + len(self.guesses), self.seq.tokens
         guesses = self.guesses if keeps_guesses else []
@@ -101,7 +102,7 @@ class ChainGrowth:
         self.q: list[Tensor] = []
         self.num_as_text = 0  # the session holds guesses as text too
 
-    def first(self) -> Tree | None:
+    def first(self) -> Tree:
         """The tokens of the text that the cache lacks."""
         missing = self.seq.tokens[self.cached.num_text :]
         self.num_as_text = len(missing)

@@ -148,26 +148,32 @@ class ModelProposer(Proposer):
         """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
         leaders = self._admit(seqs)
         self._settle(seqs)
-        ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        if not leaders and not any(self._num_to_read(seq, _FEW) for seq in ready):
-            return {seq.id for seq in ready}
-        missing = [len(seq.tokens) - self._cached[seq.id].num_text for seq in ready]
+        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
+        if not leaders and not any(self._num_to_read(seq, _FEW) for seq in readable):
+            return {seq.id for seq in readable}
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
-        if any(count <= _FEW for count in missing):
+        if any(len(seq.tokens) - self._cached[seq.id].num_text <= _FEW for seq in readable):
             most, chunk = _FEW, SHARED_CHUNK
         else:
-            most, chunk = max(_FEW, CHUNK // max(len(ready), 1)), CHUNK
-        sizes = {seq.id: self._num_to_read(seq, 0 if seq.id in leaders else most) for seq in ready}
-        batch: list[SequenceView] = []
-        for seq in ready:
-            widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
-            if sizes[seq.id] and (not batch or (len(batch) + 1) * widest <= chunk):
-                batch.append(seq)
-        if batch:
+            most, chunk = max(_FEW, CHUNK // max(len(readable), 1)), CHUNK
+        sizes = [(seq, self._num_to_read(seq, 0 if seq.id in leaders else most)) for seq in readable]
+        if batch := self._batch(sizes, chunk):
             self._read(batch, chunk)
         self._admit(seqs)
-        found = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        return {seq.id for seq in found if not self._num_to_read(seq, most)}
+        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
+        return {seq.id for seq in readable if not self._num_to_read(seq, most)}
+
+    @staticmethod
+    def _batch(sizes: Sequence[tuple[SequenceView, int]], chunk: int) -> list[SequenceView]:
+        """The first sequences with tokens to read that fit into `chunk` tokens, padding included; at least one."""
+        batch: list[SequenceView] = []
+        widest = 0
+        for seq, size in sizes:
+            wider = max(widest, min(size, chunk))
+            if size and (not batch or (len(batch) + 1) * wider <= chunk):
+                batch.append(seq)
+                widest = wider
+        return batch
 
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
