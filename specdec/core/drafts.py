@@ -312,8 +312,8 @@ class Draft(ABC):
     embeddings), the last one the input of the output head.
 
     `instant`: it runs no model, and takes next to no time. Such a draft also guesses in the pass that ends a prompt,
-    before it has hidden states of it. It is asked where it may propose nothing, too, and for each request alone, whose
-    other requests its errors do not end. Its first proposal does not count as the reading of a prompt.
+    before it has hidden states of it. It is asked even where it may propose nothing, and for each request alone, so
+    that its errors end that request only. Its first proposal does not count as the reading of a prompt.
     """
 
     models: Sequence[Any] = ()

@@ -195,7 +195,7 @@ class Drafts:
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] is None or is_word(pair[1]):
+        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] in (None, "none") or is_word(pair[1]):
             raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None

@@ -56,6 +56,11 @@ def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) 
     assert (generator.target.backend, generator.draft.models[0].backend) == ("packed", "eager")
 
 
+def test_none_by_name(folders: tuple[str, str]) -> None:
+    """The word of a call's argument is one of a generator's too. (It was searched for on the hub.)"""
+    assert SpecGenerator.from_pretrained(folders[0], "none").draft is None
+
+
 def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call with the same path finds model and tokenizer ready."""
     target, draft = folders
@@ -140,6 +145,7 @@ def test_what_was_learned_belongs_to_the_draft() -> None:
     [
         ("assistant_model", {"assistant_model": 3}),
         ("assistant_model", {"assistant_model": ("suffix", "ngram")}),
+        ("assistant_model", {"assistant_model": ("suffix", "none")}),
         ("assistant_model", {"assistant_model": "early_exit:9"}),
         ("assistant_early_exit", {"assistant_early_exit": True}),
         ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": True}),
