@@ -67,11 +67,11 @@ def test_store_equals_a_recomputed_one_after_every_step(
         for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
-                    check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
+                    check_held(target, self.session, one.cache_row, one.tokens, one.encoding)
             if row.id in inner:
                 [session] = sessions_of_drafts(self)
                 held, inputs = inner[row.id], row.task.inputs
-                assert session.length(held.cache_row) == held.text
+                assert session.length(held.cache_row) == held.num_text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])
                 check_held(draft, session, held.cache_row, row.tokens, read)
                 checked += 1
