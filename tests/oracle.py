@@ -30,10 +30,20 @@ def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_lengt
     return guess
 
 
+def sessions_of_drafts(engine: Any) -> list[Any]:
+    """The sessions of an engine's drafts, some of which run another one's proposer."""
+    found = []
+    for opened in engine.drafts.open.values():
+        proposer = opened.proposer
+        while hasattr(proposer, "_inner"):
+            proposer = proposer._inner
+        found += [proposer._session] if hasattr(proposer, "_session") else []
+    return found
+
+
 def rows_in_drafts(engine: Any) -> int:
     """How many rows the caches of an engine's drafts hold."""
-    caches = [draft.proposer.cache for draft in engine.drafts.open.values()]
-    return sum(len(cache.rows) for cache in caches if cache is not None)
+    return sum(len(session.rows) for session in sessions_of_drafts(engine))
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synt
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import check_spelling
-from specdec.options.fields import SAMPLING
+from specdec.options.fields import COPYING, DRAFT_WORDS, SAMPLING
 from specdec.options.resolve import read_yaml, resolve
-from specdec.proposers import COPYING, DRAFTS
+from specdec.proposers import DRAFTS
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
 PLAIN = "plain"  # the system without a draft
@@ -84,11 +84,12 @@ class Cell:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the draft proposes chains; some schedules let models branch."""
-        branches = self.drafting.num_assistant_branches
-        word = self.draft.partition(":")[0]
-        chains = word in DRAFTS and not getattr(DRAFTS[word], "guesses_trees", False)
-        return chains or branches == 1 or (branches is None and not SCHEDULES[self.drafting.schedule].grows_trees)
+        """Whether the draft is known to propose chains; without a number of branches, a caller's own may make trees."""
+        branches, word = self.drafting.num_assistant_branches, self.draft.partition(":")[0]
+        if branches == 1 or (word in DRAFTS and not getattr(DRAFTS[word], "guesses_trees", False)):
+            return True
+        is_own = word in DRAFTS and word not in DRAFT_WORDS
+        return branches is None and not is_own and not SCHEDULES[self.drafting.schedule].grows_trees
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.samplers import WIDER
@@ -90,7 +90,7 @@ class SyntheticDraft(Draft, Proposer):
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
     def _tree(self, row: SequenceView, plan: Plan) -> Tree:
-        limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
+        limit, branches = path_limit(row, plan), plan.branches or 1
         oracle, number, new = self.oracle, row.task.encoder_row, row.tokens[row.prompt_length :]
         is_known = oracle is not None and oracle.texts[number][: len(new)] == new
         nodes: list[_Node] = []

@@ -12,13 +12,13 @@ from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDraft, passes_of
 from specdec.errors import OptionError
-from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
+from specdec.generator.drafts_by_name import Drafts, HeadAt, LoadedModel, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.models import LanguageModel
 from specdec.options import bundled_models
-from specdec.options.load import Loading, Vocabulary
-from specdec.proposers import COPYING, is_word
+from specdec.options.fields import COPYING
+from specdec.options.load import Loading
+from specdec.proposers import is_word
 
 
 class Systems:
@@ -35,7 +35,7 @@ class Systems:
         self.plain.compile()
         self.plain.wait_until_compiled()  # programs run on those passes after their first minute
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
-        self._models: dict[str, tuple[Any, Any]] = {}
+        self._models: dict[str, Any] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
     def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
@@ -62,30 +62,26 @@ class Systems:
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
-            model, _ = self._model(draft.like)
-            if not isinstance(model, LanguageModel):
+            like = self._model(draft.like)
+            if not isinstance(like, LoadedModel):
                 raise OptionError.of("like", "a draft model", draft.like)
-            guesses = SyntheticDraft(draft.synthetic, passes_of(model))
+            guesses = SyntheticDraft(draft.synthetic, passes_of(like.model))
             return SpecGenerator(target, guesses, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):
             return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)
         if plus and (text not in COPYING or is_word(name)):
             raise OptionError.of("drafts", f"one draft, or a pair such as {COPYING[0]}+MODEL", draft)
-        model, beside = self._model(name)
-        both = {"tokenizer": tokenizer, "assistant_tokenizer": None if tokenizer is None else beside}
-        return SpecGenerator(target, (text, model) if plus else model, **both, prefix_cache=False)
+        model = self._model(name)
+        return SpecGenerator(target, (text, model) if plus else model, tokenizer=tokenizer, prefix_cache=False)
 
-    def _model(self, name: str) -> tuple[Any, Any]:
-        """A draft model or head, which its cells share, and the tokenizer beside it."""
+    def _model(self, name: str) -> Any:
+        """A draft model or head, which its cells share."""
         if name not in self._models:
-            vocabulary = Vocabulary.of(self._draft_options.get("vocabulary"))
-            draft, beside = loaded(
-                bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options), vocabulary
-            )
+            draft = loaded(bundled_models.locate(name, "draft"), *self._how.of_draft(self._draft_options))
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
-            self._models[name] = draft, beside
+            self._models[name] = draft
         return self._models[name]
 
 

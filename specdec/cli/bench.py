@@ -12,11 +12,12 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import COPYING, WORDS, passed
+from specdec.cli.request import WORDS, passed
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
+from specdec.options.fields import COPYING
 from specdec.options.resolve import read_yaml
 
 # Parameters that are keys of a suite.

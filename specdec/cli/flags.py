@@ -10,9 +10,10 @@ from typing import Any
 
 from typer import Option
 
-from specdec.cli.request import COPYING, DEFAULT_NEW_TOKENS, METHODS, WORDS
+from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
+from specdec.options.fields import COPYING
 from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
 
 Command = Callable[..., int | None]

@@ -15,7 +15,7 @@ import yaml
 from specdec.cli.terminal import loading
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
-from specdec.options.fields import DRAFT_WORDS, DRAWING, IDLE, REFUSED
+from specdec.options.fields import COPYING, DRAFT_WORDS, DRAWING, IDLE, REFUSED
 from specdec.options.generate import FORMS, Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 128
 # Drafts without a model, as the command line spells them.
 WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
-COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
 METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
 
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from specdec.errors import OptionError
+
 if TYPE_CHECKING:
     from specdec.core.tree import Tree
     from specdec.core.work import Pictures
@@ -130,7 +132,7 @@ class Sampler(Protocol):
 
     @property
     def branches(self) -> int:
-        """How many paths a draft continues where its plan names no number: 1 for a text; 0: `expand` is missing."""
+        """How many paths a draft continues where `Plan.branches` is None; 0: chains only, as `expand` is missing."""
         return 0
 
     def pick(
@@ -145,8 +147,8 @@ class Sampler(Protocol):
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """From draft `logits` `[ends, vocab]`: new paths, best first, each with the number of the end it continues.
 
-        `ends` have one length. The draft continues only the first `plan.branches` paths; None: all. Of a search, these
-        are its own steps.
+        `ends` have one length. The draft continues the first of the paths (`Plan.branches`). Of a search, they are its
+        own steps.
         """
         raise TypeError(f"{type(self).__name__} guesses chains only")
 
@@ -160,11 +162,15 @@ class Plan(Protocol):
 
     @property
     def limit(self) -> int:
-        """The most nodes on a path; a draft proposes at most `min(limit, seq.remaining - 1)`. 0: no draft."""
+        """The most nodes on a path, of which `path_limit` may allow fewer. 0: no draft."""
 
     @property
     def branches(self) -> int | None:
-        """The most nodes that one draft pass continues; None: the sampler's number."""
+        """How many nodes each draft pass may continue.
+
+        1: propose a chain. None: the draft chooses; built-in drafts then make chains for texts and follow all branches
+        of a search.
+        """
 
     @property
     def needs_confidence(self) -> bool:
@@ -184,6 +190,11 @@ class Plan(Protocol):
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
+
+
+def path_limit(seq: SequenceView, plan: Plan) -> int:
+    """How many nodes a path of a proposal may have; the last token of a text is left to the target."""
+    return max(min(plan.limit, seq.remaining - 1), 0)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -209,29 +220,28 @@ class DraftTask:
 class Hidden(NamedTuple):
     """The target's hidden states of one pass, for a draft with `hidden_layers`.
 
-    `layers`, each `[tokens, width]`, on the target's device: of the sequence's newly read tokens from number `first`
+    `by_layer`, each `[tokens, width]`, on the target's device: of the sequence's newly read tokens from number `first`
     on, then one state for each node of `path` whose number is at least `num_cached`, in the order of `path`; lower ones
     came in earlier commits.
     """
 
     first: int
     num_cached: int
-    layers: Sequence[Tensor]
+    by_layer: Sequence[Tensor]
 
     @property
     def states(self) -> Tensor:
         """All layers `[tokens, layers, width]`; joined here, since a draft that is not asked need not read them."""
-        return torch.stack(list(self.layers), dim=1)
+        return torch.stack(list(self.by_layer), dim=1)
 
 
 class Commit(NamedTuple):
-    """Which of a sequence's branches and proposed nodes stay.
+    """Which nodes of a sequence stay after a round; the sequence itself is up to date.
 
-    `path`: their numbers; its first `num_text` nodes are now text, the rest are live branches of a search. The branches
-    that `seq.tree` had before the round are numbered first, then your proposal's nodes. The sequence is up to date: its
-    tree is the rest of the path, in this order, and new leaves. A draft with `hidden_layers` gets `hidden` with every
-    commit, and one commit with an empty path per chunk of a prompt; None if the target computed nothing, or the
-    sequence has ended.
+    `path`: the nodes that stay. Nodes are numbered: first the branches that `seq.tree` had before the round, then your
+    proposal. The first `num_text` of them are text now; the others are the nodes of `seq.tree`, in this order, before
+    its new leaves. A draft with `hidden_layers` gets `hidden` with every commit, and one commit with an empty path per
+    chunk of a prompt; None if the target computed nothing, or the sequence has ended.
     """
 
     seq: SequenceView
@@ -252,25 +262,22 @@ class SavedState:
 class Proposer(ABC):
     """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
-    @property
-    def cache(self) -> Any:
-        """The `specdec.models.Session` with its keys and values, if it has one."""
-        return None
-
     @abstractmethod
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, possibly empty, from the sequence's leaves.
+        """One tree per sequence, from the sequence's leaves, whose paths have at most `path_limit(seq, plan)` nodes.
 
-        A path has at most `min(plan.limit, seq.remaining - 1)` nodes: the target writes the last token. The bound may
-        be 0 or less; where it is for all, only drafts that copy are asked. A sequence with an unknown `seq.id` is new.
-        A comparison of `seq.tokens` with what was read shows which guesses stayed.
+        A tree without nodes is no guess; one without a `source` (EMPTY) says that the draft still reads the text. Where
+        no plan allows a node, drafts that are `instant` or have `reads_predictions` are asked all the same, so that
+        they go on learning. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read
+        shows which guesses stayed.
         """
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
 
-        It gets hidden states from token n on only; 0: of the whole prompt. `source` is the id of a running
-        sequence, or a state that a proposer of the same draft saved. Only called for drafts with `hidden_layers`.
+        After n > 0, `update` brings hidden states from token n on. After 0, it brings those of the whole prompt.
+        `source` is the id of a running sequence, or a state that a proposer of the same draft saved. Only called for
+        drafts with `hidden_layers`.
         """
         return 0
 
@@ -291,15 +298,22 @@ class Proposer(ABC):
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
 
+    def bound(self, rows: int, columns: int) -> None:
+        """Bounds its cache, if it has one, to this many sequences and positions, for now."""
+
 
 class Draft(ABC):
     """A draft: starts proposers, and describes itself.
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
     `reads_predictions`: it copies from `seq.prediction`. `needs_encoder_inputs`: it reads `task.inputs` with an encoder
-    of its own. Calls that ask for what it does not do raise. `instant`: it runs no model, and takes next to no time.
-    `hidden_layers`: the layers of the target whose hidden states it gets after every round (`Commit.hidden`), in this
-    order; state i is the input of decoder layer i (0: the embeddings), the last one the input of the output head.
+    of its own. Calls that ask for what it does not do raise. `hidden_layers`: the layers of the target whose hidden
+    states it gets after every round (`Commit.hidden`), in this order; state i is the input of decoder layer i (0: the
+    embeddings), the last one the input of the output head.
+
+    `instant`: it runs no model, and takes next to no time. Such a draft also guesses in the pass that ends a prompt,
+    before it has hidden states of it. It is asked even where it may propose nothing, and for each request alone, so
+    that its errors end that request only. Its first proposal does not count as the reading of a prompt.
     """
 
     models: Sequence[Any] = ()
@@ -312,6 +326,15 @@ class Draft(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    @classmethod
+    def of(cls, target: Any, argument: str | None, name: str = "draft") -> Draft:
+        """The draft that a word in `specdec.proposers.DRAFTS` stands for, the caller's `name` for which is in errors.
+
+        `argument`: what follows a colon; None: no colon. As inherited, there must be none.
+        """
+        refuse_argument(argument, name)
+        return cls()
+
     @abstractmethod
     def start(self, vocab_size: int) -> Proposer:
         """A proposer without sequences, for a target with logits of this width."""
@@ -319,6 +342,12 @@ class Draft(ABC):
     def for_sampling(self, sampling: str | None) -> Draft:
         """The draft for a call that samples: by "rejection", "block", …, or None, which is "coupled"."""
         return self
+
+
+def refuse_argument(argument: str | None, name: str) -> None:
+    """Raises OptionError if the word for a draft, the caller's `name`, came with an argument."""
+    if argument is not None:
+        raise OptionError.of(name, "a word without an argument", f":{argument}")
 
 
 @runtime_checkable

@@ -78,7 +78,7 @@ class OpenDrafts:
 
         While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
         has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no plan allows a guess,
-        only a draft that copies is asked: it goes on learning how often it would be right.
+        a draft that is instant or reads predictions is asked all the same: it learns how often it would be right.
         """
         proposals: dict[int, Tree] = {}
         for opened, group in self._grouped(seqs):
@@ -88,8 +88,8 @@ class OpenDrafts:
             for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
                 with self._guard(together):
                     plans |= _plans(pacing.schedule, together)
-            copies = opened.draft.instant or opened.draft.reads_predictions
-            if not copies and all(plan.limit <= 0 for plan in plans.values()):
+            learns = opened.draft.instant or opened.draft.reads_predictions
+            if not learns and all(plan.limit <= 0 for plan in plans.values()):
                 continue
             group = [seq for seq in group if seq.id in plans]
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.

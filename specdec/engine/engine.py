@@ -229,8 +229,7 @@ class Engine:
         ample = budget.ample(admitted)
         self.session.bound(*ample)
         for opened in self.drafts.open.values():
-            if opened.proposer.cache is not None:
-                opened.proposer.cache.bound(*ample)
+            opened.proposer.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
         prefix_cache.room = budget.limit - max(budget.bytes(admitted), budget.kept_bytes)
         prefix_cache.shrink()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.drafts import Draft, Drafter
+from specdec.core.drafts import Draft, Drafter, refuse_argument
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
@@ -22,11 +22,10 @@ from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
-from specdec.options.fields import is_whole
+from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.parallel.load import load
 from specdec.proposers import (
-    COPYING,
     DRAFTS,
     EarlyExitDraft,
     FunctionDraft,
@@ -64,6 +63,14 @@ class HeadAt:
     vocabulary: Vocabulary | None = None
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A draft model by folder or hub id, which is loaded before its target, and the tokenizer beside it."""
+
+    model: LanguageModel
+    tokenizer: Any
+
+
 class Drafts:
     """Makes the drafts of one target, and keeps the last two that calls named, with their models."""
 
@@ -81,19 +88,20 @@ class Drafts:
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
         draft = unwrapped(draft, name)
-        check_spelling(draft, name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
+        if is_name(draft):
+            draft = loaded(draft, self._how, name=name)
         match draft:
             case None | "none":
                 return None
-            case str() if is_word(draft):
+            case str():
                 return self._registered(draft, name)
             case HeadAt():
                 return self._head(draft, tokenizer, name)
-            case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
+            case PreTrainedModel() if kind_of(draft, argument=name) is not None:
                 return HeadDraft(load_head(draft, self._target, self._how, argument=name))
-            case str() | PathLike() | PreTrainedModel() | LanguageModel():
+            case LoadedModel() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
                 return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
@@ -138,20 +146,18 @@ class Drafts:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
         word, colon, rest = draft.partition(":")
         kind, argument = DRAFTS[word], rest if colon else None
-        if hasattr(kind, "of"):
-            made = kind.of(self._target, argument, name)
-            if isinstance(made, Draft):
-                return made
+        is_class = isinstance(kind, type)
+        if not (issubclass(kind, Draft) if is_class else callable(kind)):
+            must = "a function (tokens, k) -> tokens, or a subclass of `specdec.core.drafts.Draft`"
+            raise DraftError(f"DRAFTS[{word!r}] must be {must}, got {kind!r}")
+        if not is_class:
+            refuse_argument(argument, name)
+            return FunctionDraft(kind)
+        made = kind.of(self._target, argument, name)
+        if not isinstance(made, Draft):
             got = type(made).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
-        if isinstance(kind, type) or not callable(kind):
-            raise DraftError(
-                f"DRAFTS[{word!r}] must be a function (tokens, k) -> tokens, or a class with a classmethod "
-                f"`of(target, argument, name)`, got {kind!r}"
-            )
-        if argument is not None:
-            raise OptionError.of(name, "a word without an argument", draft)
-        return FunctionDraft(kind)
+        return made
 
     def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
         target, wanted = self._target, draft.vocabulary
@@ -163,10 +169,13 @@ class Drafts:
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
-        if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
-            assistant_tokenizer = tokenizer_beside(str(draft))
         target = self._target
-        model = language_model(on_encoder_of(target.model, draft), name, self._how)
+        if isinstance(draft, LoadedModel):
+            model = draft.model
+            if tokenizer is not None and assistant_tokenizer is None:
+                assistant_tokenizer = draft.tokenizer
+        else:
+            model = language_model(on_encoder_of(target.model, draft), name, self._how)
         if model.is_encoder_decoder and not target.is_encoder_decoder:
             raise OptionError(
                 f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
@@ -177,16 +186,16 @@ class Drafts:
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
         sees = sees_alike(model, target) and not translates
-        draft: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
+        made: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
-            draft = TextBridge(draft, tokenizer, assistant_tokenizer)
-        return TextAloneDraft(draft, place_tokens(target.model.config)) if target.sees and not sees else draft
+            made = TextBridge(made, tokenizer, assistant_tokenizer)
+        return TextAloneDraft(made, place_tokens(target.model.config)) if target.sees and not sees else made
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] is None or is_word(pair[1]):
+        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] in (None, "none") or is_word(pair[1]):
             raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
@@ -212,7 +221,7 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def is_name(draft: object) -> bool:
     """Whether `draft` is an id or path of a model."""
-    return isinstance(draft, str | PathLike) and not is_word(draft)
+    return isinstance(draft, str | PathLike) and draft != "none" and not is_word(draft)
 
 
 def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
@@ -235,21 +244,20 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
     return load(model, how, name=name, change=None if name == "target" else cut_as_saved)
 
 
-def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
-    """`draft` with its models loaded where they are ids or paths, and the tokenizer beside the model.
+def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None, *, name: str = "draft") -> Any:
+    """The caller's argument `name` with `LoadedModel` or `HeadAt` in place of ids and paths; both may be in a pair.
 
-    With a `vocabulary`, the model guesses these tokens only.
+    With a `vocabulary`, they guess these tokens only.
     """
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, how, vocabulary) for part in draft]
-        return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
+        return tuple(loaded(part, how, vocabulary, name=name) for part in draft)
     if not is_name(draft):
-        return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
-    check_spelling(draft, "draft")
-    if how.gguf_file is None and kind_of(draft, how.revision) is not None:
-        return HeadAt(str(draft), how, vocabulary), None
+        return HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft
+    check_spelling(draft, name)
+    if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
+        return HeadAt(str(draft), how, vocabulary)
     beside = tokenizer_beside(str(draft), **how.beside)
-    return load(draft, how, name="draft", change=partial(_cut, str(draft), vocabulary, beside)), beside
+    return LoadedModel(load(draft, how, name=name, change=partial(_cut, str(draft), vocabulary, beside)), beside)
 
 
 def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: LanguageModel) -> None:
@@ -302,19 +310,15 @@ def _own(draft: Any, name: str) -> Draft:
 
 
 def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> Draft:
-    for name, value in {
-        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
-        "max_matching_ngram_size": max_matching_ngram_size,
-    }.items():
-        if not is_whole(value) or value < 1:
-            raise OptionError.of(name, "a whole number of at least 1", value)
+    check_whole("prompt_lookup_num_tokens", prompt_lookup_num_tokens)
+    check_whole("max_matching_ngram_size", max_matching_ngram_size)
     return NgramDraft(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
     """Raises OptionError where an `assistant_tokenizer` has no effect."""
     model = draft[-1] if isinstance(draft, tuple | list) and draft else draft
-    if not is_name(model) and not isinstance(model, PreTrainedModel | LanguageModel):
+    if not is_name(model) and not isinstance(model, LoadedModel | PreTrainedModel | LanguageModel):
         kind = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
         raise OptionError(f"`assistant_tokenizer` belongs to a draft model, and `{name}` is {kind}: leave it out")
     if tokenizer is None:

@@ -38,7 +38,7 @@ from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
-from specdec.options.load import Loading, Vocabulary, check_loaded
+from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
 from specdec.parallel.load import leading, on_own_device
 
@@ -118,17 +118,15 @@ class SpecGenerator:
         """
         how, options = Loading.split(options)
         check_defaults(options)
-        draft_how = how.of_draft(draft_options)
+        draft_how, vocabulary = how.of_draft(draft_options)
         if leading(how) is not None:
             draft_how = on_own_device(draft_how)
         if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
-        draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
+        draft = loaded(draft, draft_how, vocabulary)
         model = language_model(target, "target", how)
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=model.sees, **how.beside)
-        if assistant_tokenizer is None and tokenizer is not None:
-            assistant_tokenizer = beside
         return cls(
             model,
             draft,

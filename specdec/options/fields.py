@@ -146,6 +146,8 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
+# The words of drafts that copy, which may be paired with a model.
+COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
 # What a value with parts must be; pydantic would name one part only.
 EXPECTED = {
     **dict.fromkeys(

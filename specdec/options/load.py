@@ -194,17 +194,17 @@ class Loading:
         """The fields that locate other files of the checkpoint, such as its tokenizer."""
         return {name: getattr(self, name) for name in ("gguf_file", "revision", "trust_remote_code")}
 
-    def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
-        """The loading of a draft whose target is loaded like this; a draft is never offloaded.
+    def of_draft(self, options: Mapping[str, Any] | None) -> tuple[Loading, Vocabulary | None]:
+        """The loading of a draft whose target is loaded like this, and the `vocabulary` among its own `options`.
 
         It has the target's `dtype`, `backend`, `trust_remote_code` and, unless the target is offloaded, `device_map`,
-        where `options` do not set them. A `vocabulary` in `options` is only checked (`Vocabulary.of`). Raises
-        OptionError for unknown options and for `offload`.
+        where `options` do not set them; a draft is never offloaded. Raises OptionError for unknown options, a wrong
+        vocabulary, and `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        Vocabulary.of(options.pop("vocabulary", None))
+        vocabulary = Vocabulary.of(options.pop("vocabulary", None))
         if unknown := [name for name in options if name not in NAMES]:
             raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}, vocabulary", unknown[0])
         if "offload" in options:
@@ -218,7 +218,7 @@ class Loading:
             "trust_remote_code": self.trust_remote_code,
             "device_map": place,
         }
-        return Loading(**{**taken, **options})
+        return Loading(**{**taken, **options}), vocabulary
 
 
 NAMES = tuple(field.name for field in fields(Loading))

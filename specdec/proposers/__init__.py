@@ -10,26 +10,22 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
+from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.hybrid import HybridDraft
 from specdec.proposers.model import EarlyExitDraft, ModelDraft
 from specdec.proposers.ngram import NgramDraft
-from specdec.proposers.other_tokenizer import TextBridge, VocabularyIntersection
-from specdec.proposers.suffix import SuffixAutomaton, SuffixDraft
-from specdec.proposers.views import TextAloneDraft, best_branch
+from specdec.proposers.other_tokenizer import TextBridge
+from specdec.proposers.suffix import SuffixDraft
+from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
 
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by word: functions `(tokens, k) -> tokens`, or classes. The classmethod `of(target, argument, name)` of a
-class takes what follows a colon, and the caller's name for the draft; that of a `HeadDraft` also `choose`, for a
-vocabulary of
-its own."""
-
-COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
-"""The words of drafts that copy, which may be paired with a model."""
+"""Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one. That of a `HeadDraft`
+also takes `choose`, for a vocabulary of its own."""
 
 
 def is_word(draft: object) -> bool:
@@ -38,7 +34,6 @@ def is_word(draft: object) -> bool:
 
 
 __all__ = [
-    "COPYING",
     "DRAFTS",
     "EarlyExitDraft",
     "FunctionDraft",
@@ -47,11 +42,13 @@ __all__ = [
     "ModelDraft",
     "MtpDraft",
     "NgramDraft",
-    "SuffixAutomaton",
     "SuffixDraft",
     "TextAloneDraft",
     "TextBridge",
-    "VocabularyIntersection",
     "best_branch",
+    "branch_tokens",
+    "chain_per_leaf",
+    "cut",
     "is_word",
+    "known_tokens",
 ]

@@ -1,17 +1,16 @@
-"""Drafts that copy from the text: an index of the text per sequence, learned confidence, and cutting to the plan."""
+"""Drafts that copy from the text: an index of the text per sequence, and learned confidence."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
-from specdec.errors import OptionError
-from specdec.proposers.views import branch_tokens
+from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 
 SEPARATOR = -1
 """Separates texts in one index; no text contains it, and no proposal crosses it."""
@@ -64,29 +63,6 @@ def _bin(match: int) -> int:
     return min(match.bit_length(), _NUM_BINS - 1)
 
 
-def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
-    """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
-    limit = min(plan.limit, seq.remaining - 1, len(tokens))
-    kept: list[float] = []
-    while len(kept) < limit:
-        kept.append(confidence[len(kept)])
-        if not plan.keep(kept):
-            kept.pop()
-            break
-    return Tree.chain(tokens[: len(kept)], kept, source=source)
-
-
-def merge_chains(chains: Sequence[Tree]) -> Tree:
-    """One proposal of a chain per leaf."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    for leaf, chain in enumerate(chains):
-        parents += [-1 - leaf if parent < 0 else parent + len(tokens) for parent in chain.parents]
-        tokens += chain.tokens
-    confidence = [c for chain in chains for c in chain.confidence or ()]
-    return Tree(tokens, parents, confidence, None, chains[0].source)
-
-
 @dataclass(slots=True)
 class _Reading:
     """One sequence's index, of which `text` it has `seen` tokens, and the last guess after `match` matched tokens."""
@@ -118,13 +94,6 @@ class TextDraft(Draft):
     def calibration(self) -> Calibration:
         """The confidence that its proposers learned."""
         return Calibration()
-
-    @classmethod
-    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDraft:
-        """The draft with its defaults; raises OptionError, naming the caller's argument `name`, for an argument."""
-        if argument is not None:
-            raise OptionError.of(name, "a word without an argument", argument)
-        return cls()
 
     @abstractmethod
     def index(self) -> Index:
@@ -161,14 +130,11 @@ class TextProposer(Proposer):
         return reading.guess, confidence
 
     def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
-        first = cut(*self.guess(seq, plan.limit), seq, plan, self._draft.source)
+        guess, source = self.guess(seq, plan.limit), self._draft.source
         if not seq.tree.tokens:
-            return first
-        index, chains = self._readings[seq.id].index, []
-        for leaf in seq.leaves:
-            found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
-            chains.append(cut(*self._usable(seq, found, match), seq, plan, self._draft.source))
-        return merge_chains(chains)
+            return cut(*guess, seq, plan, source)
+        index, limit = self._readings[seq.id].index, max(plan.limit, 1)
+        return chain_per_leaf(seq, plan, source, lambda tail: self._usable(seq, *index.lookup(limit, tail)))
 
     def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""
@@ -188,16 +154,6 @@ class TextProposer(Proposer):
             prompt = seq.tokens[: seq.prompt_length]
             reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
-
-
-def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
-    """`tokens` before the first outside the target's vocabulary, and no further than the first of `ends`."""
-    for i, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            return tokens[:i]
-        if token in ends:
-            return tokens[: i + 1]
-    return tokens
 
 
 def until_separator(tokens: list[int]) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import index
 
-from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
-from specdec.proposers.copying import cut, merge_chains
-from specdec.proposers.views import branch_tokens
+from specdec.proposers.chains import chain_per_leaf
 
 Propose = Callable[[list[int], int], Iterable[int]]
 
@@ -46,17 +46,14 @@ class FunctionProposer(Proposer):
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf; raises DraftError unless the function returns token ids."""
         return [
-            merge_chains([self._chain(seq, plan, branch_tokens(seq, leaf)) for leaf in seq.leaves])
+            chain_per_leaf(seq, plan, self._name, partial(self._guess, seq, path_limit(seq, plan)))
             for seq, plan in zip(seqs, plans, strict=True)
         ]
 
-    def _chain(self, seq: SequenceView, plan: Plan, beyond: list[int]) -> Tree:
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0:
-            return Tree([], [], source=self._name)
+    def _guess(self, seq: SequenceView, limit: int, beyond: list[int]) -> tuple[list[int], list[float]]:
         # The function gets a list of its own, which it may change.
-        tokens = self._checked(self._propose(seq.tokens + beyond, limit))[:limit]
-        return cut(tokens, [1.0] * len(tokens), seq, plan, self._name)
+        tokens = self._checked(self._propose(seq.tokens + beyond, limit)) if limit else []
+        return tokens, [1.0] * len(tokens)
 
     def _checked(self, proposal: object) -> list[int]:
         """The proposal as a list of token ids; raises DraftError for anything else."""

@@ -21,8 +21,8 @@ class CachedText:
     """What row `cache_row` of the draft's cache holds of `seq`.
 
     First `num_text` of the `tokens` that it was read from (a list that only grows), then either `guesses` of a chain or
-    `branches`, the first `own` of which were the sequence's own. `where` maps a node of the sequence's tree to its
-    number in `branches`.
+    `branches`, the first `num_own` of which were the sequence's own. `branch_of` maps a node of the sequence's tree to
+    its number in `branches`.
     """
 
     cache_row: int
@@ -31,13 +31,14 @@ class CachedText:
     num_text: int = 0
     guesses: list[int] = field(default_factory=list)
     branches: Tree = EMPTY
-    own: int = 0
-    where: dict[int, int] = field(default_factory=dict)
+    num_own: int = 0
+    branch_of: dict[int, int] = field(default_factory=dict)
 
-    def take_back(self, *, keeps_guesses: bool) -> bool:
-        """Forgets what the sequence's text no longer has, and counts guesses that became text; whether text must go.
+    def forget_rejected(self, *, keeps_guesses: bool) -> bool:
+        """Forgets what the text does not have, and counts guesses that became text.
 
-        A list of tokens only grows, so only its new tokens are compared.
+        Returns whether the cache holds tokens that must be cut off. A list of tokens only grows, so only its new tokens
+        are compared.
         """
         before, now = self.num_text + len(self.guesses), self.seq.tokens
         guesses = self.guesses if keeps_guesses else []
@@ -45,7 +46,7 @@ class CachedText:
             self.num_text += common_length(guesses, now[self.num_text : before])
         else:
             self.num_text, self.tokens = common_length(self.tokens[: self.num_text] + guesses, now), now
-        self.num_text, self.guesses, self.where = min(self.num_text, self._readable), [], {}
+        self.num_text, self.guesses, self.branch_of = min(self.num_text, self._readable), [], {}
         if self.num_text < before:
             self.branches = EMPTY
         return self.num_text < before
@@ -74,8 +75,8 @@ class CachedText:
             if is_complete and node not in seq.leaves and cached is not None:
                 at[node] = cached
                 path.append(cached)
-        self.branches, self.own = self.branches.part(path, num_text), len(path) - num_text
-        self.where = {node: i - 1 for i, node in enumerate(at) if node >= 0}
+        self.branches, self.num_own = self.branches.part(path, num_text), len(path) - num_text
+        self.branch_of = {node: i - 1 for i, node in enumerate(at) if node >= 0}
         return path, num_text
 
 
@@ -87,7 +88,7 @@ class Feed(NamedTuple):
     work: Work
 
 
-class Chain:
+class ChainGrowth:
     """A chain that grows for one sequence in this round; in the cache its guesses follow the text.
 
     `readable`: how many ids the draft has embeddings for.
@@ -101,7 +102,7 @@ class Chain:
         self.q: list[Tensor] = []
         self.num_as_text = 0  # the session holds guesses as text too
 
-    def first(self) -> Tree | None:
+    def first(self) -> Tree:
         """The tokens of the text that the cache lacks."""
         missing = self.seq.tokens[self.cached.num_text :]
         self.num_as_text = len(missing)
@@ -159,20 +160,21 @@ class Chain:
         return True
 
 
-class Branches:
+class TreeGrowth:
     """Levels of nodes that grow from one sequence's leaves in this round; the cache holds them as branches.
 
-    For each of `ends`, `at` is its number among the cache's branches (-1: the end of the text), and `_proposed` its
-    number among the new nodes (-1 - i: the sequence's leaf i). `readable`: how many ids the draft has embeddings for.
+    For each of `ends`, `cached_ends` has its number among the cache's branches (-1: the end of the text), and
+    `_node_ends` its number among the new nodes (-1 - i: the sequence's leaf i). `readable`: how many ids the draft has
+    embeddings for.
     """
 
     def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
         self.seq, self.plan, self.cached, self._limit, self._readable = seq, plan, cached, limit, readable
         leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
-        self.at: list[int] = []
+        self.cached_ends: list[int] = []
         self.num_as_text = 0
-        self._proposed = [-1 - i for i in range(len(self.ends))]
+        self._node_ends = [-1 - i for i in range(len(self.ends))]
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
         self._levels: list[float] = []
@@ -184,37 +186,38 @@ class Branches:
         seq, cached = self.seq, self.cached
         missing = seq.tokens[cached.num_text :]
         known = len(cached.branches) + len(missing)
-        fresh = [node for node in range(len(seq.tree)) if node not in cached.where]
-        number = {**cached.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
+        fresh = [node for node in range(len(seq.tree)) if node not in cached.branch_of]
+        end = known - 1 if missing else -1
+        number = cached.branch_of | {node: known + i for i, node in enumerate(fresh)} | {-1: end}
         parents = [number[seq.tree.parents[node]] for node in fresh]
         chain = Tree.chain(missing) if missing else cached.branches  # where text is missing, no branches are cached
-        self.at = [number[leaf] for leaf in seq.leaves]
+        self.cached_ends = [number[leaf] for leaf in seq.leaves]
         self.num_as_text = len(missing)
-        cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
+        cached.branch_of = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
     def feed(self, tree: Tree) -> Feed:
         """A pass over `tree`, which begins with the cached branches, with logits of the nodes from the first end on."""
-        cached, num_logits = self.cached, len(tree) - min(self.at)
+        cached, num_logits = self.cached, len(tree) - min(self.cached_ends)
         work = Work(cached.cache_row, tree, num_logits, self.num_as_text, len(cached.branches.tokens))
         return Feed(self.seq, cached, work)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
         first = len(tree) - len(logits)
-        at = torch.tensor([end - first for end in self.at], device=logits.device)
+        at = torch.tensor([end - first for end in self.cached_ends], device=logits.device)
         num_text, self.num_as_text = self.num_as_text, 0
         self.cached.num_text += num_text
         self.cached.branches = tree.part(range(len(tree)), num_text)
         if not self._nodes:
-            self.cached.own = len(self.cached.branches)
-        self.at = [max(end - num_text, -1) for end in self.at]
+            self.cached.num_own = len(self.cached.branches)
+        self.cached_ends = [max(end - num_text, -1) for end in self.cached_ends]
         return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
         branches, first = self.cached.branches, len(self._nodes)
         self._nodes += [branch for _, branch in level]
-        self._parents += [self._proposed[end] for end, _ in level]
+        self._parents += [self._node_ends[end] for end, _ in level]
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
         best, ends = set(self._best()), self.seq.task.ends
         open_ = [
@@ -223,10 +226,10 @@ class Branches:
             if first + i in best and branch.tokens[-1] < self._readable and branch.tokens[-1] not in ends
         ]
         chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
-        parents = [self.at[end] for _, end, _ in chosen]
+        parents = [self.cached_ends[end] for _, end, _ in chosen]
         self.ends = [branch for _, _, branch in chosen]
-        self.at = list(range(len(branches), len(branches) + len(chosen)))
-        self._proposed = [node for node, _, _ in chosen]
+        self.cached_ends = list(range(len(branches), len(branches) + len(chosen)))
+        self._node_ends = [node for node, _, _ in chosen]
         # The branches of a search count as one path.
         paths = [end.chances for end in self.ends if end.chances] or [self._levels]
         if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(paths, len(chosen)):

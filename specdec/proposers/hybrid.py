@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.copying import TextDraft, TextProposer, cut
+from specdec.proposers.chains import cut
+from specdec.proposers.copying import TextDraft, TextProposer
+from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9
 
@@ -29,7 +30,7 @@ class Odds:
     nodes: float = 4.0
 
 
-class HybridDraft(Draft):
+class HybridDraft(WrappedDraft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
@@ -41,23 +42,14 @@ class HybridDraft(Draft):
     def __init__(self, text: TextDraft, model: Draft) -> None:
         if not isinstance(text, TextDraft):
             raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
-        self.text, self.model = text, model
-        self.models, self.guesses_trees = model.models, model.guesses_trees
-        self.hidden_layers, self.needs_encoder_inputs = model.hidden_layers, model.needs_encoder_inputs
-        self._odds = Odds()
-        self._other: HybridDraft | None = None
+        super().__init__(model)
+        self.text, self.model, self._odds = text, model, Odds()
 
     def __repr__(self) -> str:
         return f"HybridDraft({self.text!r}, {self.model!r})"
 
-    def for_sampling(self, sampling: str | None) -> Draft:
-        """The same pair with the model draft that serves this kind of sampling."""
-        model = self.model.for_sampling(sampling)
-        if model is self.model:
-            return self
-        if self._other is None or self._other.model is not model:
-            self._other = HybridDraft(self.text, model)
-        return self._other
+    def around(self, inner: Draft) -> HybridDraft:
+        return HybridDraft(self.text, inner)
 
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
@@ -68,7 +60,7 @@ class HybridProposer(Proposer):
     """Runs the text draft for all sequences, the model draft for those that prefer it."""
 
     def __init__(self, text: TextProposer, model: Proposer, source: str, odds: Odds) -> None:
-        self._text, self._model, self._source, self._odds = text, model, source, odds
+        self._text, self._inner, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
@@ -97,31 +89,30 @@ class HybridProposer(Proposer):
         self._ended = perf_counter()
         return trees
 
-    @property
-    def cache(self) -> Any:
-        return self._model.cache
-
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return self._model.fork(seq, source, length)
+        return self._inner.fork(seq, source, length)
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._model.save(seq, length)
+        return self._inner.save(seq, length)
 
     def update(self, commits: Sequence[Commit]) -> None:
         """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
-        self._model.update(commits)
+        self._inner.update(commits)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._pending.pop(seq_id, None)
             self._read.discard(seq_id)
         self._text.drop(seq_ids)
-        self._model.drop(seq_ids)
+        self._inner.drop(seq_ids)
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._inner.bound(rows, columns)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         """Whether the model promises more tokens per second than the copies in `tree`."""
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0:
+        limit = path_limit(seq, plan)
+        if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens or not tree.tokens:
@@ -135,7 +126,7 @@ class HybridProposer(Proposer):
 
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
-        trees = self._model.propose(seqs, plans)
+        trees = self._inner.propose(seqs, plans)
         seq_ids = {seq.id for seq in seqs}
         # A round in which the model reads a prompt does not measure one pass.
         if seq_ids <= self._read and any(trees):

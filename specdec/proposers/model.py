@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
-from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
 
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
@@ -63,7 +63,7 @@ class ModelProposer(Proposer):
         self,
         model: LanguageModel,
         vocab_size: int,
-        source: str = "model",
+        source: str,
         *,
         shared_encoder: bool = False,
         sees: bool = False,
@@ -75,31 +75,30 @@ class ModelProposer(Proposer):
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
-    @property
-    def cache(self) -> Session:
-        return self._session
-
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, empty while the draft still reads its prompt.
 
         A round reads one chunk, a small one while other sequences wait for their drafts.
         """
-        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
-        if not any(limits):
-            return [EMPTY] * len(seqs)
         try:
-            ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
-            growths: dict[int, Chain | Branches] = {
-                seq.id: self._growth(seq, plan, limit)
-                for seq, plan, limit in zip(seqs, plans, limits, strict=True)
-                if limit and seq.id in ready
-            }
-            self._grow(list(growths.values()))
-            return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
+            return self._propose(seqs, plans)
         except BaseException:
             # The cache may hold half a round: the next round reads the texts again.
             self._session, self._cached = self._model.session(), {}
             raise
+
+    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+        if not any(limits):
+            return [EMPTY] * len(seqs)
+        ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
+        growths: dict[int, ChainGrowth | TreeGrowth] = {
+            seq.id: self._growth(seq, plan, limit)
+            for seq, plan, limit in zip(seqs, plans, limits, strict=True)
+            if limit and seq.id in ready
+        }
+        self._grow(list(growths.values()))
+        return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
@@ -108,11 +107,12 @@ class ModelProposer(Proposer):
         used = {id(cached.seq.task.inputs) for cached in self._cached.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
+    def bound(self, rows: int, columns: int) -> None:
+        self._session.bound(rows, columns)
+
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
-        limit = min(plan.limit, seq.remaining - 1)
-        if limit <= 0 or not seq.tokens:
-            return 0
+        limit = path_limit(seq, plan) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
@@ -127,7 +127,7 @@ class ModelProposer(Proposer):
             if (cached := self._cached.get(seq.id)) is None:
                 continue
             cached.seq = seq
-            if cached.take_back(keeps_guesses=self.keeps_guesses):
+            if cached.forget_rejected(keeps_guesses=self.keeps_guesses):
                 cut.append(cached)
             elif cached.branches.tokens:
                 path, num_text = cached.settle(self._reusable(cached))
@@ -138,7 +138,7 @@ class ModelProposer(Proposer):
             for cached in [self._cached[seq.id] for seq in seqs if seq.id in self._cached]:
                 self._session.refresh([cached.cache_row])
                 if (length := self._session.length(cached.cache_row)) < cached.num_text:
-                    cached.num_text, cached.branches, cached.where = length, EMPTY, {}
+                    cached.num_text, cached.branches, cached.branch_of = length, EMPTY, {}
 
     def _reusable(self, cached: CachedText) -> int:
         """How many of the cached branches may stay."""
@@ -148,32 +148,38 @@ class ModelProposer(Proposer):
         """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
         leaders = self._admit(seqs)
         self._settle(seqs)
-        ready = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        if not leaders and not any(self._behind(seq, _FEW) for seq in ready):
-            return {seq.id for seq in ready}
-        missing = [len(seq.tokens) - self._cached[seq.id].num_text for seq in ready]
+        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
+        if not leaders and not any(self._num_to_read(seq, _FEW) for seq in readable):
+            return {seq.id for seq in readable}
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
-        if any(count <= _FEW for count in missing):
+        if any(len(seq.tokens) - self._cached[seq.id].num_text <= _FEW for seq in readable):
             most, chunk = _FEW, SHARED_CHUNK
         else:
-            most, chunk = max(_FEW, CHUNK // max(len(ready), 1)), CHUNK
-        sizes = {seq.id: self._behind(seq, 0 if seq.id in leaders else most) for seq in ready}
-        batch: list[SequenceView] = []
-        for seq in ready:
-            widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
-            if sizes[seq.id] and (not batch or (len(batch) + 1) * widest <= chunk):
-                batch.append(seq)
-        if batch:
+            most, chunk = max(_FEW, CHUNK // max(len(readable), 1)), CHUNK
+        sizes = [(seq, self._num_to_read(seq, 0 if seq.id in leaders else most)) for seq in readable]
+        if batch := self._batch(sizes, chunk):
             self._read(batch, chunk)
         self._admit(seqs)
-        found = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        return {seq.id for seq in found if not self._behind(seq, most)}
+        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
+        return {seq.id for seq in readable if not self._num_to_read(seq, most)}
+
+    @staticmethod
+    def _batch(sizes: Sequence[tuple[SequenceView, int]], chunk: int) -> list[SequenceView]:
+        """The first sequences with tokens to read that fit into `chunk` tokens, padding included; at least one."""
+        batch: list[SequenceView] = []
+        widest = 0
+        for seq, size in sizes:
+            wider = max(widest, min(size, chunk))
+            if size and (not batch or (len(batch) + 1) * wider <= chunk):
+                batch.append(seq)
+                widest = wider
+        return batch
 
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
         return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
 
-    def _behind(self, seq: SequenceView, most: int) -> int:
+    def _num_to_read(self, seq: SequenceView, most: int) -> int:
         """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
         missing = len(seq.tokens) - self._cached[seq.id].num_text
         return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
@@ -252,16 +258,16 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
+    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> ChainGrowth | TreeGrowth:
         cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, readable)
+            return ChainGrowth(seq, plan, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
-        return Branches(seq, plan, limit if can_read else 0, cached, readable)
+        return TreeGrowth(seq, plan, limit if can_read else 0, cached, readable)
 
-    def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
+    def _grow_in_one_call(self, feeds: Sequence[tuple[ChainGrowth | TreeGrowth, Tree]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
-        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, Chain)]
+        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, ChainGrowth)]
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if not feeds or len(rules) < len(feeds):
             return False
@@ -278,7 +284,7 @@ class ModelProposer(Proposer):
         """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
         return None
 
-    def _grow(self, growths: list[Chain | Branches]) -> None:
+    def _grow(self, growths: list[ChainGrowth | TreeGrowth]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         if self._session.draft_chains and self._grow_in_one_call(feeds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.errors import OptionError
+from specdec.options.fields import check_whole
 from specdec.proposers.copying import SEPARATOR, TextDraft, until_separator
 
 
@@ -46,9 +46,8 @@ class NgramDraft(TextDraft):
     source = "ngram"
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
-        for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram)):
-            if value < 1:
-                raise OptionError.of(name, "at least 1", value)
+        check_whole("num_tokens", num_tokens)
+        check_whole("max_ngram", max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import VocabularyError
-from specdec.proposers.copying import cut, known_tokens
+from specdec.proposers.chains import cut, known_tokens
 from specdec.proposers.views import ReadSequence, best_branch
 
 _WINDOW = 12  # tokens
@@ -52,12 +51,11 @@ class OtherTokenizerDraft(Draft):
 
 @dataclass(slots=True)
 class DraftSequence(ReadSequence):
-    """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
+    """A sequence in the draft's tokens, made of the first `seen` tokens of `outer`.
 
     Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
     """
 
-    outer: SequenceView | None = None
     seen: int = 0
 
     def begins(self, tokens: list[int]) -> bool:
@@ -70,7 +68,7 @@ class OtherTokenizerProposer(Proposer):
     """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
     def __init__(self, draft: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
-        self._proposer, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
+        self._inner, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
         self._target_tokenizer, self._draft_tokenizer = draft.target_tokenizer, draft.draft_tokenizer
         self._seqs: dict[int, DraftSequence] = {}
 
@@ -92,20 +90,19 @@ class OtherTokenizerProposer(Proposer):
         try:
             seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
-            guesses = self._proposer.propose(read, plans)
+            guesses = self._inner.propose(read, plans)
             return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.drop([seq.id for seq in seqs])
             raise
 
-    @property
-    def cache(self) -> Any:
-        return self._proposer.cache
-
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._proposer.drop(seq_ids)
+        self._inner.drop(seq_ids)
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._inner.bound(rows, columns)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
@@ -257,7 +254,7 @@ class VocabularyIntersection(OtherTokenizerDraft):
         return f"VocabularyIntersection({self.inner!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionProposer:
-        """A proposer without sequences; rules get logits over the target's vocabulary."""
+        """A proposer without sequences; samplers get logits over the target's vocabulary."""
         return IntersectionProposer(self, {t: d for t, d in self.to_draft.items() if t < vocab_size}, vocab_size)
 
 
@@ -274,7 +271,7 @@ def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
 
 @dataclass(frozen=True)
 class _MappedSampler(Sampler):
-    """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
+    """Lets the strategy's sampler pick in the target's vocabulary, and returns the draft's id."""
 
     sampler: Sampler
     proposer: IntersectionProposer
@@ -286,7 +283,7 @@ class _MappedSampler(Sampler):
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
+        """The sampler's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
         guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)

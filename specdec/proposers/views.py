@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from specdec.core.tree import EMPTY, Tree
 
 @dataclass(slots=True)
 class ReadSequence:
-    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence has."""
+    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence `outer` has."""
 
     id: int
     tokens: list[int]
@@ -28,9 +29,11 @@ class ReadSequence:
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     leaf_scores: Sequence[float] = (0.0,)
+    outer: SequenceView | None = None
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
+        device = None if self.outer is None else self.outer.prefix().device
+        return torch.tensor([[*self.tokens, *extra]], device=device)
 
 
 def best_branch(seq: SequenceView) -> SequenceView:
@@ -38,7 +41,7 @@ def best_branch(seq: SequenceView) -> SequenceView:
     if not seq.tree.tokens:
         return seq
     tokens, inputs = seq.tokens + branch_tokens(seq, seq.leaves[0]), (seq.encoder_tokens, seq.encoding, seq.prediction)
-    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs)
+    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs, outer=seq)
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
@@ -46,16 +49,40 @@ def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
     return [seq.tree.tokens[node] for node in seq.tree.path(leaf)]
 
 
-class TextAloneDraft(Draft):
-    """`draft`, which has never seen the tokens `places`; they are left out of prompts with pictures."""
+class WrappedDraft(Draft):
+    """Runs the draft `inner`, and describes itself like it."""
 
-    def __init__(self, draft: Draft, places: Collection[int]) -> None:
-        self.inner, self.places = draft, frozenset(places)
-        self.models, self.guesses_trees = draft.models, draft.guesses_trees
-        self.needs_encoder_inputs = draft.needs_encoder_inputs
+    def __init__(self, inner: Draft) -> None:
+        self.inner, self.models, self.hidden_layers = inner, inner.models, inner.hidden_layers
+        self.guesses_trees, self.needs_encoder_inputs = inner.guesses_trees, inner.needs_encoder_inputs
+        self._other: WrappedDraft | None = None
+
+    @abstractmethod
+    def around(self, inner: Draft) -> WrappedDraft:
+        """The same around another draft."""
+
+    def for_sampling(self, sampling: str | None) -> Draft:
+        """The same around the inner draft that serves this kind of sampling; one is kept."""
+        inner = self.inner.for_sampling(sampling)
+        if inner is self.inner:
+            return self
+        if self._other is None or self._other.inner is not inner:
+            self._other = self.around(inner)
+        return self._other
+
+
+class TextAloneDraft(WrappedDraft):
+    """A draft that has never seen the tokens `places`; they are left out of prompts with pictures."""
+
+    def __init__(self, inner: Draft, places: Collection[int]) -> None:
+        super().__init__(inner)
+        self.places = frozenset(places)
 
     def __repr__(self) -> str:
         return repr(self.inner)
+
+    def around(self, inner: Draft) -> TextAloneDraft:
+        return TextAloneDraft(inner, self.places)
 
     def start(self, vocab_size: int) -> TextAloneProposer:
         return TextAloneProposer(self.inner.start(vocab_size), self.places)
@@ -65,20 +92,19 @@ class TextAloneProposer(Proposer):
     """A proposer over shorter views of sequences that have pictures."""
 
     def __init__(self, proposer: Proposer, places: frozenset[int]) -> None:
-        self._proposer, self._places = proposer, places
+        self._inner, self._places = proposer, places
         self._views: dict[int, _TextAlone] = {}
 
-    @property
-    def cache(self) -> Any:
-        return self._proposer.cache
-
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return self._proposer.propose([self._view(seq) for seq in seqs], plans)
+        return self._inner.propose([self._view(seq) for seq in seqs], plans)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._views.pop(seq_id, None)
-        self._proposer.drop(seq_ids)
+        self._inner.drop(seq_ids)
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._inner.bound(rows, columns)
 
     def _view(self, seq: SequenceView) -> Any:
         if seq.task.pictures is None:

@@ -12,6 +12,7 @@ import yaml
 from specdec.bench.suite import Suite, read_suite
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
+from specdec.proposers import DRAFTS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "bench").glob("*.yaml"))
@@ -51,10 +52,15 @@ def test_the_matrix() -> None:
         ("m", {"schedule": "heuristic"}, True),
         ("m", {"schedule": "constant", "num_assistant_branches": 2}, False),
         ("suffix", {"schedule": "cost"}, True),
+        ("mine", {"schedule": "constant"}, False),
+        ("mine", {"schedule": "constant", "num_assistant_branches": 1}, True),
     ],
 )
-def test_which_drafts_are_chains(draft: str, schedule: dict[str, Any], chain: bool) -> None:
-    """Positions in a draft mean something for these alone."""
+def test_which_drafts_are_chains(
+    draft: str, schedule: dict[str, Any], chain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions in a draft mean something for these alone. (A caller's draft of trees was one of them.)"""
+    monkeypatch.setitem(DRAFTS, "mine", type("Mine", (), {"guesses_trees": True}))
     (group,) = read_suite({"targets": "t", "drafts": draft, "schedules": schedule}).groups()
     assert group.cells[0].is_chain == chain
 

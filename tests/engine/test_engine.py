@@ -19,7 +19,7 @@ from specdec.engine.engine import Engine
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from tests.matrix import endless
-from tests.oracle import shapes
+from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
@@ -69,7 +69,7 @@ def test_store_equals_a_recomputed_one_after_every_step(
                 if one.cache_row is not None:
                     check_held(target, self.session, one.cache_row, one.tokens, one.encoding)
             if row.id in inner:
-                [session] = [d.proposer.cache for d in self.drafts.open.values()]
+                [session] = sessions_of_drafts(self)
                 held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.num_text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.encoder_row])

@@ -23,7 +23,7 @@ from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.matrix import endless
-from tests.oracle import shapes
+from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = endless(12)
@@ -267,7 +267,7 @@ def test_salts_reach_unconditional_rows() -> None:
 @pytest.mark.parametrize("ends", [{"max_new_tokens": 1}, {"max_new_tokens": 3, "eos_token_id": [*range(40)]}])
 def test_more_copies_than_a_pass_reads(ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the copy that is read for the others ends at its first token, the next one is. (All waited for ever.)"""
-    monkeypatch.setattr("specdec.engine.engine.CHUNK", 50)
+    monkeypatch.setattr("specdec.engine.scheduler.CHUNK", 50)
     how = {**COMMON, "do_sample": True, "num_return_sequences": 120, "seed": 1, **ends}
     out = SpecGenerator(tiny("llama")).generate(FIRST, **how)
     assert out.sequences.tolist() == alone(tiny("llama"), FIRST, **how)
@@ -389,7 +389,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     def counted() -> None:
         step()
-        sessions = [engine.session, *(d.proposer.cache for d in engine.drafts.open.values())]
+        sessions = [engine.session, *sessions_of_drafts(engine)]
         assert generator._prefixes is not None
         seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 

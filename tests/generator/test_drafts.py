@@ -15,7 +15,8 @@ import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDraft, NgramDraft, TextBridge, VocabularyIntersection
+from specdec.proposers import HybridDraft, NgramDraft, TextBridge
+from specdec.proposers.other_tokenizer import VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -44,6 +45,20 @@ def test_models_named_by_path(folders: tuple[str, str], kind: Any) -> None:
     assert out.stats.num_draft_tokens > 0
     assert out.texts == SpecGenerator(target).generate("ab", **RUN).texts
     assert generator.generate("ab", **RUN, assistant_model=draft).texts == out.texts
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) -> None:
+    """`draft_options` name another than the target's. (The generator refused the draft that it had loaded so.)"""
+    target, draft = folders
+    given: Any = ("suffix", draft) if pair else draft
+    generator = SpecGenerator.from_pretrained(target, given, backend="packed", draft_options={"backend": "eager"})
+    assert (generator.target.backend, generator.draft.models[0].backend) == ("packed", "eager")
+
+
+def test_none_by_name(folders: tuple[str, str]) -> None:
+    """The word of a call's argument is one of a generator's too. (It was searched for on the hub.)"""
+    assert SpecGenerator.from_pretrained(folders[0], "none").draft is None
 
 
 def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +145,7 @@ def test_what_was_learned_belongs_to_the_draft() -> None:
     [
         ("assistant_model", {"assistant_model": 3}),
         ("assistant_model", {"assistant_model": ("suffix", "ngram")}),
+        ("assistant_model", {"assistant_model": ("suffix", "none")}),
         ("assistant_model", {"assistant_model": "early_exit:9"}),
         ("assistant_early_exit", {"assistant_early_exit": True}),
         ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": True}),

@@ -188,9 +188,14 @@ class FakeSession:
         return list(map(self._logits, works))
 
     def commit(
-        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        num_texts: Sequence[int] | None = None,
+        final: bool = True,
     ) -> None:
-        assert texts is None or list(texts) == list(map(len, paths))
+        assert num_texts is None or list(num_texts) == list(map(len, paths))
         for row, path in zip(rows, paths, strict=True):
             self.held[row] += [self._trees[row].tokens[node] for node in path]
 

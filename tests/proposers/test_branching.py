@@ -121,7 +121,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
     take(session, row, tree, deepest, 11)
     session._settle([row])
     [slot] = [cached.cache_row for cached in session._cached.values()]
-    assert session.cache.length(slot) == 3 + 2
+    assert session._session.length(slot) == 3 + 2
     [tree] = session.propose([row], [plan])
     assert paths(tree).keys() == best_tree(tiny(name), row.tokens, plan).keys()
 
@@ -182,7 +182,7 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
     session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Limit(1, branches=2)])
-    fed, inner = [], session.cache
+    fed, inner = [], session._session
     run = inner.run
 
     def counting(works: list[Work]) -> list[Logits]:
@@ -217,7 +217,7 @@ def test_one_pass_per_level() -> None:
     session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
     assert len(tree) == 12
-    assert tree.depth <= session.cache.passes <= tree.depth + 1
+    assert tree.depth <= session._session.passes <= tree.depth + 1
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

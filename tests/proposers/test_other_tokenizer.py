@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
-from specdec.proposers import ModelDraft, TextBridge, VocabularyIntersection
+from specdec.proposers import ModelDraft, TextAloneDraft, TextBridge
+from specdec.proposers.other_tokenizer import VocabularyIntersection
 from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 TEXT = (
@@ -258,3 +259,15 @@ def test_intersection_of_nothing_raises() -> None:
 
     with pytest.raises(VocabularyError, match="common"):
         VocabularyIntersection(ModelDraft(FakeModel()), tokenizer("bytes-320"), Alien())  # type: ignore[arg-type]
+
+
+def test_a_bridge_beside_pictures_goes_by_shared_tokens() -> None:
+    """Under rejection sampling, as one alone does. (It went on guessing by text.)"""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    draft = TextAloneDraft(TextBridge(ModelDraft(FakeModel()), ours, theirs), [3])
+    suited = draft.for_sampling("rejection")
+    assert isinstance(suited, TextAloneDraft)
+    assert isinstance(suited.inner, VocabularyIntersection)
+    assert suited.places == draft.places
+    assert draft.for_sampling("block") is suited
+    assert draft.for_sampling(None) is draft

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.proposers import SuffixAutomaton
+from specdec.proposers.suffix import SuffixAutomaton
 
 texts = st.lists(st.integers(0, 2), max_size=24)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdec.errors import OptionError
-from specdec.proposers import NgramDraft, SuffixAutomaton, SuffixDraft
+from specdec.proposers import NgramDraft, SuffixDraft
 from specdec.proposers.copying import Calibration, TextDraft
+from specdec.proposers.suffix import SuffixAutomaton
 from tests.proposers.fakes import FakePlan, FakeSequence, one, task
 
 Make = type[NgramDraft] | type[SuffixDraft]

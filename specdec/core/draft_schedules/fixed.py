@@ -19,8 +19,7 @@ MOST_NODES = 1024
 class Schedule(Protocol):
     """Decides how much every sequence may draft; a value: `after` returns the next one.
 
-    `max_branches`: the most nodes that its plans let one draft pass continue. A text gets a tree where its plan's
-    `branches` are more than 1.
+    `max_branches`: the largest number of `Plan.branches`, 1 where all are None.
     """
 
     @property

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.core.drafts import refuse_argument
+from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.derived import shallow_copy
@@ -35,9 +36,8 @@ class MtpDraft(HeadDraft):
     def of(
         cls, target: LanguageModel, argument: str | None, name: str = "draft", *, choose: Choose | None = None
     ) -> MtpDraft:
-        """The draft `mtp`, whose tokens `choose` selects; raises OptionError, naming `name`, for an `argument`."""
-        if argument is not None:
-            raise OptionError.of(name, "a word without an argument", f"mtp:{argument}")
+        """The draft `mtp`, whose tokens `choose` selects."""
+        refuse_argument(argument, name)
         return cls(load_mtp(target, argument=name, choose=choose), source="mtp")
 
 

@@ -15,7 +15,7 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, Logits
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import Branches, CachedText, Chain, Feed
+from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
 from specdec.proposers.model import ModelProposer
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class HeadProposer(ModelProposer):
 
     keeps_guesses = False
 
-    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
+    def __init__(self, head: Head, vocab_size: int, source: str) -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
         # A token is fed with the feature of the token this far before it.
@@ -114,10 +114,10 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(head.feature_width, dtype=head.dtype, device=head.device)
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
         self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
-        return super().propose(seqs, plans)
+        return super()._propose(seqs, plans)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -149,7 +149,7 @@ class HeadProposer(ModelProposer):
                 continue
             known = self._known.setdefault(seq.id, _KnownText(seq, hidden.first))
             known.unheard.append((path, num_text, hidden))
-            if hidden.first + len(hidden.layers[0]) - known.unheard[0][2].first > _UNHEARD:
+            if hidden.first + len(hidden.by_layer[0]) - known.unheard[0][2].first > _UNHEARD:
                 long.append(seq)
         if long:
             self._catch_up(long)
@@ -164,12 +164,12 @@ class HeadProposer(ModelProposer):
         seqs = [seq for seq in seqs if seq.id in self._known]
         self._admit(seqs)
         for known in [self._known[seq.id] for seq in seqs]:
-            unheard, known.unheard = known.unheard, []
-            if unheard:
-                states = [hidden.states for _, _, hidden in unheard]
+            if known.unheard:
+                states = [hidden.states for _, _, hidden in known.unheard]
                 features = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
-                for own, (path, num_text, hidden) in zip(features, unheard, strict=True):
+                for own, (path, num_text, hidden) in zip(features, known.unheard, strict=True):
                     known.add(own, path, num_text, hidden)
+                known.unheard = []
         self._settle(seqs)
         self._read_known([seq for seq in seqs if self._known[seq.id].end - self._cached[seq.id].num_text > _UNREAD])
         for seq in seqs:
@@ -198,7 +198,7 @@ class HeadProposer(ModelProposer):
 
     def _reusable(self, cached: CachedText) -> int:
         """Those that were fed with the target's features, unless later stages need more of them."""
-        return cached.own if len(self._stages.stages) == 1 else 0
+        return cached.num_own if len(self._stages.stages) == 1 else 0
 
     def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
         """None: a sequence forks another one in `fork` alone."""
@@ -246,7 +246,7 @@ class HeadProposer(ModelProposer):
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
         known = self._known[feed.seq.id]
         if source < 0:
-            parents, where = feed.seq.tree.parents, feed.cached.where
+            parents, where = feed.seq.tree.parents, feed.cached.branch_of
             fresh = sorted(node for node, at in where.items() if at >= feed.work.num_cached)
             branches = [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
             return torch.cat([self._text_features(feed, feed.work.num_text), *branches])
@@ -299,7 +299,7 @@ class BlockProposer(HeadProposer):
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
-    def _grow(self, growths: Sequence[Chain | Branches]) -> None:
+    def _grow(self, growths: Sequence[ChainGrowth | TreeGrowth]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []

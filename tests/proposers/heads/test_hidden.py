@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import Tree, common_length
 from specdec.errors import OptionError
 from tests.matrix import endless, some
@@ -44,7 +44,7 @@ class Listening(Proposer):
         self.branches: dict[int, list[Tensor]] = {}
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return [self._guess(row, min(plan.limit, row.remaining - 1)) for row, plan in zip(rows, plans, strict=True)]
+        return [self._guess(row, path_limit(row, plan)) for row, plan in zip(rows, plans, strict=True)]
 
     def _guess(self, row: SequenceView, limit: int) -> Tree:
         """After every leaf a right chain, and a wrong token beside its first one."""

@@ -249,3 +249,33 @@ def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch:
     assert out.stats.cached_prompt_tokens > 40
     assert awake
     check(head, model, awake)
+
+
+@pytest.mark.parametrize("way", ["fork", "propose"])
+@torch.no_grad()
+def test_a_failure_takes_no_features(way: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text whose reading failed is read again. (Features were lost, and the cache held half a text.)"""
+    model, name = made("eagle")
+    draft: Any = SpecGenerator(model, name).draft
+    tokens = [(7 * i) % 50 + 5 for i in range(100)]
+    states = states_of(model, tokens, draft.hidden_layers)
+    session, seq = draft.start(64), FakeSequence(tokens)
+    session.update([Commit(seq, [], 0, Hidden(0, 0, states[:-1].unbind(1)))])
+    keep = HeadProposer._keep
+
+    def fail(*given: Any, **more: Any) -> None:
+        if way == "propose":
+            keep(*given, **more)
+        raise ZeroDivisionError
+
+    calls = {
+        "fork": lambda: session.fork(FakeSequence(tokens, 1), seq.id, 50),
+        "propose": lambda: session.propose([seq], [Limit(LIMIT)]),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Head, "features") if way == "fork" else (HeadProposer, "_keep")), fail)
+        with pytest.raises(ZeroDivisionError):
+            calls[way]()
+    assert session.propose([seq], [Limit(LIMIT)])[0].tokens == guesses_anew(draft, tokens, states)
+    (cached,) = session._cached.values()
+    assert session._session.length(cached.cache_row) == len(tokens) + len(cached.guesses)
