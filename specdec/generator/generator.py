@@ -283,7 +283,7 @@ class SpecGenerator:
             cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
             pacing = scheduled.pacing(
                 options,
-                offloaded=self._driver.engine.drafts.is_offloaded,
+                offloaded=self.target.is_offloaded,
                 trees=self.target.capability.cache_kind == "kv",
                 lookup_tokens=named.get("prompt_lookup_num_tokens"),
             )
