@@ -481,19 +481,6 @@ def test_an_encoding_that_cannot_be_read_fails_its_own_row_alone(name: str) -> N
         session.run([Work.text(broken, [5])])
 
 
-def test_padded_passes_span_rows_whose_encodings_were_not_read() -> None:
-    """Also those that are longer than all that were read; once they are read, passes see it."""
-    language = LanguageModel(tiny("t5"))
-    language.weight_bytes = 10**9  # type: ignore[misc]  # all rows share passes
-    short, long = (language.encode({"input_ids": torch.arange(n)[None] % 50 + 5}) for n in (9, 200))
-    twin = Twin(language, 1, short)
-    twin.prefill(4)
-    twin.join(1, long)
-    twin.fork(0)
-    for rows in ([0, 2], [0, 1, 2], [2, 0]):
-        twin.some(rows)
-
-
 def test_cross_attentions_of_rows_with_encodings_of_different_lengths() -> None:
     """Each row's go to its own frames, also where rows share a padded pass."""
     language = LanguageModel(tiny("bart", attn_implementation="eager"))

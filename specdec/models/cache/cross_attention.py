@@ -70,7 +70,6 @@ class CrossAttention:
         """Adds a row with its encoding."""
         encoder_row = len(self._encodings)
         self.buffers.reserve(encoder_row + 1)
-        self.buffers.extend(encoder_row, encoding.hidden.shape[1])  # padded passes of other rows may span it
         self._encodings.append(encoding)
         self.encoder_rows.append(encoder_row)
         self._unread.add(encoder_row)
@@ -97,7 +96,7 @@ class CrossAttention:
                 found = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
                 self.buffers.write_prefix(encoder_row, found, frames)
         self._unread -= unread
-        self._forget()
+        self._forget()  # buffers may have grown
 
     def fork(self, index: int) -> None:
         self.encoder_rows.append(self.encoder_rows[index])
