@@ -23,7 +23,7 @@ DraftPass = Callable[[int], None]  # a draft pass over this many nodes
 def passes_of(draft: LanguageModel, prefix: int = 256) -> DraftPass:
     """Real passes of a draft model over siblings after `prefix` tokens."""
     session = draft.session()
-    [row] = session.add(1)
+    row = session.add()
     session.run([Work.text(row, [5] * prefix)])
     session.commit([row], [list(range(prefix))])
 

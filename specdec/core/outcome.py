@@ -120,8 +120,8 @@ class Outcome:
     def round(self, *, prefill: bool) -> SequenceRound:
         """The result of the round, without tensors of a pass.
 
-        Of a text all children of each node count as tested after which a step was taken, but not those of the step that
-        ended it; of a search, the highest confidence of each depth that it reached, and of the next one.
+        Of a text, the children of every node that the walk left by a step are tested; if a step ended the text, its
+        children are not. Of a search, the highest confidence of each depth that it reached, and of the next one.
         """
         proposal = self.out.work.proposal
         tokens, parents, depth = proposal.tokens, proposal.parents, proposal.depth
@@ -160,13 +160,13 @@ def accept(one: Outcome, out: Logits) -> None:
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
     children, state, traces = tree.children(), seq.state, out.hidden_states is not None or out.attentions is not None
     bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if traces else out
-    begin = out.work.num_text - out.first  # of numbers of nodes after the text, in the logits
+    offset = out.work.num_text - out.first  # node n after the text has its logits in row offset + n
 
     def view(node: int) -> View:
         """The target's output at a node of `tree`, from this pass or an earlier one; -1 is the end of the text."""
         if node in seq.known:
             return seq.known[node]
-        return View(bare, begin + node, trace_of(out, tree.path(node)) if traces else NO_TRACE)
+        return View(bare, offset + node, trace_of(out, tree.path(node)) if traces else NO_TRACE)
 
     nodes: list[int | None] = list(seq.leaves)
     ends: list[NewLeaf] = []

@@ -36,11 +36,11 @@ class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
     The tree begins with `num_text` tokens that extend the row's text, or with the `num_cached` branches that it holds
-    already. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text), in `tree` from
-    `num_text` on. It ends with the `proposal`. A node's position is the row's length plus its depth. `embeds`
-    `[nodes, width]` replace the embeddings of the first new nodes. `text_length` is the length of the text that `tree`
-    is a chunk of; 0 for a complete text. `pictures`: what the model reads beside the tree, a chain that begins the
-    text.
+    already, never both. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text), in
+    `tree` from `num_text` on. It ends with the `proposal`. A node's position is the row's length plus its depth.
+    `embeds` `[nodes, width]` replace the embeddings of the first new nodes. `text_length`: how long the whole text is,
+    where `tree` holds only a chunk of it; 0 otherwise. `pictures`: what the model reads beside the tree, a chain that
+    begins the text.
     """
 
     row: int
@@ -54,9 +54,9 @@ class Work:
     pictures: Pictures | None = None
 
     @classmethod
-    def text(cls, row: int, tokens: list[int], num_logits: int = 1, *, text_length: int = 0) -> Work:
+    def text(cls, row: int, tokens: list[int], num_logits: int = 1) -> Work:
         """Tokens that extend a row's text."""
-        return cls(row, Tree.chain(tokens), num_logits, len(tokens), text_length=text_length)
+        return cls(row, Tree.chain(tokens), num_logits, len(tokens))
 
     @property
     def num_new(self) -> int:
@@ -73,7 +73,7 @@ class Work:
         """The first node with logits."""
         return len(self.tree.tokens) - self.num_logits
 
-    def path(self, numbers: Sequence[int] = ()) -> list[int]:
+    def path(self, numbers: Sequence[int]) -> list[int]:
         """The new text followed by these nodes, in numbers of `tree`."""
         return [*range(self.num_text), *(self.num_text + number for number in numbers)]
 
@@ -105,4 +105,4 @@ class Logits:
     @property
     def first(self) -> int:
         """The first node with logits."""
-        return len(self.work.tree.tokens) - self.work.num_logits
+        return self.work.first

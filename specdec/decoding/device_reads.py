@@ -13,9 +13,19 @@ def is_local(values: Tensor) -> bool:
     return values.is_cpu
 
 
+def has_float64(values: Tensor) -> bool:
+    """Whether the device of `values` computes in float64, which Apple's GPUs do not."""
+    return values.device.type != "mps"
+
+
+def with_float64(values: Tensor) -> Tensor:
+    """`values`, copied to the CPU if their device has no float64."""
+    return values if has_float64(values) else values.cpu()
+
+
 def read(*parts: Tensor) -> list[list[float]]:
     """The values of several vectors of one length, in one transfer; float64 holds any float32 and token id exactly."""
-    exact = torch.float32 if parts[0].device.type == "mps" else torch.float64
+    exact = torch.float64 if has_float64(parts[0]) else torch.float32
     return torch.stack([part.to(exact) for part in parts]).tolist()
 
 

@@ -26,7 +26,7 @@ from specdec import kernels
 from specdec.decoding import device_reads
 from specdec.errors import OptionError, SpecdecError
 
-COUPLED, ACCEPT, _, DRAW, DRAFT, BEAMS = range(6)
+COUPLED, ACCEPT, _RETIRED, DRAW, DRAFT, BEAMS = range(6)
 """Streams: draws for different purposes never share an address."""
 
 _MASK64 = (1 << 64) - 1
@@ -162,12 +162,11 @@ def draw(logits: Tensor, address: int) -> int:
 
 
 def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
-    """The tokens `[n]` that `draw` takes from `logits` `[n, vocab]`, on their device, without reading any value.
+    """The tokens `[n]` that `draw` takes from `logits` `[n, vocab]`, without reading any value.
 
     A token below 0 means that none could be drawn; `checked` raises then.
     """
-    if logits.device.type == "mps":  # no float64 there
-        logits = logits.cpu()
+    logits = device_reads.with_float64(logits)
     noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device)) + logits
     best, tokens = noisy.max(dim=-1)
     return tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(best.isnan(), _BROKEN)

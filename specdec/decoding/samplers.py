@@ -116,11 +116,11 @@ def noisy(scores: Tensor, address: int) -> Tensor:
     Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
     """
     kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
-    loud = kept + noise.gumbel(address, ids).to(kept.dtype)
+    loud = kept + noise.gumbel(address, device_reads.with_float64(ids)).to(kept.dtype).to(kept.device)
     return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
 
 
-def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
+def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
     How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
@@ -243,4 +243,4 @@ class DrawnSampler(GreedySampler):
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         address = noise.key(self.seed, noise.DRAFT, generated(seq))
-        return drawn_children(self._after_all(seq, ends, logits), ends, plan, address)
+        return draw_children(self._after_all(seq, ends, logits), ends, plan, address)

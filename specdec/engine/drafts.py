@@ -61,7 +61,6 @@ class OpenDrafts:
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
         self._model, self._requests, self._guard = model, requests, guard
-        self.is_offloaded = model.is_offloaded  # kept, since the property walks all modules
 
     def start(self, draft: Draft) -> None:
         """Starts a draft's proposer, which all its sequences share."""
@@ -82,7 +81,7 @@ class OpenDrafts:
         """
         proposals: dict[int, Tree] = {}
         for opened, group in self._grouped(seqs):
-            if reading and not (opened.draft.instant or self.is_offloaded):
+            if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
             plans: dict[int, Plan] = {}
             for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):

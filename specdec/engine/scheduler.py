@@ -218,7 +218,7 @@ class Scheduler:
     def _place(self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int) -> None:
         """Gives a sequence a row, with the first `length` positions of `source`."""
         if source is None or not length:
-            seq.cache_row = self.session.add(1, seq.encoding)[0]
+            seq.cache_row = self.session.add(seq.encoding)
         elif isinstance(source, SavedState):
             shift = 0 if seq.pictures is None else seq.pictures.shift
             seq.cache_row = self.session.read_from(source.state, length, shift)

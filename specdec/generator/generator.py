@@ -282,7 +282,7 @@ class SpecGenerator:
             cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
             pacing = scheduled.pacing(
                 options,
-                offloaded=self._driver.engine.drafts.is_offloaded,
+                offloaded=self.target.is_offloaded,
                 trees=self.target.capability.cache_kind == "kv",
                 lookup_tokens=named.get("prompt_lookup_num_tokens"),
             )

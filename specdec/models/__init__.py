@@ -1,4 +1,4 @@
-"""The only folder that runs a transformers forward: sessions, capabilities, loading."""
+"""Models and their passes: sessions, capabilities, loading."""
 
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session

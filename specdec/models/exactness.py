@@ -62,8 +62,8 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     most = min(language.vocab_size, language.config.vocab_size)
     longer = [source.randrange(3, most) for _ in range(min(_LONGER, language.max_positions or _LONGER))]
     text = longer[:_TEXT]
-    encoding, session = trial_encoding(language, 1), language.session()
-    parts, other, whole = session.add(3, None if encoding is None else encoding.select([0, 0, 0]))
+    encoding, session = trial_encoding(language), language.session()
+    parts, other, whole = (session.add(encoding) for _ in range(3))
     narrow, first = [], 0
     for width in _WIDTHS:
         narrow.append(_read(session, [parts], [text[first : first + width]])[0])

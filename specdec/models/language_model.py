@@ -126,7 +126,7 @@ class LanguageModel:
         ready = compiled is not None and compiled.ready
         return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
 
-    @property
+    @cached_property
     def is_offloaded(self) -> bool:
         """Whether some weights are read from elsewhere in every pass."""
         return is_offloaded(self.model)

@@ -131,9 +131,8 @@ def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
 def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a session's logits and the model's own: ragged prefill, rollback, tree, path commit, one more token."""
     source = random.Random(0)
-    encoding = trial_encoding(language, 2)
-    session = language.session()
-    rows = session.add(2, encoding)
+    encodings, session = [trial_encoding(language, row) for row in range(2)], language.session()
+    rows = list(map(session.add, encodings))
     texts: list[list[int]] = [[], []]
     names = ("sliding_window", "attention_chunk_size", "window_size")
     windows = [getattr(language.config, name, None) or 0 for name in names]
@@ -153,7 +152,7 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
             for node in range(out.first, len(out.tree)):
                 tokens = texts[row] + [out.tree.tokens[n] for n in out.tree.path(node)]
-                own = reference(language, tokens, None if encoding is None else encoding.select([row]))
+                own = reference(language, tokens, encodings[row])
                 yield out.logits[node - out.first], own
         session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
@@ -175,10 +174,10 @@ def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None 
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
 
 
-def trial_encoding(language: ModelSpec, rows: int) -> Encoding | None:
-    """A random encoder output for trials; None for models without encoder."""
+def trial_encoding(language: ModelSpec, seed: int = 0) -> Encoding | None:
+    """A random encoder output of one row, for trials; None for models without encoder."""
     if not language.is_encoder_decoder:
         return None
     width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, _FRAMES, width, generator=torch.Generator().manual_seed(seed))
     return Encoding(hidden.to(language.device, language.dtype), None)

@@ -137,14 +137,6 @@ class LedSession(Shared, Session):
     def own(self) -> Session:
         return self._own
 
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        return self._own.passes
-
-    @property
-    def bytes(self) -> int:
-        return self._own.bytes
-
     def keep_prefix(self, row: int, length: int) -> Prefix:
         return LedPrefix(self._ranks, *self._ranks.make(type(self._own).keep_prefix, self, row, length))
 

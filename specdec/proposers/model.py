@@ -229,7 +229,7 @@ class ModelProposer(Proposer):
             leader, count = self._leader(seq, {one.id for one in seqs}), len(seq.tokens) - 1
             if leader is None:
                 encoding = self._encoding(seq) if self._model.is_encoder_decoder else None
-                self._cached[seq.id] = CachedText(self._session.add(1, encoding)[0], seq, seq.tokens)
+                self._cached[seq.id] = CachedText(self._session.add(encoding), seq, seq.tokens)
             elif leader.num_text >= count:
                 cache_row = self._session.fork(leader.cache_row, count)
                 self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)

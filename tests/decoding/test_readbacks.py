@@ -61,8 +61,21 @@ class Far(torch.Tensor):
         return made.as_subclass(torch.Tensor) if name == "cpu" else made
 
 
-def far(table: Table) -> Table:
-    return lambda prefix: table(prefix).as_subclass(Far)
+class Apple(Far):
+    """Stands for a tensor of a GPU without float64."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") == "to" and isinstance(args[-1], torch.device):  # the CPU, as all devices here
+            return made.as_subclass(torch.Tensor)
+        assert not isinstance(made, Apple) or made.dtype != torch.float64
+        assert not any(type(one) is torch.Tensor and one.dtype == torch.float64 for one in args)  # of the CPU
+        return made
+
+
+def far(table: Table, kind: type[Far] = Far) -> Table:
+    return lambda prefix: table(prefix).as_subclass(kind)
 
 
 @pytest.fixture
@@ -106,6 +119,22 @@ def test_the_same_is_said_on_an_accelerator(name: str, branches: int, monkeypatc
     here = results()
     monkeypatch.setattr(device_reads, "is_local", lambda values: False)
     assert results() == here
+
+
+@in_pairs(name=[*STRATEGIES], processors=[*PROCESSORS], branches=[1, 3])
+def test_gpus_without_float64(
+    name: str, processors: str, branches: int, looks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs it is computed on the CPU, and gives the same tokens. (Top-p, trees and rejection failed.)"""
+    monkeypatch.setattr(device_reads, "has_float64", lambda values: False)
+
+    def tokens(kind: type[Far]) -> Any:
+        row, strategy = FakeSequence([0, 4, 7]), STRATEGIES[name](PROCESSORS[processors])
+        sampler, target, draft = strategy.sampler, far(TARGET, kind), far(DRAFT, kind)
+        tree = propose(sampler, row, draft, 5) if branches == 1 else sprout(sampler, row, draft, 3, branches)
+        return tree.tokens, walk(strategy, row, verify(row, tree, target))
+
+    assert tokens(Apple) == tokens(Far)
 
 
 @pytest.mark.parametrize("confident", [True, False])

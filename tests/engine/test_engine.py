@@ -33,7 +33,7 @@ def check_held(language: LanguageModel, session: Session, slot: int, text: list[
     if not length:
         return
     fresh = language.session()
-    [row] = fresh.add(1, encoding)
+    row = fresh.add(encoding)
     fresh.run([Work.text(row, text[:length])])
     fresh.commit([row], [list(range(length))])
     if isinstance(session, KvSession) and isinstance(fresh, KvSession):

@@ -280,11 +280,11 @@ def test_a_place_that_cannot_be_had() -> None:
     fails = submit(generator, [[5, 6, 7], [8, 9, 10]])
     add, places = engine.session.add, []
 
-    def failing(rows: int, encoding: Any = None) -> list[int]:
-        places.append(rows)
+    def failing(encoding: Any = None) -> int:
+        places.append(encoding)
         if len(places) == 2:
             raise MemoryError("no room")
-        return add(rows, encoding)
+        return add(encoding)
 
     engine.session.add = failing  # type: ignore[method-assign]
     finish(engine)

@@ -234,7 +234,7 @@ def check_keys_and_values(engine: Engine) -> None:
         engine.session, [row.cache_row for row in rows], rows, [engine.session.length(row.cache_row) for row in rows]
     )
     fresh = engine.model.session()
-    slots = [fresh.add(1, row.encoding)[0] for row in rows]
+    slots = [fresh.add(row.encoding) for row in rows]
     again = logits(fresh, slots, rows, [0] * len(rows))
     for row, one, two in zip(rows, found, again, strict=True):
         count = max(len(row.tree), 1)

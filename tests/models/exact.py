@@ -30,7 +30,8 @@ class Twin:
         self.texts: list[list[int]] = []
         self.pending: list[Tree] = []
         self.encodings: list[Encoding | None] = []
-        self.session, self.rows = language.session(), list[int]()
+        self.session: Any = language.session()
+        self.rows: list[int] = []
         self.join(rows, encoding)
 
     @property
@@ -111,24 +112,22 @@ class Twin:
 
     def select(self, rows: list[int]) -> None:
         """Rows in this order, forked where they are repeated; the others leave."""
-        chosen = [
-            self.rows[row] if row not in rows[:i] else self.session.fork(self.rows[row]) for i, row in enumerate(rows)
-        ]
-        self.session.remove([row for row in self.rows if row not in chosen])
-        self.rows = chosen
-        self.texts = [list(self.texts[row]) for row in rows]
-        self.pending = [self.pending[row] for row in rows]
-        self.encodings = [self.encodings[row] for row in rows]
+        gone = set(range(len(self.rows))) - set(rows)
+        order = [row if row not in rows[:i] else self.fork(row) for i, row in enumerate(rows)]
+        for held in (self.rows, self.texts, self.pending, self.encodings):
+            held[:] = [held[row] for row in [*order, *gone]]  # type: ignore[index, misc]
+        self.leave(*range(len(rows), len(rows) + len(gone)))
 
     def add(self, source: int) -> None:
         self.join(1, None if self.encoding is None else self.encoding.select([source]))
 
     def join(self, count: int, encoding: Encoding | None) -> None:
         """New rows with an encoding of their own."""
-        self.rows += self.session.add(count, encoding)
+        encodings = [None if encoding is None else encoding.select([i]) for i in range(count)]
+        self.rows += map(self.session.add, encodings)
         self.texts += [[] for _ in range(count)]
         self.pending += [EMPTY] * count
-        self.encodings += [None if encoding is None else encoding.select([i]) for i in range(count)]
+        self.encodings += encodings
 
     def wander(self) -> None:
         """Prompts of three rows, a chain beside a tree, branches that come and go, one row less and one more."""
@@ -139,13 +138,14 @@ class Twin:
         self.leave(0)
         self.fork(1, 5)
 
-    def fork(self, row: int, length: int | None = None) -> None:
-        """One more row, with the beginning of this one's text, or all of it and its branches."""
-        self.rows.append(self.session.fork(self.rows[row], length))
+    def fork(self, row: int, length: int | None = None) -> int:
+        """One more row, with the beginning of this one's text, by default all of it; returns its place."""
         self.texts.append(self.texts[row][:length])
-        self.pending.append(EMPTY if length is not None else self.pending[row])
+        self.rows.append(self.session.fork(self.rows[row], len(self.texts[-1])))
+        self.pending.append(EMPTY)
         self.encodings.append(self.encodings[row])
         assert self.lengths == list(map(len, self.texts))
+        return len(self.rows) - 1
 
     def leave(self, *rows: int) -> None:
         self.session.remove([self.rows[row] for row in rows])

@@ -119,8 +119,9 @@ def test_encoders_outlive_others() -> None:
     language = _language("m2m_100")
     cross, source = CrossAttention(language), torch.Generator().manual_seed(0)
     cross.buffers.spare_bytes, cross.buffers._lazy = 0, False  # as on a GPU
-    cross.add(language.encode({"input_ids": torch.randint(3, 64, (12, 400), generator=source)}))
-    cross.project()
+    for _ in range(12):
+        cross.add(language.encode({"input_ids": torch.randint(3, 64, (1, 400), generator=source)}))
+    cross.project(range(12))
     kept = [side[0].clone() for pair in cross.buffers.pairs() for side in pair]
     for index in range(11, 0, -1):
         cross.remove(index)
@@ -149,7 +150,7 @@ def test_hooks_are_not_shared() -> None:
     """What hooks into a twin does not hook into the model. (The library's put every hidden state in twice.)"""
     model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
     session = LanguageModel(model, backend="packed").session()
-    session.run([Work.text(session.add(1)[0], [5, 6, 7])], hidden=True)
+    session.run([Work.text(session.add(), [5, 6, 7])], hidden=True)
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
 

@@ -14,7 +14,7 @@ import torch
 from specdec import EngineError, LoadError, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.models import LanguageModel, Session
+from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.placement import parts
 from specdec.parallel.ranks import Follower, Job, Ranks
@@ -77,10 +77,10 @@ def shared(line: Beside) -> ShardedModel:
 
 
 @pytest.fixture
-def session(shared: ShardedModel) -> Session:
+def session(shared: ShardedModel) -> LedSession:
     """With one row, 1."""
     made = shared.session()
-    assert made.add(1) == [1]
+    assert made.add() == 1
     return made
 
 
@@ -110,22 +110,22 @@ def test_texts_are_those_of_one_process(draft: str, line: Beside, shared: Sharde
     for text in texts:  # the second one continues what was kept of the first
         assert torch.equal(plain.generate([text]).sequences, gen.generate([text]).sequences)
     assert own.run([]) == []  # tells what the others were not told yet
-    like = own.own.buffers._written, own.passes
+    like = own.own.buffers._written, own.own.passes
     held = next(one for one in sessions(line) if (one.buffers._written, one.passes) == like)
     for mine, theirs in zip(own.own.buffers.pairs(), held.buffers.pairs(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_what_a_draft_thinks_of_its_guesses_stays_here(line: Beside, session: Session) -> None:
+def test_what_a_draft_thinks_of_its_guesses_stays_here(line: Beside, session: LedSession) -> None:
     """Distributions over the vocabulary are many times as large as what the others need to know."""
     tree = Tree.chain([4, 5, 6], [0.5] * 3, torch.rand(3, 100_000))
     session.run([Work(1, tree, 3)])
     assert len(line.sent[-1]) < 2000
     session.commit([1], [[0, 1]])
-    assert (session.length(1), session.passes) == (2, 1)
+    assert (session.length(1), session.own.passes) == (2, 1)
 
 
-def test_wrong_arguments_leave_the_processes_in_step(session: Session) -> None:
+def test_wrong_arguments_leave_the_processes_in_step(session: LedSession) -> None:
     """Every process raises the same before it begins anything."""
     with pytest.raises(OptionError, match="rows of this session"):
         session.run([Work.text(2, [4])])
@@ -148,7 +148,7 @@ def test_a_lost_process_is_an_error_at_once_and_ever_after(line: Beside, shared:
 
 
 def test_a_pass_that_fails_here_alone_breaks_the_job(
-    line: Beside, session: Session, monkeypatch: pytest.MonkeyPatch
+    line: Beside, session: LedSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others may wait in the middle of it."""
     monkeypatch.setattr(line, "send", lambda _: None)
@@ -157,7 +157,7 @@ def test_a_pass_that_fails_here_alone_breaks_the_job(
         session.run([Work.text(1, [4])])
     monkeypatch.undo()
     with pytest.raises(EngineError, match="no memory"):
-        session.add(1)
+        session.add()
 
 
 def boom(*_: Any, **__: Any) -> None:

@@ -135,7 +135,7 @@ def test_logits_bit_for_bit(name: str, kind: str) -> None:
     text = [source.randrange(3, 64) for _ in range(400)]
     session = language.session()
     encoding = language.encode(tiny_inputs(name, 1)) if name in ENCODER_DECODERS else None
-    rows = [session.add(1, encoding)[0] for _ in range(4)]
+    rows = [session.add(encoding) for _ in range(4)]
     with torch.no_grad():
         whole = session.run([Work.text(rows[0], text, len(text))])[0].logits
     found: dict[int, list[Tensor]] = {row: [] for row in rows[1:]}
@@ -252,7 +252,7 @@ def test_contradictions() -> None:
         LanguageModel(tiny("llama"), backend="eager", exactness="strict")
     language = LanguageModel(tiny("llama", attn_implementation="eager"), exactness="strict")
     session = language.session()
-    work = Work.text(session.add(1)[0], [5, 6, 7])
+    work = Work.text(session.add(), [5, 6, 7])
     for given, how in ((replace(work, embeds=torch.zeros(3, 32)), {}), (work, {"attentions": True})):
         with pytest.raises(UnsupportedError, match="no embeddings and returns no attentions"):
             session.run([given], **how)

@@ -160,13 +160,12 @@ class FakeSession:
         self._numbers = 0
         self._trees: dict[int, Tree] = {}
 
-    def add(self, rows: int, encoding: FakeEncoding | None = None) -> list[int]:
-        values = [0] * rows if encoding is None else encoding.values
-        assert len(values) == rows
-        return [self._new([], value) for value in values]
+    def add(self, encoding: FakeEncoding | None = None) -> int:
+        [value] = [0] if encoding is None else encoding.values
+        return self._new([], value)
 
-    def fork(self, row: int, length: int | None = None) -> int:
-        assert length is None or length <= len(self.held[row])
+    def fork(self, row: int, length: int) -> int:
+        assert length <= len(self.held[row])
         return self._new(self.held[row][:length], self.encodings[row])
 
     def remove(self, rows: Sequence[int]) -> None:

@@ -115,11 +115,11 @@ class TopP:
 
     def kept(self, probs: Tensor, before: float = 0.0) -> Tensor:
         """Which of the descending `probs` `[n, k]` stay; `before`: the mass of larger tokens."""
-        above = probs.double().cumsum(-1) - probs
-        kept = above + before < self.p
+        near = device_reads.with_float64(probs)
+        kept = near.double().cumsum(-1) - near + before < self.p
         if before == 0.0:
             kept[..., : self.min_tokens_to_keep] = True
-        return kept
+        return kept.to(probs.device)
 
     def _cut(self, logits: Tensor, probs: Tensor) -> Tensor:
         """Filtered copy of one row `[vocab]` that keeps more than 256 tokens."""

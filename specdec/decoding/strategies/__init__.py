@@ -1,4 +1,4 @@
-"""Decoding strategies, the samplers of drafts that agree with them, and when a sequence ends.
+"""Decoding strategies: how the target's logits become tokens.
 
 A new strategy is a class with `serves(options)` and `of(setup)`, and a line in `STRATEGIES`; a way of sampling has its
 name in `specdec.options.fields.SAMPLING` as well.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.core.strategies import Strategy
-from specdec.decoding.noise import fold
 from specdec.decoding.strategies.base import Greedy, StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
 from specdec.decoding.strategies.beam_scoring import Beams
@@ -55,7 +54,6 @@ __all__ = [
     "PhrasalConstraint",
     "Rejection",
     "StrategySetup",
-    "fold",
     "make_strategy",
     "wanted",
 ]

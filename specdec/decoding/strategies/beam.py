@@ -155,7 +155,7 @@ def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) ->
 def _drawn_afar(total: Tensor, count: int, address: int) -> Candidates:
     """The same from `total` `[beams, vocab]` on an accelerator, in one read."""
     vocab, keys = total.shape[1], [noise.fold(address, beam) for beam in range(len(total))]
-    near = total.cpu() if total.device.type == "mps" else total  # no float64 there
+    near = device_reads.with_float64(total)
     noisy = near + noise.gumbel(keys, torch.arange(vocab, device=near.device))
     noisy = noisy.masked_fill(~torch.isfinite(near), -torch.inf).flatten()
     places = noisy.topk(min(count, len(noisy))).indices

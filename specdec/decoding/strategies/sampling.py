@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.tree import Step, Tree
 from specdec.core.work import Logits
-from specdec.decoding import noise
+from specdec.decoding import device_reads, noise
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, generated
 from specdec.decoding.strategies.base import TextStrategy, paths
 from specdec.errors import OptionError
@@ -110,7 +110,8 @@ class Rejection(Coupled):
         """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
         tree, start, depths = out.tree, generated(seq), [len(path) for path in paths(out)]
         children = [drawn_children(tree, out.first + at) for at in range(len(processed))]
-        left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)
+        left = device_reads.with_float64(processed).clone()
+        chosen = torch.full((len(left),), -1, device=left.device)
         for order in range(max(map(len, children))):
             nodes = [at for at, own in enumerate(children) if len(own) > order]
             q = torch.stack([children[at][order][1] for at in nodes])

@@ -1,4 +1,7 @@
-"""Sessions over plain keys and values: rows share passes, ragged or padded."""
+"""Sessions over plain keys and values: rows share passes, ragged or padded.
+
+Everything but `run` and `draft_chain` is in `KvCache`.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,20 @@ from specdec.models.hf.private_api import hidden_states_of
 
 
 class KvSession(KvCache):
-    """A `KvCache` and its passes: with a `backend` the new nodes of all rows share a ragged one, else a padded one."""
+    """A `KvCache` and its passes: the new nodes of all rows share one, `ragged` if the model has such, else padded."""
 
-    def __init__(self, language: ModelSpec, backend: RaggedForward | None) -> None:
+    def __init__(self, language: ModelSpec, ragged: RaggedForward | None) -> None:
         super().__init__(language)
-        self._language, self._ragged = language, backend
+        self._language, self._ragged = language, ragged
         self._padded = PaddedPasses(language, self)
-        self._ragged_passes = 0
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
             self.cross is None
-            and backend is None
+            and ragged is None
             and language.capability.boundary is None
             and not language.forgets_order
         )
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        return self._padded.passes + self._ragged_passes
 
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
@@ -59,35 +57,31 @@ class KvSession(KvCache):
         check_works(works, [row.columns.pending for row in rows])
         if attentions:
             self._language.check_attentions()
-        parts, seen = dict[int, RowNodes](), dict[int, Logits]()
+        new, found = dict[int, RowNodes](), dict[int, Logits]()
         states = hidden_states_of(hidden)
         extras = {"output_hidden_states": states} if states else {}
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
                 more = {"output_attentions": True} if attentions else {}
-                seen[work.row] = self._padded.see(row, work, extras | more)
+                found[work.row] = self._padded.see(row, work, extras | more)
             elif work.num_new:
-                row.columns.begin(work.tree, work.first, work.text_length)
-                parts[row.index] = RowNodes(row.index, row.columns, work)
-        if self.cross is not None and parts:
-            self.cross.project()
-        ragged, found = self._ragged, dict[int, Logits]()
-        given = [part.work.embeds is not None for part in parts.values()]
-        if ragged is not None and parts and not attentions and all(one == ragged.model.reads_embeds for one in given):
-            found = self._run_ragged(ragged, list(parts.values()), hidden)
-        elif parts:
+                row.columns.begin(work)
+                new[row.index] = RowNodes(row.index, row.columns, work)
+        if self.cross is not None:
+            self.cross.project(new)
+        ragged, given = self._ragged, [nodes.work.embeds is not None for nodes in new.values()]
+        if ragged is not None and new and not attentions and all(one == ragged.model.reads_embeds for one in given):
+            found |= self._run_ragged(ragged, list(new.values()), hidden)
+        elif new:
             if self._language.is_strict:
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
             extras |= {"output_attentions": True} if attentions else {}
-            found = self._padded.run(parts, extras)
-        found |= seen
-        return [found.get(work.row) or self._no_logits(work) for work in works]
-
-    def _no_logits(self, work: Work) -> Logits:
-        return Logits(work, self._like.new_empty(0, self._language.vocab_size))
+            found |= self._padded.run(new, extras)
+        none = self._like.new_empty(0, self._language.vocab_size)
+        return [found.get(work.row) or Logits(work, none) for work in works]
 
     def _run_ragged(
         self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
@@ -95,7 +89,7 @@ class KvSession(KvCache):
         for row in rows:
             self.buffers.extend(row.row_index, row.columns.top + row.work.num_new)
         logits, states = ragged(self._inputs(ragged, rows), hidden)
-        self._ragged_passes += 1
+        self.passes += 1
         found, begin, kept = dict[int, Logits](), 0, 0
         for work in (row.work for row in rows):
             end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
@@ -127,25 +121,22 @@ class KvSession(KvCache):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Needs compiled passes, and rows that hold text alone."""
-        ragged, named, trees = self._ragged, [self.row(row) for row in rows], [*map(Tree.chain, texts)]
-        if ragged is None or not self.draft_chains or any(row.columns.scattered for row in named):
+        ragged, named = self._ragged, [self.row(row) for row in rows]
+        if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in named):
             return None
-        for row, tree in zip(named, trees, strict=True):
-            row.columns.begin(tree, len(tree) - 1, 0)
-        if self.cross is not None:
-            self.cross.project()
+        given: Sequence[Tensor | None] = embeds or [None] * len(rows)
+        works = [Work(row, Tree.chain(text), embeds=one) for row, text, one in zip(rows, texts, given, strict=True)]
+        nodes = [RowNodes(row.index, row.columns, work) for row, work in zip(named, works, strict=True)]
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
-        for row, begin, rule in zip(named, begins, rules, strict=True):
+        for row, work, begin, rule in zip(named, works, begins, rules, strict=True):
+            row.columns.begin(work)
             self.buffers.extend(row.index, begin + rule.most - 1)
-        nodes = [
-            RowNodes(row.index, row.columns, Work(row.number, tree)) for row, tree in zip(named, trees, strict=True)
-        ]
-        for node, one in zip(nodes, embeds or (), strict=False):
-            node.work.embeds = one
+        if self.cross is not None:
+            self.cross.project(row.index for row in named)
         most = max(rule.most for rule in rules) - 1
         steps = StepInputs.of(nodes, begins, most, self._language.capability.kinds)
         chained = ragged.draft_chain(self._inputs(ragged, nodes), steps, rules)
-        self._ragged_passes += max(map(len, chained.guesses))
+        self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY

@@ -29,18 +29,16 @@ _NODES = 64  # nodes whose computation takes as long as reading the weights
 
 
 class PaddedPasses:
-    """Passes of the model's own code over a `KvCache`; `passes` counts them."""
+    """Passes of the model's own code over a `KvCache`."""
 
     def __init__(self, language: ModelSpec, cache: KvCache) -> None:
-        self.passes = 0
         self._language, self._cache = language, cache
         self._can_keep = "logits_to_keep" in language.input_names
 
     def chain(self, row: Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
         row.tree = work.tree
-        if not row.columns.top:
-            row.columns.begin(work.tree, work.first, work.text_length)
+        row.columns.begin(work)
         self._cache.buffers.point(row.index, row.columns.base, len(work.tree.tokens))
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
@@ -52,9 +50,9 @@ class PaddedPasses:
             inputs["logits_to_keep"] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
-        self.passes += 1
+        self._cache.passes += 1
         more = logits.shape[0] - work.num_logits
-        return Logits(work, logits[more:] if more else logits, passes=(self.passes,))
+        return Logits(work, logits[more:] if more else logits, passes=(self._cache.passes,))
 
     def see(self, row: Row, work: Work, extras: dict[str, Any]) -> Logits:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
@@ -65,30 +63,30 @@ class PaddedPasses:
         self._cache.buffers.point(row.index, 0, pictures.length)
         kept = {"logits_to_keep": 1} if self._can_keep else {}
         output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **kept)
-        self.passes += 1
-        states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states"))
-        attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions"))
+        self._cache.passes += 1
+        states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states")) or None
+        attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions")) or None
         logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
-        return Logits(work, logits, hidden_states=states or None, attentions=attentions or None, passes=(self.passes,))
+        return Logits(work, logits, hidden_states=states, attentions=attentions, passes=(self._cache.passes,))
 
-    def run(self, parts: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
+    def run(self, rows: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""
         found: dict[int, Logits] = {}
-        for first, last in self._spans(parts):
-            found |= self._padded(parts, first, last, extras)
+        for first, last in self._spans(rows):
+            found |= self._padded(rows, first, last, extras)
         return found
 
-    def _spans(self, parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
-        order = sorted(parts)
+    def _spans(self, rows: dict[int, RowNodes]) -> list[tuple[int, int]]:
+        order = sorted(rows)
         if len(order) == 1:
             return [(order[0], order[0])]
         if self._cache.cross is None:
-            return self._cheapest(order, parts)
+            return self._cheapest(order, rows)
         kinds = [(self._cache.cross.kind(index), index - i) for i, index in enumerate(order)]  # equal for neighbours
         groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
-        return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
+        return [span for _, group in groups for span in self._cheapest([index for index, _ in group], rows)]
 
-    def _cheapest(self, order: list[int], parts: dict[int, RowNodes]) -> list[tuple[int, int]]:
+    def _cheapest(self, order: list[int], rows: dict[int, RowNodes]) -> list[tuple[int, int]]:
         """Spans that cover these rows: each row joins the span before it where that costs fewer bytes to read.
 
         A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
@@ -99,7 +97,7 @@ class PaddedPasses:
 
         def cost(first: int, last: int) -> float:
             """What a pass over these rows costs beside the weights; infinite beyond the bounds."""
-            works = [parts[index].work.num_new if index in parts else 0 for index in range(first, last + 1)]
+            works = [rows[index].work.num_new if index in rows else 0 for index in range(first, last + 1)]
             tops, widest = [row.columns.top for row in self._cache.rows[first : last + 1]], max(works)
             if first < last and max(tops) + widest > room:
                 return math.inf
@@ -115,13 +113,13 @@ class PaddedPasses:
                 spans.append((index, index))
         return spans
 
-    def _padded(self, parts: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
-        """One padded pass over the rows `first` to `last` of the buffers; those without a part are padding."""
+    def _padded(self, rows: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
+        """One padded pass over the rows `first` to `last` of the buffers; those without a work are padding."""
         here = []
         for index, held in enumerate(self._cache.rows[first : last + 1], first):
-            here.append(parts.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
-        works = [part.work for part in here]
-        layout = Layout.of([work.tree for work in works], [part.columns for part in here], self._language.device)
+            here.append(rows.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
+        works = [own.work for own in here]
+        layout = Layout.of([work.tree for work in works], [own.columns for own in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         self._cache.buffers.prepare(layout, first)
@@ -136,15 +134,14 @@ class PaddedPasses:
             is_end = nodes[0] == layout.nodes - len(nodes)
             inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
-        self.passes += 1
+        self._cache.passes += 1
         found: dict[int, Logits] = {}
-        for row, (part, work) in enumerate(zip(here, works, strict=True)):
+        for row, (own, work) in enumerate(zip(here, works, strict=True)):
             begin = nodes.index(work.num_new - work.num_logits) if work.num_logits else 0
-            own = output.logits[row, begin : begin + work.num_logits]
-            more = {}
+            logits, more = output.logits[row, begin : begin + work.num_logits], {}
             if extras:
-                more = _extras(output, layout, row, None if cross is None else cross.frames(part.row_index))
-            found[work.row] = Logits(work, own, passes=(self.passes,), **more)
+                more = _extras(output, layout, row, None if cross is None else cross.frames(own.row_index))
+            found[work.row] = Logits(work, logits, passes=(self._cache.passes,), **more)
         return found
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class RaggedForward:
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {CACHE: text}
         given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
-        encoding = trial_encoding(language, 1)
+        encoding = trial_encoding(language)
         if encoding is not None:
             given[CACHE] = EncoderDecoderCache(text, frames)
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.core.tree import EMPTY, Tree, depths_of
+from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session, check_works
+from specdec.models.cache.session import Session, check_encoding, check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
@@ -50,14 +50,14 @@ class _Row:
     ran: list[int] = field(default_factory=list)
     initial_length: int = 0
 
-    def begin(self, tree: Tree, first: int, text_length: int, reset_length: int | None) -> None:
+    def begin(self, work: Work, reset_length: int | None) -> None:
         """Sets `initial_length` of a row without text, or whose cache is reset; as `ColumnMap.begin`."""
+        tree = work.tree
         if not tree.tokens:
             return
-        depths = depths_of(tree.parents)
         if not self.tokens:
-            self.initial_length = text_length or depths[min(first, len(tree) - 1)] + 1
-        length = len(self.tokens) + max(depths) + 1
+            self.initial_length = work.text_length or len(tree.path(min(work.first, len(tree) - 1)))
+        length = len(self.tokens) + tree.depth
         if reset_length is not None and self.initial_length <= reset_length < length:
             self.forget_cache()
             self.initial_length = length
@@ -97,7 +97,7 @@ class ReplaySession(Session):
     """
 
     def __init__(self, language: ModelSpec) -> None:
-        self.passes = 0
+        self.passes = 0  # of the model
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
         self.rows: dict[int, _Row] = {}
@@ -109,21 +109,18 @@ class ReplaySession(Session):
         self._state_names = recurrent_state.MODULE_STATE.get(language.config.model_type, ())
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
-    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):
-            raise OptionError.of("encoding", "the encoder output of the new rows, for encoder-decoders only", encoding)
-        return [self._new(_Row(encoding.select([i]) if encoding is not None else None)) for i in range(rows)]
+    def add(self, encoding: Encoding | None = None) -> int:
+        check_encoding(encoding, is_needed=self._language.is_encoder_decoder)
+        return self._new(_Row(encoding))
 
-    def fork(self, row: int, length: int | None = None) -> int:
+    def fork(self, row: int, length: int) -> int:
         source = self._row(row)
-        if length is not None and length > len(source.tokens):
+        if length > len(source.tokens):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
         # The snapshot is shared: restoring copies its tensors.
-        own = {"tokens": list(source.tokens), "ran": list(source.ran), "cache": copy.deepcopy(source.cache)}
-        number = self._new(copied := replace(source, **own))
-        if length is not None:
-            self.truncate([number], [length])
-            copied.tree, copied.pending = EMPTY, 0
+        own = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
+        number = self._new(replace(source, **own, tree=EMPTY, ran=[], pending=0))
+        self.truncate([number], [length])
         return number
 
     def remove(self, rows: Sequence[int]) -> None:
@@ -152,7 +149,7 @@ class ReplaySession(Session):
                 before = work.embeds[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
-            row.begin(work.tree, work.first, work.text_length, self.cache_reset_length)
+            row.begin(work, self.cache_reset_length)
             row.tree, row.ran = work.tree, []
             passes = self.passes
             out = self._run_work(row, work, extras)
@@ -190,11 +187,6 @@ class ReplaySession(Session):
                 del row.tokens[length:]
                 row.rewind(length)
                 row.final, row.tree, row.ran, row.pending = length, EMPTY, [], 0
-
-    @property
-    def bytes(self) -> int:
-        """0: the size of the library's caches is unknown."""
-        return 0
 
     def _new(self, row: _Row) -> int:
         self._numbers += 1

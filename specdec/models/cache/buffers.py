@@ -93,7 +93,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     ) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
         self._held, self._column_bytes, self._lazy = held, column_bytes, lazy
-        self._touched: list[int] = []  # per row, one past the last column ever written
+        self._allocated: list[int] = []  # per row, one past the last column that the system has handed out
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
@@ -115,8 +115,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
         total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
         if not total or not is_lazy or min(sizes) < _PAGES:
             return total
-        self._note_touched()
-        return total * sum(self._touched) // (self.row_capacity * self.capacity)
+        self._note_allocated()
+        return total * sum(self._allocated) // (self.row_capacity * self.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -165,14 +165,12 @@ class KvBuffers(Cache):  # type: ignore[misc]
         return self._pairs
 
     def reserve(self, rows: int) -> None:
-        self._written += [0] * (rows - len(self._written))
-        if rows <= self.row_capacity:
-            return
-        if self.bounds is not None:
+        if rows > self.row_capacity and self.bounds is not None:
             kept = min(self.capacity, max(self.bounds[1], self._held() + 1))
             self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), kept)
-        else:
+        elif rows > self.row_capacity:
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
+        self._written += [0] * (rows - len(self._written))
 
     def bound(self, rows: int, columns: int) -> None:
         self.bounds = (rows, columns)
@@ -192,10 +190,10 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def clear_row(self, row: int) -> None:
         """Zeros the last row, which a new row will reuse."""
-        self._note_touched()
-        written = self._written.pop()
+        self._note_allocated()
         for buffer in self._buffers():
-            buffer[row, :, :written].zero_()
+            buffer[row, :, : self._written[row]].zero_()
+        del self._written[row:]  # also of a row that was reserved, and then could not be added
 
     def move_columns(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
         """Copies column `sources[i]` of `rows[i]` to column `targets[i]`; reads all before it writes."""
@@ -208,7 +206,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def copy_row(self, source: int, target: int, columns: int) -> None:
         """Copies the first `columns` of a row over another one."""
-        self._note_touched()
+        self._note_allocated()
         stale, self._written[target] = self._written[target], columns
         for buffer in self._buffers():
             buffer[target, :, :columns] = buffer[source, :, :columns]
@@ -252,10 +250,10 @@ class KvBuffers(Cache):  # type: ignore[misc]
             return rows, columns
         return more, wider
 
-    def _note_touched(self) -> None:
-        self._touched += [0] * (self.row_capacity - len(self._touched))
+    def _note_allocated(self) -> None:
+        self._allocated += [0] * (self.row_capacity - len(self._allocated))
         for row, written in enumerate(self._written):
-            self._touched[row] = max(self._touched[row], written)
+            self._allocated[row] = max(self._allocated[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
         written, moved = [min(columns, capacity) for columns in self._written], list[Any]()
@@ -269,7 +267,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
             moved.append(tuple(made) or None)
         for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
-        self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
+        self.row_capacity, self.capacity, self._written, self._allocated, self._pairs = rows, capacity, written, [], []
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,25 +60,28 @@ class CrossAttention:
         self.encoder_rows: list[int] = []  # of every row of the session
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
-        self._unread: list[int] = []  # rows without projections
+        self._unread: set[int] = set()  # rows without projections
         self._selected: tuple[int, ...] = ()
         self._joined: dict[str, Any] = {}
         self._frames: list[Frames] = []
         self._tables: dict[int, list[int]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        first, count = len(self._encodings), len(encoding)
-        self.buffers.reserve(first + count)
-        self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]
-        self.encoder_rows += range(first, first + count)
-        self._unread += range(first, first + count)
-        self._forget()
+        """Adds a row with its encoding."""
+        encoder_row = len(self._encodings)
+        self.buffers.reserve(encoder_row + 1)
+        self._encodings.append(encoding)
+        self.encoder_rows.append(encoder_row)
+        self._unread.add(encoder_row)
 
     @torch.no_grad()
-    def project(self) -> None:
-        """Projects new encodings, those of equal length in one pass."""
+    def project(self, indices: Iterable[int]) -> None:
+        """Projects the new encodings of these rows, those of equal length in one pass."""
+        unread = self._unread.intersection(self.encoder_rows[index] for index in indices)
+        if not unread:
+            return
         alike: dict[int, list[int]] = {}
-        for encoder_row in self._unread:
+        for encoder_row in sorted(unread):
             alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in alike.items():
             hidden = torch.cat([self._encodings[encoder_row].hidden for encoder_row in encoder_rows])
@@ -91,7 +95,8 @@ class CrossAttention:
             for i, encoder_row in enumerate(encoder_rows):
                 found = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
                 self.buffers.write_prefix(encoder_row, found, frames)
-        self._unread = []
+        self._unread -= unread
+        self._forget()  # buffers may have grown
 
     def fork(self, index: int) -> None:
         self.encoder_rows.append(self.encoder_rows[index])
@@ -105,12 +110,12 @@ class CrossAttention:
             return
         final = len(self._encodings) - 1
         moved = self._encodings.pop()
-        self._unread = [one for one in self._unread if one != encoder_row]
+        self._unread.discard(encoder_row)
         if encoder_row != final:
+            self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
             if final in self._unread:
-                self._unread[self._unread.index(final)] = encoder_row
-            else:
-                self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
+                self._unread.remove(final)
+                self._unread.add(encoder_row)
             self._encodings[encoder_row] = moved
             self.encoder_rows = [encoder_row if one == final else one for one in self.encoder_rows]
         self.buffers.clear_row(final)

@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Session, check_paths
+from specdec.models.cache.session import Session, check_encoding, check_paths
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 
@@ -29,7 +29,7 @@ class Row:
 
 
 class KvCache(Session):
-    """The rows of a session over `KvBuffers`, which `KvSession` runs.
+    """The rows of a session over `KvBuffers`, which `KvSession` runs; `passes` counts its passes.
 
     Dead branches leave void columns behind, which are compacted now and then.
     """
@@ -37,6 +37,7 @@ class KvCache(Session):
     keeps_prefixes = True
 
     def __init__(self, language: ModelSpec) -> None:
+        self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
         self.buffers = KvBuffers(
             language.num_layers,
@@ -49,32 +50,24 @@ class KvCache(Session):
         self._by_number: dict[int, Row] = {}
         self._numbers = 0
 
-    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        if (self.cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
-            need = "None, the model has no encoder" if self.cross is None else f"the encoding of {rows} rows"
-            raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-        self.buffers.reserve(len(self.rows) + rows)
+    def add(self, encoding: Encoding | None = None) -> int:
+        check_encoding(encoding, is_needed=self.cross is not None)
+        self.buffers.reserve(len(self.rows) + 1)
         if self.cross is not None and encoding is not None:
             self.cross.add(encoding)
-        return [self._new(ColumnMap()) for _ in range(rows)]
+        return self._new(ColumnMap())
 
     @torch.no_grad()
-    def fork(self, row: int, length: int | None = None) -> int:
-        source = self.row(row)
-        if length is not None and source.columns.base < length <= source.columns.length:
-            self._move([(source.index, *move) for move in source.columns.compact(-1)])
-        columns = source.columns.copy() if length is None else ColumnMap(base=length, top=length)
-        if length is not None and length > source.columns.base:
+    def fork(self, row: int, length: int) -> int:
+        source, index = self._settled(row, length), len(self.rows)
+        if length > source.columns.base:
             raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
-        index = len(self.rows)
         self.buffers.reserve(index + 1)
-        self.buffers.copy_row(source.index, index, columns.top)
+        self.buffers.copy_row(source.index, index, length)
         if self.cross is not None:
             self.cross.fork(source.index)
-        columns.initial_length, columns.shift = source.columns.initial_length, source.columns.shift
-        number = self._new(columns)
-        self.rows[-1].tree = source.tree if length is None else EMPTY
-        return number
+        shift, initial_length = source.columns.shift, source.columns.initial_length
+        return self._new(ColumnMap(base=length, top=length, initial_length=initial_length, shift=shift))
 
     @torch.no_grad()
     def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
@@ -85,10 +78,7 @@ class KvCache(Session):
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        source = self.row(row)
-        if length > source.columns.base:
-            self._move([(source.index, *move) for move in source.columns.compact(-1)])
-        return self.buffers.read_prefix(source.index, length)
+        return self.buffers.read_prefix(self._settled(row, length).index, length)
 
     @torch.no_grad()
     def remove(self, rows: Sequence[int]) -> None:
@@ -143,10 +133,6 @@ class KvCache(Session):
                 moves += [(row.index, *move) for move in row.columns.cut(length)]
         self._move(moves)
 
-    @property
-    def bytes(self) -> int:
-        return self.buffers.bytes + (0 if self.cross is None else self.cross.buffers.bytes)
-
     def bound(self, rows: int, columns: int) -> None:
         self.buffers.bound(rows, columns)
 
@@ -160,6 +146,13 @@ class KvCache(Session):
         """The row of this number; OptionError if there is none."""
         if (row := self._by_number.get(number)) is None:
             raise OptionError.of("rows", f"rows of this session, {sorted(self._by_number)}", number)
+        return row
+
+    def _settled(self, number: int, length: int) -> Row:
+        """A row, with the first `length` tokens of its text in the columns of the same numbers."""
+        row = self.row(number)
+        if length > row.columns.base:
+            self._move([(row.index, *move) for move in row.columns.compact(-1)])
         return row
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:

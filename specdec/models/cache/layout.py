@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
+from specdec.core.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,6 @@ class ColumnMap:
     def pending(self) -> int:
         return len(self.scattered) - self.num_text
 
-    def copy(self) -> ColumnMap:
-        return replace(self, scattered=list(self.scattered), parents=list(self.parents))
-
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
         """Columns and parents of all scattered nodes once `tree`, which begins with the pending branches, is added."""
         fresh = range(self.pending, len(tree))
@@ -95,7 +93,7 @@ class ColumnMap:
         return self.scattered + [self.top + i for i in range(len(fresh))], self.parents + parents
 
     def keep(self, tree: Tree, path: list[int], num_text: int) -> None:
-        """Keeps only the nodes `path` of the last pass; the first `text` of them become text."""
+        """Keeps only the nodes `path` of the last pass; the first `num_text` of them become text."""
         if not self.scattered and num_text == len(path) and (not num_text or path[-1] == num_text - 1):
             self.base = self.top = self.base + num_text
             return
@@ -123,10 +121,10 @@ class ColumnMap:
         self.top = self.base + len(self.scattered)
         return moves
 
-    def begin(self, tree: Tree, first: int, text_length: int) -> None:
-        """Sets the initial length of an empty row: `text_length`, or the text up to node `first` where that is 0."""
-        if not self.top and tree.tokens:
-            self.initial_length = text_length or len(tree.path(min(first, len(tree.tokens) - 1)))
+    def begin(self, work: Work) -> None:
+        """Sets the initial length of an empty row: the whole text, or up to the first node with logits."""
+        if not self.top and (nodes := len(work.tree.tokens)):
+            self.initial_length = work.text_length or len(work.tree.path(min(work.first, nodes - 1)))
 
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""

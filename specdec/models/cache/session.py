@@ -15,7 +15,7 @@ from specdec.models.encoding import Encoding
 
 
 class Session(ABC):
-    """Rows of one model with their keys and values, and passes over them, which `passes` counts.
+    """Rows of one model with their keys and values, and passes over them.
 
     `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
     branches*: a tree of nodes that may become text (beams). With a `cache_reset_length` a text that grows beyond it
@@ -24,26 +24,20 @@ class Session(ABC):
     chains.
     """
 
-    passes: int
     cache_reset_length: int | None
     keeps_prefixes = False
     draft_chains: bool = False
-
-    @property
-    @abstractmethod
-    def bytes(self) -> int:
-        """Bytes of the session's own buffers."""
 
     def bound(self, rows: int, columns: int) -> None:
         """Bounds the session to this many rows and positions, for now."""
 
     @abstractmethod
-    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """Adds empty rows and returns their numbers; `encoding` is their encoder output, one entry each."""
+    def add(self, encoding: Encoding | None = None) -> int:
+        """Adds an empty row; `encoding` is its encoder output."""
 
     @abstractmethod
-    def fork(self, row: int, length: int | None = None) -> int:
-        """Adds a row with the first `length` tokens of `row`'s text (None: all, and its branches) and its encoding.
+    def fork(self, row: int, length: int) -> int:
+        """Adds a row with the first `length` tokens of `row`'s text, and its encoding.
 
         Raises OptionError if the row has fewer tokens.
         """
@@ -113,6 +107,13 @@ class Session(ABC):
         """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
 
 
+def check_encoding(encoding: Encoding | None, *, is_needed: bool) -> None:
+    """Raises OptionError unless there is an encoding of one row if one `is_needed`, and none otherwise."""
+    if (encoding is not None) != is_needed or (encoding is not None and len(encoding) != 1):
+        need = "the encoding of one row" if is_needed else "None, the model has no encoder"
+        raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
+
+
 def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
     """Raises OptionError unless each work begins with its row's branches, and has as many nodes as logits."""
     for work, branches in zip(works, pending, strict=True):
@@ -124,6 +125,6 @@ def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
 
 
 def check_paths(rows: Sequence[int], paths: Sequence[list[int]], num_texts: Sequence[int] | None) -> None:
-    """Raises OptionError unless there is one path, and one of `texts` if given, per row."""
+    """Raises OptionError unless there is one path, and one of `num_texts` if given, per row."""
     if len(paths) != len(rows) or (num_texts is not None and len(num_texts) != len(rows)):
         raise OptionError.of("paths", f"one for each of {len(rows)} rows", len(paths))

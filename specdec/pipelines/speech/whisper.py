@@ -224,7 +224,7 @@ def token_times(maps: Tensor, width: int) -> np.ndarray[Any, Any]:
     if maps.shape[-1] > (side := width // 2):  # the median of each value and its neighbours, mirrored at the ends
         beside = functional.pad(maps, (side, side, 0, 0), mode="reflect").unfold(-1, width, 1)
         maps = beside.sort(-1).values[..., side]
-    tokens, positions = _warped(-maps.mean(0).double().cpu().numpy())
+    tokens, positions = _warped(-maps.mean(0).cpu().double().numpy())
     first = np.diff(tokens, prepend=-1).astype(bool)
     return positions[first]
 

@@ -265,23 +265,15 @@ class Stages(Session):
     def draft_chains(self) -> bool:  # type: ignore[override]
         return len(self.stages) == 1 and self.stages[0].draft_chains
 
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        return sum(stage.passes for stage in self.stages)
-
-    @property
-    def bytes(self) -> int:
-        return sum(stage.bytes for stage in self.stages)
-
     def bound(self, rows: int, columns: int) -> None:
         for stage in self.stages:
             stage.bound(rows, columns)
 
-    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        added = [stage.add(rows) for stage in self.stages]
-        return added[0]
+    def add(self, encoding: Encoding | None = None) -> int:
+        rows = [stage.add() for stage in self.stages]
+        return rows[0]
 
-    def fork(self, row: int, length: int | None = None) -> int:
+    def fork(self, row: int, length: int) -> int:
         copies = [stage.fork(row, length) for stage in self.stages]
         return copies[0]
 
