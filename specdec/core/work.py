@@ -36,11 +36,11 @@ class Work:
     """What a pass computes for one row of the cache: logits of the last `num_logits` nodes of `tree`.
 
     The tree begins with `num_text` tokens that extend the row's text, or with the `num_cached` branches that it holds
-    already, never both. Nodes after the text, branches included, are numbered from 0 on (-1: the end of the text), in
-    `tree` from `num_text` on. It ends with the `proposal`. A node's position is the row's length plus its depth.
-    `embeds` `[nodes, width]` replace the embeddings of the first new nodes. `text_length`: how long the whole text is,
-    where `tree` holds only a chunk of it; 0 otherwise. `pictures`: what the model reads beside the tree, a chain that
-    begins the text.
+    already, never both. It ends with the `proposal`. Nodes after the text, branches included, have numbers from 0 on;
+    -1 is the end of the text. Node n has the index `num_text + n` in `tree`. A node's position is the row's length plus
+    its depth. `embeds` `[nodes, width]` replace the embeddings of the first new nodes. `text_length`: how long the
+    whole text is, where `tree` holds only a chunk of it; 0 otherwise. `pictures`: what the model reads beside the tree,
+    a chain that begins the text.
     """
 
     row: int

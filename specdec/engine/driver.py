@@ -65,7 +65,8 @@ class Driver:
                 self._wait(request, stream)
                 while request.rounds:
                     yield request.rounds.popleft()
-            yield from request.rounds  # those that came between the last two checks
+            while request.rounds:  # those that came between the last two checks
+                yield request.rounds.popleft()
         finally:
             with self._lock:
                 self._open.discard(request)

@@ -17,7 +17,7 @@ from specdec.models import Encoding
 
 @dataclass(eq=False)
 class Pacing:
-    """The draft schedule that all requests of one family share (`Options.family`); `users` counts those in flight."""
+    """A draft schedule, and how many requests in flight use it (`users`): one, or, if it learns, all of one family."""
 
     schedule: Schedule
     users: int = 0

@@ -72,7 +72,7 @@ class Extras:
 class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
-    `pacing`: the schedule of its family. `state` and `exactness` are the target's. `grammar`: of the form that the
+    `pacing`: its schedule. `state` and `exactness` are the target's. `grammar`: of the form that the
     options set, copied for each row. `strategy` is the strategy's name. `caller_blocks`: as in `Request`. `in_step`: a
     context in which the target's passes run in step with processes that wait for one another.
     """

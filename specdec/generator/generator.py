@@ -368,4 +368,4 @@ def _prefixes(wanted: bool | int | None) -> PrefixCache | None:
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
     if wanted is False:
         return None
-    return PrefixCache(PREFIX_BYTES if wanted in (None, True) else wanted)
+    return PrefixCache(PREFIX_BYTES if wanted is None or wanted is True else wanted)

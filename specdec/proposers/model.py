@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.core.work import Pictures
     from specdec.models import Encoding, LanguageModel, Session
 
-_FEW = 16  # missing tokens that are fed in the pass that makes the first guess
+_FEW = 16  # tokens of a text that may be missing when others are drafted for: the first pass feeds them
 
 
 class ModelDraft(Draft):
@@ -89,8 +89,9 @@ class ModelProposer(Proposer):
 
     def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+        nothing = Tree([], [], source=self._source)
         if not any(limits):
-            return [EMPTY] * len(seqs)
+            return [nothing] * len(seqs)
         ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
         growths: dict[int, ChainGrowth | TreeGrowth] = {
             seq.id: self._growth(seq, plan, limit)
@@ -98,7 +99,14 @@ class ModelProposer(Proposer):
             if limit and seq.id in ready
         }
         self._grow(list(growths.values()))
-        return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
+        proposals = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            if seq.id in growths:
+                proposals.append(growths[seq.id].proposal(self._source))
+            else:
+                is_read = limit and (seq.id not in self._cached or self._can_read(seq))
+                proposals.append(EMPTY if is_read else nothing)
+        return proposals
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
@@ -180,7 +188,10 @@ class ModelProposer(Proposer):
         return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
 
     def _num_to_read(self, seq: SequenceView, most: int) -> int:
-        """Tokens to read before the sequence can be drafted for, where more than `most` or pictures are missing."""
+        """How many tokens must be read before the pass that makes the first guess.
+
+        All but the last if more than `most` are missing or pictures are unread, else 0.
+        """
         missing = len(seq.tokens) - self._cached[seq.id].num_text
         return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
 
@@ -220,7 +231,7 @@ class ModelProposer(Proposer):
     def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Gives new sequences rows of the cache, forked where another sequence has read the same.
 
-        Returns the ids of sequences that others wait for, without a row until these have read as much.
+        Returns the ids of sequences that others wait for; those others get no row until it has read as much.
         """
         awaited: set[int] = set()
         for seq in seqs:

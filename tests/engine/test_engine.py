@@ -18,6 +18,7 @@ from specdec.engine import engine as loop
 from specdec.engine.engine import Engine
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
+from specdec.proposers import ModelDraft
 from tests.matrix import endless
 from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import tiny, tiny_inputs
@@ -207,6 +208,21 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
 
     SpecGenerator(tiny("llama"), Unsure(), schedule=Listening()).generate([[5, 9]], **COMMON)
     assert heard[:3] == [True, True, False]
+    assert not any(heard[2:])
+
+
+def test_a_text_that_the_draft_cannot_read_is_not_still_read() -> None:
+    """Its rounds after the first count as plain ones. (They counted as prefill for ever, and nothing was learned.)"""
+    heard: list[bool] = []
+
+    class Listening(Constant):
+        def after(self, round: Any) -> Listening:
+            heard.append(round.seqs[0].prefill)
+            return self
+
+    draft = ModelDraft(LanguageModel(tiny("llama", vocab=32)))
+    SpecGenerator(tiny("llama"), draft, schedule=Listening()).generate([[5, 40, 9]], **COMMON)
+    assert heard[0]
     assert not any(heard[2:])
 
 

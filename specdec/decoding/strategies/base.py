@@ -147,7 +147,7 @@ class TextStrategy(StrategyBase):
         raise NotImplementedError
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        """The step with the next token, after `node`; `new` are the tokens that this round has emitted so far."""
+        """The step with the token after `node`, an index in `out.tree`; `new`: this round's earlier tokens."""
         processed = self.processed(seq, new, out, node)
         if self.reads_once(out):
             token = noise.checked(self._decided(seq, out)[0][node - out.first])
