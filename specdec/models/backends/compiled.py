@@ -166,7 +166,7 @@ class CompiledForward:
     def _advances(self, lock: IO[str], tried: bool) -> bool:
         """Loads the code, or hands the `lock` to a process that makes it, unless that was `tried` in vain."""
         if self._loads():
-            _log.info("the passes of %s run compiled from now on", self._name)
+            _log.debug("the passes of %s run compiled from now on", self._name)
             return True
         failure = self._code.failure()
         if tried or (failure and not self._insists):
