@@ -211,6 +211,23 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
     assert not any(heard[2:])
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloaded: bool) -> None:
+    """Only there, a draft model reads the prompt before the pass that ends it, and proposes."""
+    drafted: list[int] = []
+
+    class Listening(Constant):
+        def after(self, round: Any) -> Listening:
+            drafted.append(round.seqs[0].drafted)
+            return self
+
+    generator = SpecGenerator(tiny("llama"), ModelDraft(LanguageModel(tiny("llama"))), schedule=Listening())
+    generator.target.is_offloaded = offloaded
+    generator.generate([[5, 9, 12]], **COMMON)
+    assert (drafted[0] > 0) == offloaded
+    assert drafted[1] > 0
+
+
 def test_a_text_that_the_draft_cannot_read_is_not_still_read() -> None:
     """Its rounds after the first count as plain ones. (They counted as prefill for ever, and nothing was learned.)"""
     heard: list[bool] = []
