@@ -40,7 +40,7 @@ def ranks(target: Any, draft: Any, ids: Tensor, tokens: int) -> Tensor:
 def seconds_of_a_pass(draft: Any, nodes: int, prefix: int = 256, repeats: int = 30) -> float:
     """Median seconds of a draft pass over siblings at the end of a text."""
     session = LanguageModel(draft).session()
-    [row] = session.add(1)
+    row = session.add()
     session.run([Work.text(row, [5] * prefix)])
     session.commit([row], [list(range(prefix))])
     seconds = []

@@ -322,7 +322,7 @@ def read_theirs(model: Any, tokens: Tensor, count: int) -> Tensor:
 
 def read(session: Session, tokens: list[int], count: int) -> Tensor:
     """The logits after the first `count` tokens, in one pass of a session that has read others before."""
-    row = session.add(1)[0]
+    row = session.add()
     logits = session.run([Work.text(row, tokens[:count])])[0].logits
     session.remove([row])
     return logits
