@@ -89,15 +89,15 @@ class StopTexts:
     reason = "stop"
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stops: Sequence[str], prompt: Callable[[list[int]], int]
+        self, decode: Callable[[list[int]], str], stops: Sequence[str], prompt: Callable[[Tensor], int]
     ) -> None:
         self._decode, self._stops, self._prompt = decode, stops, prompt
         self._tail = _MOST_BYTES * max(map(len, stops), default=0) + _SILENT
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
-        return torch.tensor([self._ends(text) for text in ids.tolist()], device=ids.device)
+        return torch.tensor([self._ends(text) for text in ids], device=ids.device)
 
-    def _ends(self, ids: list[int]) -> bool:
-        tail = self._decode(ids[max(len(ids) - self._tail, self._prompt(ids)) :])
+    def _ends(self, ids: Tensor) -> bool:
+        tail = self._decode(ids[max(len(ids) - self._tail, self._prompt(ids)) :].tolist())
         return any(stop in tail for stop in self._stops)

@@ -88,7 +88,7 @@ class Scheduler:
             if unread >= CHUNK:
                 break  # later, a sequence may continue what is read until then
             with self._guard([seq]):  # where no cache row can be made
-                if self._give_row(seq, self._requests[seq.id]):
+                if self._give_row(seq):
                     ready.append(seq)
                     unread += self.unread(seq)
         if not ready:
@@ -130,7 +130,7 @@ class Scheduler:
             return seq.pictures.length == unread
         return unread <= chunk and (unread <= 1 or not self._copies[seq.task.source])
 
-    def _give_row(self, seq: RunningSequence, request: Request) -> bool:
+    def _give_row(self, seq: RunningSequence) -> bool:
         """Gives a sequence its row, unless a prompt that it will continue is still being read.
 
         Returns whether it has one.
@@ -144,7 +144,7 @@ class Scheduler:
             stays = copies or other.max_length - len(other.tokens) > 1  # else it leaves with its first token
             if stays and common >= length + (1 if copies else _WORTH_WAITING):
                 return False
-        opened = self._drafts.get(id(request.draft))
+        opened = self._drafts.get(id(self._requests[seq.id].draft))
         if length and opened is not None and opened.draft.hidden_layers:
             length = self._joined(seq, source, length, opened)
             if seq.pictures is not None and length < seq.pictures.length:
@@ -181,7 +181,7 @@ class Scheduler:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
         state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
-            self._retain(seq, self._requests[seq.id], state)
+            self._retain(seq, state)
         leaving = {*seqs}
         self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
         gone = [one for seq in seqs for one in seq.batch_seqs]
@@ -239,12 +239,12 @@ class Scheduler:
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
         return 0 if saved is None else _forked(opened, seq, saved, length)
 
-    def _retain(self, seq: RunningSequence, request: Request, state: Callable[[], bytes]) -> None:
+    def _retain(self, seq: RunningSequence, state: Callable[[], bytes]) -> None:
         """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
 
         Not if the model has changed from its `state` while the sequence ran.
         """
-        kept, context = self.prefix_cache, seq.context
+        kept, context, request = self.prefix_cache, seq.context, self._requests[seq.id]
         if not kept.limit or context is None or seq.cache_row is None:
             return
         ids = seq.text_ids[: self.session.length(seq.cache_row)]

@@ -91,8 +91,8 @@ def stop_texts(tokenizer: Any, strings: Sequence[str], prompts: Sequence[list[in
     # The longest matching prompt: a missed end costs time, a wrong one costs text.
     longest = sorted(prompts, key=len, reverse=True)
 
-    def length(ids: list[int]) -> int:
-        return next((len(prompt) for prompt in longest if ids[: len(prompt)] == prompt), 0)
+    def length(ids: Tensor) -> int:
+        return next((len(prompt) for prompt in longest if ids[: len(prompt)].tolist() == prompt), 0)
 
     return StopTexts(tokenizer.decode, [string for string in strings if string], length)
 
