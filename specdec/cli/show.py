@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 
 from specdec.cli.request import Request
-from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, say
+from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, notes_after, say
 from specdec.options.versions import versions
 
 if TYPE_CHECKING:
@@ -59,24 +59,25 @@ class Printer:
         self._marks = marks and not has_colours(out)
 
     def follow(self, events: Generator[Event, None, Generation]) -> Generation:
-        """Writes a stream and a line end; returns the stream's result."""
-        accepted = False
-        while True:
-            try:
-                event = next(events)
-            except StopIteration as end:
+        """Writes a stream and a line end, then the notes made meanwhile; returns the stream's result."""
+        with notes_after():
+            accepted = False
+            while True:
+                try:
+                    event = next(events)
+                except StopIteration as end:
+                    if self._show_draft:
+                        self._write(self._pieces.push([], last=True), accepted=accepted)
+                    write(self._out, "\n")
+                    result: Generation = end.value
+                    return result
                 if self._show_draft:
-                    self._write(self._pieces.push([], last=True), accepted=accepted)
-                write(self._out, "\n")
-                result: Generation = end.value
-                return result
-            if self._show_draft:
-                drafted, own = event.token_ids[: event.accepted], event.token_ids[event.accepted :]
-                self._write(self._pieces.push(drafted), accepted=True)
-                self._write(self._pieces.push(own))
-                accepted = not own
-            else:
-                self._write(event.text)
+                    drafted, own = event.token_ids[: event.accepted], event.token_ids[event.accepted :]
+                    self._write(self._pieces.push(drafted), accepted=True)
+                    self._write(self._pieces.push(own))
+                    accepted = not own
+                else:
+                    self._write(event.text)
 
     def _write(self, text: str, *, accepted: bool = False) -> None:
         if text and accepted and self._marks:

@@ -90,10 +90,28 @@ def duration(seconds: float) -> str:
 
 
 class _Notes(logging.Handler):
-    """Prints the library's log as lines on stderr."""
+    """Prints the library's log as lines on stderr; `held` keeps the lines while a text is printed."""
+
+    held: list[str] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"note: {record.getMessage()}", "dim")
+        line = f"note: {record.getMessage()}"
+        if _Notes.held is None:
+            say(line, "dim")
+        else:
+            _Notes.held.append(line)
+
+
+@contextmanager
+def notes_after() -> Iterator[None]:
+    """Prints the notes of the context at its end, not in the middle of its text."""
+    _Notes.held = held = []
+    try:
+        yield
+    finally:
+        _Notes.held = None
+        for line in held:
+            say(line, "dim")
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from specdec.cli.commands import run
 from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
-from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
+from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, notes
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
 from specdec.options import bundled_models
@@ -660,6 +660,23 @@ def test_the_last_token_of_a_round_is_the_targets_own() -> None:
     assert shown([*rounds, ([5, 6], 1)], terminal=False) == "a⟦bc⟧d⟦e⟧f\n"
     assert shown([*rounds, ([5, 6], 2)], terminal=False) == "a⟦bc⟧d⟦ef⟧\n"
     assert shown([*rounds, ([5, 6], 1)], terminal=False, show_draft=False) == "abcdef\n"
+
+
+def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    def rounds() -> Generator[Event, None, Generation]:
+        yield Event("one ", [1], 0)
+        logging.getLogger("specdec").info("meanwhile")
+        assert capsys.readouterr().err == ""
+        yield Event("two", [2], 0)
+        return Generation(texts=[])
+
+    out = Console(file=io.StringIO())
+    with notes(quiet=False):
+        Printer(out, Letters(), show_draft=False).follow(rounds())
+        assert out.file.getvalue() == "one two\n"  # type: ignore[attr-defined]
+        assert capsys.readouterr().err == "note: meanwhile\n"
+        logging.getLogger("specdec").info("afterwards")
+        assert capsys.readouterr().err == "note: afterwards\n"
 
 
 def test_accepted_text_is_coloured_on_a_terminal() -> None:
