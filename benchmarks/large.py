@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from measure import Watch, interleaved, table
 from synthetic import SyntheticAssistant, random_target
+from synthetic_draft import DraftPass, Oracle, SyntheticDraft, passes_of
 from transformers import AutoModelForCausalLM
 
 from specdec import SpecGenerator
 from specdec.bench.machine import memory_bandwidth, provenance
-from specdec.bench.synthetic import DraftPass, Oracle, SyntheticDraft, passes_of
 
 VOCAB = 49152
 TARGET = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}

@@ -27,11 +27,11 @@ from accelerate import dispatch_model
 from measure import Watch, read_prompts, table
 from prefetch import prefetch
 from synthetic import SyntheticAssistant, chances, random_target
+from synthetic_draft import Oracle, SyntheticDraft, passes_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.bench.synthetic import Oracle, SyntheticDraft, passes_of
 from specdec.models.loading.streamed_layers import stream
 from specdec.options.bundled_models import pair
 

@@ -1,13 +1,12 @@
-"""SYNTHETIC drafts (specdec/bench/synthetic.py) as often right as the package's, one for transformers, and targets."""
+"""SYNTHETIC drafts (synthetic_draft.py) as often right as the package's, one for transformers, and targets."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from synthetic_draft import DraftPass, Oracle
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from specdec.bench.synthetic import DraftPass, Oracle
 
 # How often the package's draft has its target's greedy token among its first guesses (benchmarks/agreement.py).
 AMONG_FIRST = {1: 0.780, 2: 0.884, 3: 0.921, 4: 0.938, 5: 0.953, 6: 0.962, 8: 0.971, 12: 0.982, 16: 0.988, 32: 0.994}

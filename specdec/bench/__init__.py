@@ -7,7 +7,6 @@
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, and one measured call |
-| `synthetic.py` | drafts that know the text, for targets without a small sibling |
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
 | `report.py`, `report.html.j2` | plots and the page |

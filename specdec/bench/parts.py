@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-MARK = "[SYNTHETIC]"  # in the name of every synthetic draft
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -89,22 +88,8 @@ class Drafting(Part):
         return self.model_dump(exclude_none=True)
 
 
-class Synthetic(Part):
-    """A SYNTHETIC draft: at each position the chance that its first guess is right, the second, ….
-
-    It costs passes of the model `like`, by default the draft of the package's pair that is the target.
-    """
-
-    synthetic: Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(listed), Field(min_length=1)]
-    like: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"{', '.join(f'{rate:g}' for rate in self.synthetic)} at the price of {self.like}"
-
-
 class Target(Part):
     """A target with drafts of its own."""
 
     target: str
-    drafts: list[str | Synthetic]
+    drafts: list[str]

@@ -178,10 +178,7 @@ def _speedups(axes: Axes, cells: list[Results]) -> None:
     found = [cell["speedup"] for cell in cells]
     values = [s["value"] for s in found]
     ends = [s["value"] if s["high"] is None else s["high"] for s in found]
-    hatches = ["///" if cell["synthetic"] else "" for cell in cells]
-    axes.barh(
-        range(len(cells)), values, 0.62, color=[STATES[s["state"]] for s in found], hatch=hatches, edgecolor="white"
-    )
+    axes.barh(range(len(cells)), values, 0.62, color=[STATES[s["state"]] for s in found], edgecolor="white")
     axes.errorbar(values, range(len(cells)), xerr=_spread(found), fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     for place, (end, s) in enumerate(zip(ends, found, strict=True)):

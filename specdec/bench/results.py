@@ -87,7 +87,6 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
     return {
         "name": name_of(cell),
         "draft": None if cell is None else cell.draft,
-        "synthetic": cell is not None and cell.is_synthetic,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
         "samples": len(samples),
@@ -217,12 +216,6 @@ def summary(found: Results) -> list[str]:
             *([f"{wrong} DIFFER"] if wrong else []),
         ]
         sentences.append(f"{'; '.join(words)}.")
-    if count := sum(s["synthetic"] for _, s in cells):
-        sentences.append(
-            f"{count} of the settings {'has' if count == 1 else 'have'} a SYNTHETIC draft, which knows the target's "
-            "text and guesses it with set chances: they show what a draft of that quality would bring, not one that "
-            "exists."
-        )
     if any(not group["comparable"] for group in found["groups"]):
         sentences.append(
             "Texts of rejection and block sampling follow the target's distribution alone: they are not compared."
@@ -253,14 +246,13 @@ _STATES = {
 
 
 def _speed(cells: Sequence[tuple[Results, Results]]) -> list[str]:
-    """How many systems of groups are faster, the best of those that is not synthetic, and the median."""
+    """How many systems of groups are faster, the best of those, and the median."""
     if len(cells) < 2:
         return list(starmap(_outcome, cells))
     states = [s["speedup"]["state"] for _, s in cells]
     counts = ", ".join(f"{states.count(state)} {words}" for state, words in _STATES.items() if state in states)
-    real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
-    faster = [pair for pair in real if pair[1]["speedup"]["state"] == "faster"]
-    none = f"None{' with a real draft' if len(real) < len(cells) else ''} is clearly faster than plain decoding."
+    faster = [pair for pair in cells if pair[1]["speedup"]["state"] == "faster"]
+    none = "None is clearly faster than plain decoding."
     return [
         f"{_counted(len(cells), 'assisted setting')}: {counts}.",
         f"Best: {_outcome(*max(faster, key=lambda pair: float(pair[1]['speedup']['value'])))}" if faster else none,
@@ -285,7 +277,7 @@ def as_csv(found: Results) -> str:
     for group in found["groups"]:
         for system in group["systems"]:
             line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
-            line |= {"system": system["name"], "draft": system["draft"], "synthetic": system["synthetic"]}
+            line |= {"system": system["name"], "draft": system["draft"]}
             faster = system["speedup"] or {}
             line |= {
                 f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -19,11 +19,9 @@ from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import PromptText, batches, read_prompts
 from specdec.bench.samples import Difference, Failure, Key, Mismatch, Run, Sample, Store, differences, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
-from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
-from specdec.generator.generator import SpecGenerator
 from specdec.options.versions import versions
 from specdec.proposers import is_word
 
@@ -42,7 +40,6 @@ class GroupRun:
     store: Store
     failures: list[Failure]
     report: Callable[[str], None]
-    _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # plain texts by batch, for synthetic drafts
 
     @property
     def size(self) -> int:
@@ -81,7 +78,7 @@ class GroupRun:
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
         """Short calls; the first loads the draft."""
         self.report(f"warming up: {name_of(cell)}")
-        generator = self._generator(systems, cell, 0)
+        generator = systems.generator(self.group.label, cell)
         for _ in range(self.suite.warm_up):
             generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
 
@@ -93,7 +90,7 @@ class GroupRun:
         prompts = self.batches[batch]
         if batch == 0:  # a draft that remembers would know the answers of the repeat before
             systems.reopen(self.group.label, cell)
-        generator = self._generator(systems, cell, batch)
+        generator = systems.generator(self.group.label, cell)
         watch.look()
         out, measured = measure(generator, self._call(cell, prompts))
         stats = out.stats
@@ -115,18 +112,6 @@ class GroupRun:
             draft_backend=stats.settings.get("draft_backend"),
         )
         self.store.add(sample)
-
-    def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
-        """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
-        generator = systems.generator(self.group.label, cell)
-        draft = generator.draft
-        if isinstance(draft, SyntheticDraft):
-            if batch not in self._foretold:
-                out = systems.plain.generate(**self._call(None, self.batches[batch]))
-                self._foretold[batch] = out.new_tokens()
-            width = generator.target.vocab_size
-            draft.oracle = Oracle(self._foretold[batch], draft.rates, width, seed=batch)
-        return generator
 
     def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
         """The arguments of `generate`, with at most `most` new tokens."""
@@ -227,7 +212,7 @@ def check_drafts(suite: Suite) -> None:
     """
     for group in suite.groups():
         for cell in group.cells:
-            name = cell.model.rpartition("+")[2] if isinstance(cell.model, str) else cell.model.like
+            name = cell.draft.rpartition("+")[2]
             known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
             if not known and ":" not in name:
                 with suppress(Exception):  # the hub's own and the network's

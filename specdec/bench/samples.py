@@ -191,10 +191,10 @@ def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping
 
 
 def _models(suite: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and role of each model of a suite: MODEL of `suffix+MODEL`, `like` of a synthetic draft."""
+    """Name and role of each model of a suite: MODEL of `suffix+MODEL`."""
     drafts = list(suite["drafts"])
     for target in suite["targets"]:
         yield (target["target"] if isinstance(target, Mapping) else target), "target"
         drafts += target["drafts"] if isinstance(target, Mapping) else [target]  # a pair is its own draft
     for draft in drafts:
-        yield (draft["like"] if isinstance(draft, Mapping) else draft).rpartition("+")[2], "draft"
+        yield draft.rpartition("+")[2], "draft"

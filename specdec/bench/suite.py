@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from specdec.bench.imports import import_modules
-from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
+from specdec.bench.parts import Count, Drafting, Mode, Part, Prompts, Target, listed
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import check_spelling
@@ -54,33 +54,17 @@ class Strategy:
         """Whether this is a beam search, which drafts trees."""
         return (self.options.get("num_beams") or 1) > 1
 
-    @property
-    def grows(self) -> bool:
-        """Whether one text grows round by round; searches and ranked samples choose theirs at the end."""
-        several = any((self.options.get(name) or 1) > 1 for name in ("num_samples", "num_return_sequences"))
-        return self.comparable and not self.searches and not several
-
 
 @dataclass(frozen=True)
 class Cell:
     """A draft with a schedule."""
 
-    model: str | Synthetic = field(hash=False)
+    draft: str
     drafting: Drafting
 
     @property
-    def draft(self) -> str:
-        """The draft's name, marked where it is synthetic."""
-        return f"{self.model.label} {MARK}" if isinstance(self.model, Synthetic) else self.model
-
-    @property
-    def is_synthetic(self) -> bool:
-        return isinstance(self.model, Synthetic)
-
-    @property
     def label(self) -> str:
-        name = f"{self.draft.removesuffix(MARK).strip()}, {self.drafting.label}"
-        return f"{name} {MARK}" if self.is_synthetic else name
+        return f"{self.draft}, {self.drafting.label}"
 
     @property
     def is_chain(self) -> bool:
@@ -137,7 +121,7 @@ class Suite(BaseModel):
     name: str = "bench"
     imports: Annotated[list[str], BeforeValidator(listed)] = []
     targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(listed), Field(min_length=1)]
-    drafts: Annotated[list[str | Synthetic], BeforeValidator(listed)] = []
+    drafts: Annotated[list[str], BeforeValidator(listed)] = []
     modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
     strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(listed), Field(min_length=1)] = ["greedy"]
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(listed)] = []
@@ -161,7 +145,7 @@ class Suite(BaseModel):
         for target in self.targets:
             name = target.target if isinstance(target, Target) else target
             default = self.drafts or [name if name.startswith("zoo:") else COPYING[0]]
-            drafts = [_priced(one, name) for one in (target.drafts if isinstance(target, Target) else default)]
+            drafts = target.drafts if isinstance(target, Target) else default
             cells = tuple(Cell(draft, drafting) for draft in drafts for drafting in self.schedules)
             found += [
                 Group(name, mode, strategy, prompts, batch, cells if strategy.drafts else ())
@@ -192,18 +176,6 @@ class Suite(BaseModel):
                 yield Strategy(name, {**options, **drawn}, temperature, drafts)
 
 
-def _priced(draft: str | Synthetic, target: str) -> str | Synthetic:
-    """A synthetic draft with its `like` filled in; others as they are."""
-    if isinstance(draft, str):
-        return draft
-    if sum(draft.synthetic) > 1 + 1e-9:
-        expected = "the chances of the first guess, the second, …, at most 1 in sum"
-        raise OptionError.of("synthetic", expected, draft.synthetic)
-    if not draft.like and not target.startswith("zoo:"):
-        raise OptionError("a synthetic draft costs what a model costs: name a small one of this target as its `like`")
-    return Synthetic(synthetic=draft.synthetic, like=draft.like or target)
-
-
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name and the options of a strategy: a preset, a YAML file of options, or a mapping with a `name`."""
     if isinstance(entry, str):
@@ -224,7 +196,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     except ValidationError as error:
         # the deepest: of the types that an entry may have, the nearest
         first = max(error.errors(), key=lambda e: len(e["loc"]))
-        kinds = ("str", "int", "Target", "Mode", "Synthetic")  # that pydantic puts between keys
+        kinds = ("str", "int", "Target", "Mode")  # that pydantic puts between keys
         where = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
@@ -236,12 +208,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     for group in groups:
         for cell in group.cells or (None,):
             resolve(suite.call(group.strategy, cell))
-            if cell is not None and isinstance(cell.model, str):
-                check_spelling(cell.model.rpartition("+")[2], "drafts")
-            if cell is not None and cell.is_synthetic and not group.strategy.grows:
-                raise OptionError(
-                    f"{cell.draft!r} knows one text, and cannot guess for {group.strategy.label!r}: leave out one"
-                )
+            if cell is not None:
+                check_spelling(cell.draft.rpartition("+")[2], "drafts")
     for labels in ([group.label for group in groups], *([cell.label for cell in group.cells] for group in groups)):
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")

@@ -8,11 +8,10 @@ from time import perf_counter as clock
 from typing import Any
 
 from specdec.bench.machine import PeakMemory
-from specdec.bench.parts import Mode, Synthetic
+from specdec.bench.parts import Mode
 from specdec.bench.suite import Cell
-from specdec.bench.synthetic import SyntheticDraft, passes_of
 from specdec.errors import OptionError
-from specdec.generator.drafts_by_name import Drafts, HeadAt, LoadedModel, loaded
+from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.options import bundled_models
@@ -44,7 +43,7 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            made = self._cells[key] = self._assisted(cell.model)
+            made = self._cells[key] = self._assisted(cell.draft)
             made.compile()
             made.wait_until_compiled()
         return self._cells[key]
@@ -56,17 +55,11 @@ class Systems:
         """
         generator = self.generator(group, cell)
         draft, is_own = generator.draft, type(generator.draft).__module__.partition(".")[0] != "specdec"
-        if cell is not None and draft is not None and is_own and is_word(cell.model) and not draft.models:
-            generator._scheduled.draft = Drafts(self.plain.target).make(cell.model, self.plain.tokenizer)
+        if cell is not None and draft is not None and is_own and is_word(cell.draft) and not draft.models:
+            generator._scheduled.draft = Drafts(self.plain.target).make(cell.draft, self.plain.tokenizer)
 
-    def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
+    def _assisted(self, draft: str) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
-        if isinstance(draft, Synthetic):
-            like = self._model(draft.like)
-            if not isinstance(like, LoadedModel):
-                raise OptionError.of("like", "a draft model", draft.like)
-            guesses = SyntheticDraft(draft.synthetic, passes_of(like.model))
-            return SpecGenerator(target, guesses, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
         if is_word(draft):
             return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)

@@ -105,7 +105,8 @@ class _Notes(logging.Handler):
 @contextmanager
 def notes_after() -> Iterator[None]:
     """Prints the notes of the context at its end, not in the middle of its text."""
-    _Notes.held = held = []
+    held: list[str] = []
+    _Notes.held = held
     try:
         yield
     finally:

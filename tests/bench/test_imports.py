@@ -130,7 +130,7 @@ def test_a_misspelt_draft(drafts: str, keys: dict[str, Any]) -> None:
         read_suite({**keys, "drafts": drafts})
 
 
-@pytest.mark.parametrize("drafts", ["markof", "table:9", "suffix+markof", {"synthetic": 0.5, "like": "markof"}])
+@pytest.mark.parametrize("drafts", ["markof", "table:9", "suffix+markof"])
 def test_a_word_that_nothing_registered(drafts: Any, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before a model is loaded. (The hub was asked for it, and plain decoding measured.)"""
     monkeypatch.setattr(SpecGenerator, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))

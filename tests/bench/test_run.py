@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -17,9 +16,8 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import provenance
-from specdec.bench.results import as_csv, summary
+from specdec.bench.results import summary
 from specdec.bench.samples import Store
-from specdec.bench.synthetic import Oracle, SyntheticDraft
 from specdec.bench.systems import measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import versions
@@ -140,7 +138,7 @@ def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[st
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine", {"synthetic": 0.5}])
+@pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine"])
 def test_a_pair_that_was_trained_again(
     role: str, drafts: Any, models: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,31 +227,10 @@ def test_a_draft_with_another_tokenizer(measured: Any, tmp_path: Path) -> None:
     assert found["groups"][0]["systems"][1]["identical"] == 4
 
 
-def test_synthetic_drafts(models: tuple[str, str], measured: Any) -> None:
-    """One that is always right needs the fewest passes, one that never is brings nothing; both are marked."""
-    drafts = [{"synthetic": rate, "like": models[1]} for rate in (1, 0)]
-    found = measured(drafts=drafts, temperatures=[0, 0.9], batches=[2], repeats=1)
-    assert exit_state(found) == "ok"
-    for group in found["groups"]:
-        plain, right, wrong = group["systems"]
-        assert [s["synthetic"] for s in group["systems"]] == [False, True, True]
-        assert right["name"].endswith("[SYNTHETIC]")
-        assert (right["draft_acceptance_rate"], wrong["draft_acceptance_rate"]) == (1.0, 0.0)
-        assert right["target_passes_per_token"] < wrong["target_passes_per_token"] == plain["target_passes_per_token"]
-        assert right["split_ms_per_token"]["draft"] > 0
-    assert "4 of the settings have a SYNTHETIC draft" in " ".join(found["summary"])
-    lines = as_csv(found).splitlines()
-    assert ["SYNTHETIC" in line for line in lines] == [False, False, True, True, False, True, True]
-
-
-def settings(*speedups: Speedup, synthetic: int = 0) -> dict[str, Any]:
-    """Results of one group with these speedups; the last `synthetic` of them are of synthetic drafts."""
-    marks = [i >= len(speedups) - synthetic for i in range(len(speedups))]
+def settings(*speedups: Speedup) -> dict[str, Any]:
+    """Results of one group with these speedups."""
     common = {"compared": 1, "identical": 1, "acceptance_length_by_repeat": [2]}
-    systems = [
-        {**common, "name": f"draft {i}", "synthetic": mark, "speedup": reported(found)}
-        for i, (found, mark) in enumerate(zip(speedups, marks, strict=True))
-    ]
+    systems = [{**common, "name": f"draft {i}", "speedup": reported(found)} for i, found in enumerate(speedups)]
     group = {"label": "g", "comparable": True, "systems": systems}
     return {"groups": [group], "mismatches": [], "failures": [{"group": "g", "system": "d", "error": "e"}]}
 
@@ -282,48 +259,6 @@ def test_the_summary() -> None:
     ]
     words = "no clear difference from plain decoding: 2.29× (95% interval 0.59 to 3.14)"
     assert summary(settings(UNSURE))[0] == f"draft 0 (g), {words}."
-
-
-def test_a_synthetic_draft_is_never_called_the_best() -> None:
-    """Beside a real draft that is slower, the summary does not praise it."""
-    assert "Best: draft 0 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=1))[1]
-    none = "None with a real draft is clearly faster than plain decoding."
-    assert summary(settings(LOSS, Speedup(3, 2, 4), synthetic=1))[1] == none
-    assert "Best: draft 1 (g)" in summary(settings(SURE, Speedup(3, 2, 4), synthetic=2))[1]
-
-
-def test_a_synthetic_draft_is_right_as_often_as_told(models: tuple[str, str]) -> None:
-    """Of 600 tokens 60% are the first guess and 30% the second, in any place of a tree.
-
-    Seeded; each count is within 5 standard deviations, which fails by chance once in a million seeds.
-    """
-    source = random.Random(0)
-    text = [source.randrange(50) for _ in range(600)]
-    oracle = Oracle([text], [0.6, 0.3], 50, seed=3)
-    right = [[oracle.guess(0, i, rank)[1] for i in range(600)] for rank in range(3)]
-    assert abs(sum(right[0]) - 360) < 60
-    assert abs(sum(right[1]) - 180) < 56
-    assert sum(right[2]) + sum(right[0]) + sum(right[1]) == 600  # the last rank stands for no guess
-    for rank in range(2):
-        for i in range(600):
-            token, hit = oracle.guess(0, i, rank)
-            assert (token == text[i]) == hit
-    assert oracle.guess(0, 600, 0)[1] is False
-
-
-def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
-    """One pass per level, over the nodes that it continues."""
-    widths: list[int] = []
-    target = SpecGenerator.from_pretrained(models[0])
-    plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
-    draft = SyntheticDraft([0.5, 0.3], widths.append)
-    draft.oracle = Oracle(plain.new_tokens(), draft.rates, 50)
-    gen = SpecGenerator(target.target, draft, tokenizer=target.tokenizer, schedule="constant")
-    tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}
-    out = gen.generate("abab", max_new_tokens=5, eos_token_id=[], **tree)
-    assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]
-    assert widths[:3] == [1, 2, 2]
-    assert out.stats.per_step_drafted[0] == 6
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -72,18 +72,8 @@ def test_a_target_alone_is_enough(target: str, draft: str) -> None:
     assert [cell.label for cell in group.cells] == [f"{draft}, auto"]
 
 
-def test_synthetic_drafts() -> None:
-    """They say so in every name, and cost what the model does that they are like."""
-    entries = ["suffix", {"synthetic": 0.7}, {"synthetic": [0.6, 0.2], "like": "small"}]
-    (group,) = read_suite({"targets": "zoo:python-code", "drafts": entries}).groups()
-    names = ["0.7 at the price of zoo:python-code", "0.6, 0.2 at the price of small"]
-    assert [cell.label for cell in group.cells] == ["suffix, auto", *(f"{name}, auto [SYNTHETIC]" for name in names)]
-    assert [cell.draft for cell in group.cells] == ["suffix", *(f"{name} [SYNTHETIC]" for name in names)]
-    assert [cell.is_synthetic for cell in group.cells] == [False, True, True]
-
-
 def test_strategies() -> None:
-    """Presets, files and mappings; what is compared, what has a draft, and whose text grows."""
+    """Presets, files and mappings; what is compared, what has a draft."""
     files = [
         str(ROOT / "configs" / "strategies" / f"{name}.yaml") for name in ("sample-and-rank", "contrastive-search")
     ]
@@ -94,7 +84,6 @@ def test_strategies() -> None:
     assert [g.strategy.label for g in groups] == names
     assert [len(g.cells) for g in groups] == [1, 1, 0, 1, 1]
     assert [g.strategy.comparable for g in groups] == [True, True, True, True, False]
-    assert [g.strategy.grows for g in groups] == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +105,6 @@ def test_strategies() -> None:
         ({"targets": ["t", "t"]}, "twice"),
         ({"targets": "t", "schedules": ["cost", "cost"]}, "twice"),
         ({"targets": "t", "options": {"ranking": "sum"}}, "ranking"),
-        ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
-        ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
-        ({"targets": "t", "drafts": [{"synthetic": [], "like": "d"}]}, "`drafts.0.synthetic` must have at least 1"),
-        ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "at most 1 in sum"),
-        (
-            {"targets": "t", "drafts": [{"synthetic": 0.5, "like": "d"}], "strategies": {"num_beams": 2}},
-            "knows one text",
-        ),
     ],
 )
 def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:
