@@ -6,14 +6,12 @@
 | `rows.py` | rows of JSON lines, Parquet and text |
 | `journal.py` | unfinished output, from which a killed run resumes |
 | `tasks.py`, `openai_files.py` | tasks, and a row's answer; OpenAI's batch files |
-| `ray/data.py` | the same on a cluster, by Ray Data |
-| `ray/serve.py` | replicas of the server, by Ray Serve |
+| `ray.py` | the same on a cluster, by Ray Data |
 
 Ray and pyarrow are imported on first use.
 """
 
-from specdec.batch.ray import connect
-from specdec.batch.ray.data import Pool, map_batches, over_ray
+from specdec.batch.ray import Pool, connect, map_batches, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run
 from specdec.batch.tasks import BatchSpec

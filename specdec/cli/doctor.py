@@ -41,7 +41,7 @@ _EXTRAS = {
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet files in specdec batch",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
-    "ray": "clusters: specdec batch --ray, specdec serve --ray",
+    "ray": "clusters: specdec batch --ray, the server on Ray Serve",
     "serve": "specdec serve",
     "structured": "answers in a form: JSON schemas, expressions, grammars",
     "summaries": "ROUGE",

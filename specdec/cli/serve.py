@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import typer
@@ -16,17 +15,16 @@ from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
-from specdec.cli.terminal import OK, loading, say
+from specdec.cli.terminal import OK, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
 from specdec.options.resolve import read_yaml
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 PAIRS = ("python-code", "python-summary", "speech")  # of --demo
-# Parameters that are keys of the settings, of their limits, and of replicas.
+# Parameters that are keys of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "trusted_proxies", "stream_chunk", "log")
 LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
-OF_REPLICAS = ("replicas", *(f"replica_{name}" for name in ("cpus", "gpus", "up_seconds", "down_seconds", "surge")))
 
 
 @flags.takes(
@@ -73,23 +71,6 @@ def serve(
         None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
     ),
     log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
-    ray: str | None = Option(
-        None, metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."
-    ),
-    replicas: str | None = Option(
-        None, metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."
-    ),
-    replica_cpus: float | None = Option(None, help="CPUs of each replica."),
-    replica_gpus: float | None = Option(None, help="GPUs of each replica; may be less than 1."),
-    replica_up_seconds: float | None = Option(
-        None, metavar="SECONDS", help="Load for this many seconds adds a replica (30)."
-    ),
-    replica_down_seconds: float | None = Option(
-        None, metavar="SECONDS", help="This many seconds without load remove a replica (600)."
-    ),
-    replica_surge: bool = Option(
-        False, "--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."
-    ),
     *,
     quiet: bool,
 ) -> int:
@@ -97,9 +78,6 @@ def serve(
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install -e '.[serve]'")
     keys = settings_keys(ctx.params)
-    if ray is not None:
-        return on_cluster(ray, keys, ctx.params)
-    refuse_idle(ctx.params, OF_REPLICAS, "configures replicas on a cluster: pass --ray, or leave it out")
     silent = quiet or keys.get("log") == "json"  # whose lines are all JSON
     with loading("reading the settings", quiet=silent):
         from specdec.server import check_address, create_app, load, read_settings, start_log
@@ -117,23 +95,6 @@ def serve(
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
-    return OK
-
-
-def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:
-    """Deploys the server; a new cluster ends with this process, any other keeps running it."""
-    with loading("starting replicas", quiet=params["quiet"]):
-        from specdec.batch.ray.serve import Replicas, deploy, withdraw
-
-        deploy(keys, Replicas.of_keys(dict(params)), address)
-    say(f"serving on port {keys.get('port', 8000)} of the cluster")
-    if address != "local":
-        say("run the command with other settings to replace it, replica by replica; `serve shutdown` stops it")
-        return OK
-    try:
-        Event().wait()
-    finally:
-        withdraw()
     return OK
 
 

@@ -15,6 +15,7 @@
 | `tools.py` | calls of tools in answers: their grammar and their reading |
 | `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
 | `state.py`, `http.py` | state shared by requests; the process and its shutdown |
+| `ray_serve.py` | replicas of the server on a cluster, by Ray Serve |
 
 Needs the extra `serve`.
 """

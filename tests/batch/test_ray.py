@@ -20,9 +20,9 @@ import specdec
 from specdec import SpecGenerator
 from specdec.batch import BatchSpec, Pool, Source, connect, map_batches, over_ray
 from specdec.batch import run as run_batch
-from specdec.batch.ray.serve import Replicas, deploy, withdraw
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
+from specdec.server.ray_serve import application
 from tests.folders import saved_model
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -32,7 +32,6 @@ openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 ROOT = str(Path(specdec.__file__).parents[1])
 PORT = 18_123
-KEYS = {"port": PORT, "log": "none"}
 CODE = {"name": "code", "target": "zoo:python-code", "draft": "zoo:python-code"}
 ASKED: dict[str, Any] = {"model": "code", "prompt": "def f(", "max_tokens": 32, "temperature": 0}
 SOON = 150.0  # seconds, on a busy machine
@@ -135,9 +134,12 @@ def test_columns_of_a_dataset(cluster: None, models: tuple[str, str]) -> None:
 def client(cluster: None) -> Iterator[Any]:
     """A client that tries nothing twice, of a server in two replicas."""
     serve.start(proxy_location="HeadOnly", http_options={"port": PORT})  # two nodes of one machine have one port
-    deploy({"models": [CODE], **KEYS}, Replicas(2, 2, cpus=0.5), "local")
+    two = application(
+        {"host": "127.0.0.1", "models": [CODE], "log": "none"}, num_replicas=2, ray_actor_options={"num_cpus": 0.5}
+    )
+    serve.run(two, name="specdec", route_prefix="/")
     yield openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=SOON)
-    withdraw()
+    serve.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -151,24 +153,20 @@ def answer(client: Any) -> str:
     return client.completions.create(**ASKED).choices[0].text
 
 
-def streamed(client: Any) -> str:
-    return "".join(chunk.choices[0].text for chunk in client.completions.create(**ASKED, stream=True) if chunk.choices)
-
-
 @contextmanager
-def asking(client: Any, *how: Callable[[Any], str]) -> Iterator[list[str | Exception]]:
-    """Threads that ask and ask, each in its way, and leave replicas time to start; what came of it so far."""
+def asking(client: Any, count: int) -> Iterator[list[str | Exception]]:
+    """Threads that ask and ask; what they got so far."""
     ends: list[str | Exception] = []
     enough = threading.Event()
 
-    def ask(once: Callable[[Any], str]) -> None:
+    def ask() -> None:
         while not enough.wait(PAUSE):
             try:
-                ends.append(once(client))
+                ends.append(answer(client))
             except openai.APIError as error:
                 ends.append(error)
 
-    threads = [threading.Thread(target=ask, args=(one,)) for one in how]
+    threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
     try:
@@ -224,7 +222,7 @@ def test_two_replicas_one_of_which_is_killed(client: Any, text: str) -> None:
     assert len(pieces) > 1
     replicas = processes(b"ServeReplica")
     assert len(replicas) == 2
-    with asking(client, *[answer] * 4) as ends:
+    with asking(client, 4) as ends:
         wait_for(lambda: len(ends) > 3)
         os.kill(replicas[0], signal.SIGKILL)
         wait_for(lambda: len(ends) > 23)
@@ -233,26 +231,3 @@ def test_two_replicas_one_of_which_is_killed(client: Any, text: str) -> None:
     assert len(failed) < len(ends) / 2
     assert answer(client) == text
     wait_for(lambda: set(processes(b"ServeReplica")) != set(replicas) and states() == {"RUNNING": 2})
-
-
-@pytest.mark.parametrize("replicas", [Replicas(2, 2, cpus=0.5), Replicas(1, 1, cpus=0.5, surge=True)])
-def test_replicas_are_replaced_while_clients_ask(client: Any, text: str, replicas: Replicas) -> None:
-    """No request fails, streamed or not, and all replicas are new in the end; one is always there, even of one."""
-    before, context = processes(b"ServeReplica"), 600 + replicas.least
-    keys = {"models": [{**CODE, "context": context}], **KEYS}
-    least: list[int] = []
-    with asking(client, answer, streamed, streamed) as ends:
-        wait_for(lambda: len(ends) > 3)
-        new = threading.Thread(target=deploy, args=(keys, replicas, "local"))
-        new.start()
-        while new.is_alive():
-            least.append(states().get("RUNNING", 0))
-            time.sleep(WINK)
-        done = len(ends)
-        wait_for(lambda: len(ends) > done + 8)
-    assert set(ends) == {text}
-    assert min(least) >= 1
-    wait_for(lambda: states() == {"RUNNING": replicas.least})
-    wait_for(lambda: not set(before) & set(processes(b"ServeReplica")))  # Ray forgets them, and then ends them
-    for _ in range(4):
-        assert client.models.list().data[0].model_dump()["max_model_len"] == context

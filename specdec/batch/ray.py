@@ -1,20 +1,21 @@
-"""Batches on a cluster, by Ray Data: a pool of actors with the models."""
+"""Batches on a cluster, by Ray Data: a pool of actors with the models. Ray is imported on first use."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.ray import between, ray_module
 from specdec.batch.rows import Row, pyarrow_module, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
 from specdec.batch.tasks import TASKS, BatchSpec, OutputLine, encoded
-from specdec.errors import EngineError, OptionError
+from specdec.errors import EngineError, OptionError, SpecdecError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -23,6 +24,29 @@ if TYPE_CHECKING:
 _CALLS = 4  # blocks in flight per actor, so that passes stay full while one finishes
 _MOST_ROWS = 128  # of a block
 _RETRIES = 5  # of a block whose worker was lost: a row may be the cause
+
+
+def ray_module() -> Any:
+    """The module; raises SpecdecError where it is missing."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise SpecdecError("Ray is not installed: pip install -e '.[ray]'") from None
+    return ray
+
+
+def connect(address: str) -> None:
+    """Connects to the cluster at `address` ("auto": this machine's; "local": a new one on this machine)."""
+    ray = ray_module()
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level="error", **own)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise OptionError.of("ray", "the address of a cluster, auto or local", address, str(error)) from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +67,11 @@ class Pool:
         """The pool of `workers`, such as "4" or "1-4"."""
         if workers is None:
             return cls(**more)
-        return cls(*between("workers", workers, "a number, or two as in 1-4"), **more)
+        least, _, most = workers.partition("-")
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+            raise OptionError.of("workers", "a number, or two as in 1-4", workers)
+        return cls(int(least), int(most), **more)
 
     def settled(self) -> Pool:
         """The pool with the cluster's defaults in place of None."""
