@@ -26,9 +26,6 @@ def distill(
     prompts: list[str] | None = Option(
         None, help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."
     ),
-    audio: list[Path] | None = Option(
-        None, help="Recordings for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."
-    ),
     kind: str = Option(
         "eagle3", help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
     ),
@@ -37,9 +34,7 @@ def distill(
     hours: float | None = Option(None, help="Hours of training; 1 without --steps."),
     steps: int | None = Option(None, help="Steps of training."),
     seed: int = Option(0, help="Seed of weights, windows and samples."),
-    cache_gib: float = Option(
-        4.0, help="Disk space in GiB for the target's outputs, computed once; twice that with --audio."
-    ),
+    cache_gib: float = Option(4.0, help="Disk space in GiB for the target's outputs, computed once."),
     *,
     quiet: bool,
 ) -> int:
@@ -54,7 +49,6 @@ def distill(
             out,
             text=text or [],
             prompts=asked,
-            audio=audio or [],
             kind=kind,
             layers=layers,
             draft_vocabulary=draft_vocabulary,

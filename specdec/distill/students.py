@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdec.distill.optimise import save
-from specdec.distill.teacher import Example, Teacher, divergence, output_of
+from specdec.distill.teacher import Example, Teacher, divergence
 from specdec.models import LanguageModel
 from specdec.models.hf.derived import with_layers
 from specdec.models.vocabulary import cut
@@ -41,7 +41,7 @@ class Student(ABC):
         """The mean divergence of its distributions from the target's, in nats, in step `turn` of a training."""
 
     @abstractmethod
-    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+    def hits(self, ids: Tensor) -> Tensor:
         """Whether guesses are the target's likeliest tokens, `[rows, tokens - STEPS, STEPS]`.
 
         Element `[r, i]` is the chain of guesses after token i + 1.
@@ -57,9 +57,8 @@ class Student(ABC):
         return Teacher(self.target, self.reads, self.vocabulary)
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """Autocast for targets in 16 bits; not for those with an encoder, where nothing was learned in bfloat16."""
-        enabled = self.target.dtype != torch.float32 and not self.target.is_encoder_decoder
-        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
+        """Autocast for targets in 16 bits."""
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32)
 
 
 class EagleStudent(Student):
@@ -85,7 +84,7 @@ class EagleStudent(Student):
         return total / sum(_DECAY**step for step in range(STEPS))
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+    def hits(self, ids: Tensor) -> Tensor:
         states, logits = self.teacher.forward(ids)
         wanted = logits[:, 1:].argmax(-1)
         starts = torch.arange(ids.shape[1] - STEPS, device=ids.device)
@@ -121,7 +120,7 @@ class EagleStudent(Student):
 
 
 class LayersStudent(Student):
-    """A model of some of the target's layers, with the target's embeddings, output layer and encoder, which stay fixed.
+    """A model of some of the target's layers, with the target's embeddings and output layer, which stay fixed.
 
     It learns with the output layer's rows of its vocabulary; its checkpoint has all rows, and names the vocabulary.
     """
@@ -130,8 +129,6 @@ class LayersStudent(Student):
         self, target: LanguageModel, chosen: list[int], tokenizer: Any, vocabulary: Tensor | None = None
     ) -> None:
         model = with_layers(target.model, target.num_layers, chosen).float()
-        if target.is_encoder_decoder:
-            model.get_encoder().requires_grad_(False)
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.requires_grad_(False)
         self._head = model.get_output_embeddings()
@@ -142,17 +139,16 @@ class LayersStudent(Student):
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
     def loss(self, example: Example, turn: int) -> Tensor:
-        end = int(example.weight.any(0).nonzero().max()) + 1  # nothing is learned further on
         with self.in_bfloat16():
-            guesses = output_of(self.module, example.ids[:, :end], example.encoder_states).logits
-        losses = divergence(example.choices[:, :end], example.chances[:, :end], guesses) * example.weight[:, :end]
+            guesses = self.module(example.ids, use_cache=False).logits
+        losses = divergence(example.choices, example.chances, guesses) * example.weight
         return losses.sum() / example.weight.sum()
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
-        _, wanted = self.teacher.forward(ids, encoder_states)
+    def hits(self, ids: Tensor) -> Tensor:
+        _, wanted = self.teacher.forward(ids)
         with self.in_bfloat16():
-            own = output_of(self.module, ids, encoder_states).logits.argmax(-1)
+            own = self.module(ids, use_cache=False).logits.argmax(-1)
         if self.vocabulary is not None:
             own = self.vocabulary[own]
         return (wanted.argmax(-1) == own)[:, 1:].unfold(1, STEPS, 1)
