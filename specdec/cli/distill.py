@@ -26,10 +26,7 @@ def distill(
     prompts: list[str] | None = Option(
         None, help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."
     ),
-    kind: str = Option(
-        "eagle3", help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
-    ),
-    layers: int | None = Option(None, help="Number of layers of the draft (1 for eagle3, 2 for layers)."),
+    layers: int = Option(1, help="Number of layers of the draft."),
     draft_vocabulary: int | None = Option(None, help="Number of tokens that the draft can guess (8192)."),
     hours: float | None = Option(None, help="Hours of training; 1 without --steps."),
     steps: int | None = Option(None, help="Steps of training."),
@@ -38,7 +35,7 @@ def distill(
     *,
     quiet: bool,
 ) -> int:
-    """Train a draft model or head for TARGET. Ctrl-C ends early; the same command resumes."""
+    """Train a draft, an EAGLE-3 head, for TARGET. Ctrl-C ends early; the same command resumes."""
     from specdec.bench.prompts import read_prompts
     from specdec.distill.distill import distill
 
@@ -49,7 +46,6 @@ def distill(
             out,
             text=text or [],
             prompts=asked,
-            kind=kind,
             layers=layers,
             draft_vocabulary=draft_vocabulary,
             hours=hours,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
-from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
+from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
 from specdec.distill.texts import Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
@@ -30,10 +30,8 @@ from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.options.fields import check_whole, is_number
 
-KINDS = ("eagle3", "layers")
 STATE = "training"  # the folder beside the draft from which its training resumes
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
-_LAYERS = {"eagle3": 1, "layers": 2}
 _WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
 _DECAY_FROM = 0.4  # of the training
 _RATES = (0.006, 0.001)  # learning rates of Muon (lower for targets wider than `_WIDTH`) and AdamW
@@ -48,17 +46,14 @@ Notify = Callable[[float, float, str], object]
 class Settings:
     """A draft's settings, which must be the same when its training resumes; raises OptionError for invalid values."""
 
-    kind: str = "eagle3"
-    layers: int | None = None
+    layers: int = 1
     draft_vocabulary: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise OptionError.of("kind", f"one of {', '.join(KINDS)}", self.kind)
-        for name in ("layers", "draft_vocabulary"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value)
+        check_whole("layers", self.layers)
+        if self.draft_vocabulary is not None:
+            check_whole("draft_vocabulary", self.draft_vocabulary)
         check_whole("seed", self.seed, 0)
 
 
@@ -96,8 +91,7 @@ def distill(
     text: Sequence[str | PathLike[str]] = (),
     prompts: Sequence[str] = (),
     tokenizer: Any = None,
-    kind: str = "eagle3",
-    layers: int | None = None,
+    layers: int = 1,
     draft_vocabulary: int | None = None,
     hours: float | None = None,
     steps: int | None = None,
@@ -107,21 +101,20 @@ def distill(
     is_stopped: Callable[[], bool] = lambda: False,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Trains a draft on a target's distributions, writes it to `out` and returns its card.
+    """Trains a head on a target's hidden states and distributions, writes it to `out` and returns its card.
 
-    `target` is a model with its `tokenizer`, or an id or folder, loaded with the options `loading` (`Loading`). The
-    draft learns from files of `text` and the target's continuations of `prompts`; one part in twenty is held out. Kind
-    "eagle3" is a head of `layers` (1) layers over the target's hidden states, in the `speculators` format (EAGLE-3,
-    arXiv 2503.01840); kind "layers" is a small model of `layers` (2) of the target's own. Both guess the
+    `target` is a decoder-only model with its `tokenizer`, or an id or folder, loaded with the options `loading`
+    (`Loading`). The head learns from files of `text` and the target's continuations of `prompts`; one part in twenty is
+    held out. It has `layers` layers, the `speculators` format (EAGLE-3, arXiv 2503.01840), and guesses the
     `draft_vocabulary` most frequent tokens. Training takes `hours` (1 by default) or `steps`. Until it ends, the
-    target's hidden states and distributions are cached beside the draft, in at most `cache_gib` GiB; what does not fit
+    target's hidden states and distributions are cached beside the head, in at most `cache_gib` GiB; what does not fit
     is computed again each time.
 
     `notify(done, total, message)` reports progress. Once `is_stopped()` is true, training ends and the draft is
     written. The same call resumes the training, and larger `hours` or `steps` prolong it. Raises OptionError for wrong
     options, and for a folder that holds another draft; UnsupportedError for targets that cannot be distilled.
     """
-    settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
+    settings, length = Settings(layers, draft_vocabulary, seed), Length(hours, steps)
     if not (is_number(cache_gib) and 0 <= cache_gib < inf):
         raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
     if not text and not prompts:
@@ -210,7 +203,7 @@ class Training:
         """
         student, target, length = self._student(dataset), self.generator.target, self.length
         muon, adam = _RATES
-        optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
+        optimizers = make_optimizers(student.stage, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
         file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
         examples = ExampleCache(student.teacher.label, file, dataset.size, self.cache)
         if self._state.exists():
@@ -264,16 +257,11 @@ class Training:
 
     def _student(self, dataset: Texts) -> Student:
         target, settings = self.generator.target, self.settings
-        layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
         ids = sorted(likeliest(target, dataset.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
-        if settings.kind == "eagle3":
-            return EagleStudent(target, vocabulary, layers)
-        if layers > target.num_layers:
-            raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
-        return LayersStudent(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
+        return Student(target, vocabulary, settings.layers)
 
     def _trial(self, dataset: Texts) -> dict[str, Any]:
         """Measures plain and assisted decoding, in turn, on held-out prompts."""
@@ -309,7 +297,7 @@ class Training:
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": student.module.state_dict(),
+            "stage": student.stage.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         fresh = self._state.with_suffix(".new")
@@ -340,7 +328,7 @@ class Training:
     def _resume(self, student: Student, optimizers: list[Optimizer]) -> None:
         try:
             state = torch.load(self._state, map_location=self.generator.target.device, weights_only=True)
-            student.module.load_state_dict(state["module"])
+            student.stage.load_state_dict(state["stage"])
             for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)

@@ -45,9 +45,7 @@ class Teacher:
     @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]`."""
-        out = self.target.model(ids, use_cache=False, output_hidden_states=bool(self.reads))
-        if not self.reads:
-            return out.logits.new_empty(*ids.shape, 0, 0), out.logits
+        out = self.target.model(ids, use_cache=False, output_hidden_states=True)
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
     def label(self, ids: Tensor) -> Example:

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache
 
 from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
-from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers
+from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
-from specdec.models.hf.derived import with_layers
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle
 from tests.tiny import tiny
@@ -50,10 +48,9 @@ def batch(rows: int = 2, tokens: int = 24) -> torch.Tensor:
     return torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "layers"])
-def test_a_draft_learns_and_serves(kind: str, tmp_path: Path, text: Path) -> None:
+def test_a_draft_learns_and_serves(tmp_path: Path, text: Path) -> None:
     """The loss falls, held-out guesses come true more often than before, and the text stays the target's."""
-    given = {"text": [text], "prompts": PROMPTS, "kind": kind, "layers": 1, "draft_vocabulary": 100}
+    given = {"text": [text], "prompts": PROMPTS, "draft_vocabulary": 100}
     first, last = (train(tmp_path / str(n), **given, steps=n) for n in (1, 80))
     assert last["loss"] < 0.7 * first["loss"]
     assert last["acceptance_length"] > first["acceptance_length"]
@@ -71,7 +68,7 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     """What a head guesses in training after s of its own features is what its formulas say in decoding."""
     model = tiny("llama", **THREE)
     language = LanguageModel(model)
-    student = EagleStudent(language, torch.arange(0, 64, 2))
+    student = Student(language, torch.arange(0, 64, 2))
     student.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
@@ -161,57 +158,6 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
     assert train(tmp_path / "parts", **{**given, "steps": 8})["steps"] == 8  # beyond its end
 
 
-def test_layers_are_copies() -> None:
-    """Of the chosen layers, in a model that shares no weights; all of them are the model itself."""
-    model, ids = tiny("qwen3", **THREE), batch()
-    assert spread_layers(1, 9) == [0]
-    assert spread_layers(2, 9) == [0, 8]
-    assert spread_layers(4, 10) == [0, 3, 6, 9]
-    with torch.no_grad():
-        assert torch.equal(with_layers(model, 3, [0, 1, 2]).eval()(ids).logits, model(ids).logits)
-        small = with_layers(model, 3, [0, 2])
-        assert small.config.num_hidden_layers == 2
-        small.model.layers[1].mlp.up_proj.weight.zero_()
-        assert model.model.layers[2].mlp.up_proj.weight.any()
-        cache = DynamicCache()
-        small(ids, past_key_values=cache)
-        assert len(cache.layers) == 2
-    language = LanguageModel(model)
-    student = LayersStudent(language, [0, 1, 2], None)
-    student.module.eval()
-    example = student.teacher.label(ids)
-    mass = model(ids).logits.softmax(-1).topk(example.choices.shape[-1]).values.sum(-1)
-    assert student.loss(example, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
-    assert student.hits(ids).all()
-
-
-def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
-    """They learn on the head's rows of these; the checkpoint has all rows, and as a draft guesses no other token."""
-    model, ids, vocabulary = target(), batch(), torch.arange(1, WIDTH, 3)
-    language = LanguageModel(model)
-    whole, student = (LayersStudent(language, [0], None, some) for some in (None, vocabulary))
-    example = student.teacher.label(ids)
-    own = student.module(ids).logits
-    torch.testing.assert_close(own, whole.module(ids).logits[..., vocabulary])
-    assert torch.equal(example.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
-    hits = vocabulary[own.argmax(-1)] == model(ids).logits.argmax(-1)
-    assert torch.equal(student.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
-    student.save(tmp_path)
-    assert student.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
-    assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape[0] == WIDTH
-    drafted = SpecGenerator(model, str(tmp_path))
-    assert drafted.draft is not None
-    guessed = drafted.draft.models[0].model(ids).logits[0, -1]
-    assert guessed.isfinite().nonzero()[:, 0].tolist() == vocabulary.tolist()
-    expected = SpecGenerator(model).generate(ids[:1], max_new_tokens=12).new_tokens()
-    assert drafted.generate(ids[:1], max_new_tokens=12, schedule="constant").new_tokens() == expected
-    model.save_pretrained(tmp_path / "target")
-    with pytest.raises(OptionError, match="comes with its own vocabulary"):
-        SpecGenerator.from_pretrained(
-            str(tmp_path / "target"), draft=str(tmp_path), draft_options={"vocabulary": 9}, tokenizer=byte_tokenizer()
-        )
-
-
 def stopped_after(steps: int) -> dict[str, Any]:
     """Options that end a training after so many steps."""
     told: list[float] = []
@@ -235,14 +181,12 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kind": "medusa"}, "`kind` must be one of eagle3, layers"),
         ({"hours": 1, "steps": 5}, "`hours` and `steps`"),
         ({"hours": 0}, "`hours` must be a number above 0"),
         ({"cache_gib": float("inf")}, "`cache_gib` must be a number of at least 0"),
         ({"cache_gib": -1}, "`cache_gib` must be a number of at least 0"),
         ({"steps": 0}, "`steps` must be a whole number"),
         ({"layers": 0}, "`layers` must be a whole number"),
-        ({"kind": "layers", "layers": 4}, "`layers` must be at most the 3 of the target"),
         ({"draft_vocabulary": WIDTH + 1}, f"`draft_vocabulary` must be at most the {WIDTH} tokens"),
         ({"text": ["nowhere.txt"]}, "`text` must be readable files in UTF-8, got 'nowhere.txt'"),
         ({"text": "text.txt"}, "pass a list"),
@@ -269,8 +213,8 @@ def test_how_much_is_learned() -> None:
 def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     """Another draft's training, anything else, a broken state; targets that cannot be distilled; too little text."""
     train(tmp_path / "out", text=[text], steps=1)
-    with pytest.raises(OptionError, match="another `kind`, 'eagle3'"):
-        train(tmp_path / "out", text=[text], steps=1, kind="layers")
+    with pytest.raises(OptionError, match="another `layers`, 1"):
+        train(tmp_path / "out", text=[text], steps=1, layers=2)
     with pytest.raises(OptionError, match="another `prompts`"):
         train(tmp_path / "out", text=[text], steps=1, prompts=PROMPTS)
     other = tmp_path / "other.txt"
