@@ -13,7 +13,6 @@ from math import inf, isnan, nan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ _DECAY_FROM = 0.4  # of the training
 _RATES = (0.006, 0.001)  # learning rates of Muon (lower for targets wider than `_WIDTH`) and AdamW
 _WIDTH = 576
 _SAVE_EVERY = 120.0  # seconds
-_TRIAL_TOKENS = 48
 
 Notify = Callable[[float, float, str], object]
 
@@ -177,7 +175,7 @@ def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
 
 @dataclass
 class Training:
-    """Prepares the data of a training, runs it, and measures the draft; it can be interrupted anywhere and resumed.
+    """Prepares the data of a training and runs it; it can be interrupted anywhere and resumed.
 
     `generator` runs the target for labels, `writer` for continuations. The cache file takes at most `cache` bytes.
     `seconds` have passed, `prepared` of them before the first step.
@@ -223,9 +221,7 @@ class Training:
                 self._save(student, optimizers, dataset)
                 saved = time.perf_counter()
         examples.close()
-        card = {**self._save(student, optimizers, dataset), **self._trial(dataset)}
-        _write(self.folder, card)
-        return card
+        return self._save(student, optimizers, dataset)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
@@ -263,35 +259,11 @@ class Training:
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         return Student(target, vocabulary, settings.layers)
 
-    def _trial(self, dataset: Texts) -> dict[str, Any]:
-        """Measures plain and assisted decoding, in turn, on held-out prompts."""
-        plain = self.writer
-        assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
-        paces: dict[str, list[float]] = {"plain": [], "assisted": []}
-        passes = tokens = 0
-        for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
-            prompt = [evaluation.ids[: evaluation.first]]
-            room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
-            for name, one in (("plain", plain), ("assisted", assisted)):
-                start = time.perf_counter()
-                made = one.generate(prompt, max_new_tokens=room, do_sample=False)
-                if number:  # the first run is a warm-up
-                    paces[name].append((time.perf_counter() - start) / max(len(made.new_tokens()[0]), 1))
-            if number and made.stats is not None:
-                passes, tokens = passes + made.stats.num_target_passes, tokens + len(made.new_tokens()[0])
-        plain_ms, assisted_ms = (1000 * median(paces[name]) for name in ("plain", "assisted"))
-        return {
-            "tokens_per_pass": round(tokens / max(passes, 1), 3),
-            "plain_ms_per_token": round(plain_ms, 3),
-            "assisted_ms_per_token": round(assisted_ms, 3),
-            "speedup": round(plain_ms / assisted_ms, 3),
-        }
-
     def _save(self, student: Student, optimizers: list[Optimizer], dataset: Texts) -> dict[str, Any]:
         """Writes the draft and the state of its training; returns the card."""
         student.save(self.folder)
         card = self._card(student, dataset)
-        _write(self.folder, card)
+        (self.folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -335,7 +307,3 @@ class Training:
             self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
-
-
-def _write(folder: Path, card: dict[str, Any]) -> None:
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
