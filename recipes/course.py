@@ -1,7 +1,8 @@
-"""The course of one stage of training."""
+"""The course of one stage of training, and the checkpoints that it writes."""
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.distill.optimise import descend, rate
 
@@ -43,6 +45,16 @@ class Course:
                 print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
             if step % CHECK_EVERY == CHECK_EVERY - 1 or step == self.steps - 1:
                 print(f"{self.name} step {step}/{self.steps} held-out {self.check()} {seconds:.0f} s", flush=True)
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the weights in bfloat16 as safetensors, tied ones once; the model itself is not changed."""
+    first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
+    state = {k: v.bfloat16() for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
+    model.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_stage(parser: ArgumentParser, stage: str | None, out: Path, needs: Mapping[str, tuple[str, ...]]) -> None:

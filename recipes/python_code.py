@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.course import Course, check_stage
+from recipes.course import Course, check_stage, save
 from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
 from specdec.bench.prompts import held_out_prompts, source_files
-from specdec.distill.optimise import make_optimizers, save
-from specdec.models.hf.derived import with_layers
+from specdec.distill.optimise import make_optimizers
 from specdec.options.bundled_models import cache
 
 END_OF_TEXT = "<|endoftext|>"
@@ -84,6 +83,16 @@ def grow(small: LlamaForCausalLM, shape: Shape) -> LlamaForCausalLM:
     large.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
     large.model.norm.load_state_dict(small.model.norm.state_dict())
     return large
+
+
+def first_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A model in float32 with copies of the target's layers `DRAFT_LAYERS` and of all its other weights."""
+    draft = Shape(len(DRAFT_LAYERS), target.config.hidden_size).build().to(target.device)
+    for layer, number in zip(draft.model.layers, DRAFT_LAYERS, strict=True):
+        layer.load_state_dict(target.model.layers[number].state_dict())
+    draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    draft.model.norm.load_state_dict(target.model.norm.state_dict())
+    return draft
 
 
 def in_bfloat16(loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -181,7 +190,7 @@ def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> Non
     """Distils the draft from the target in `out/target`, on its own text and the library's, and saves it."""
     lesson = Lesson.prepare(out, rounds, device, seed=2)
     lesson.tokenizer.save_pretrained(out / "draft")
-    model = with_layers(lesson.target, lesson.target.config.num_hidden_layers, DRAFT_LAYERS).float()
+    model = first_draft(lesson.target)
     real = windows(lesson.stream, steps, 0, 4, device, tokens=4096)
     own = windows(lesson.own_text, steps, steps // 10, 5, device, tokens=4096)
     batches = (pair[step % 2] for step, pair in enumerate(zip(real, own, strict=True)))

@@ -29,9 +29,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from recipes.course import Course, check_stage
+from recipes.course import Course, check_stage, save
 from recipes.functions import Example, held_out_examples, installed_examples, training_examples
-from specdec.distill.optimise import make_optimizers, save
+from specdec.distill.optimise import make_optimizers
 from specdec.options.bundled_models import pair
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's

@@ -33,10 +33,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from recipes import phrases, speech_scores, synthesis
-from recipes.course import Course, check_stage
+from recipes.course import Course, check_stage, save
 from recipes.synthesis import Clips
 from recipes.windows import IGNORED, LETTERS, Batch, Composer
-from specdec.distill.optimise import make_optimizers, save
+from specdec.distill.optimise import make_optimizers
 
 WINDOW = 10  # seconds
 SHORT = 3  # seconds, of the windows at the beginning

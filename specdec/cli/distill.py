@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import typer
@@ -26,24 +27,16 @@ def distill(
     prompts: list[str] | None = Option(
         None, help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."
     ),
-    audio: list[Path] | None = Option(
-        None, help="Recordings for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."
-    ),
-    kind: str = Option(
-        "eagle3", help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
-    ),
-    layers: int | None = Option(None, help="Number of layers of the draft (1 for eagle3, 2 for layers)."),
+    layers: int = Option(1, help="Number of layers of the draft."),
     draft_vocabulary: int | None = Option(None, help="Number of tokens that the draft can guess (8192)."),
     hours: float | None = Option(None, help="Hours of training; 1 without --steps."),
     steps: int | None = Option(None, help="Steps of training."),
     seed: int = Option(0, help="Seed of weights, windows and samples."),
-    cache_gib: float = Option(
-        4.0, help="Disk space in GiB for the target's outputs, computed once; twice that with --audio."
-    ),
+    cache_gib: float = Option(4.0, help="Disk space in GiB for the target's outputs, computed once."),
     *,
     quiet: bool,
 ) -> int:
-    """Train a draft model or head for TARGET. Ctrl-C ends early; the same command resumes."""
+    """Train a draft, an EAGLE-3 head, for TARGET. Ctrl-C ends early; the same command resumes."""
     from specdec.bench.prompts import read_prompts
     from specdec.distill.distill import distill
 
@@ -54,8 +47,6 @@ def distill(
             out,
             text=text or [],
             prompts=asked,
-            audio=audio or [],
-            kind=kind,
             layers=layers,
             draft_vocabulary=draft_vocabulary,
             hours=hours,
@@ -68,6 +59,7 @@ def distill(
         )
     for line in report(card):
         print(line)
+    print(f"to measure it           {join(['specdec', 'bench', target, '--draft', str(out)])}")
     if interrupt.asked:
         say(f"interrupted: the draft in {out} is usable, run the same command to train it further")
         return INTERRUPTED
@@ -80,7 +72,4 @@ def report(card: Mapping[str, Any]) -> Iterator[str]:
     if card["loss"] is not None:
         yield f"loss                    {card['loss']:.3f} nats"
     yield "agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"])
-    yield f"acceptance length       {card['acceptance_length']:.2f} expected, {card['tokens_per_pass']:.2f} in decoding"
-    plain, assisted = card["plain_ms_per_token"], card["assisted_ms_per_token"]
-    verdict = f"{card['speedup']:.2f}×" if card["speedup"] > 1 else f"{card['speedup']:.2f}×, it does not pay"
-    yield f"ms per token            {plain:.1f} plain, {assisted:.1f} with the draft: {verdict}"
+    yield f"acceptance length       {card['acceptance_length']:.2f} expected"

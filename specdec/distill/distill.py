@@ -1,4 +1,4 @@
-"""`distill`: trains a draft for a target on given text, the target's own continuations or its transcripts."""
+"""`distill`: trains a draft for a target on given text and the target's own continuations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf, isnan, nan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,27 +21,21 @@ from torch.optim import Optimizer
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
-from specdec.distill.recordings import Labeller, Recordings, find_sounds
-from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
+from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
-from specdec.distill.texts import MayContinue, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.texts import Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.options.fields import check_whole, is_number
-from specdec.pipelines.speech.transcribe import processor_beside
 
-KINDS = ("eagle3", "layers")
 STATE = "training"  # the folder beside the draft from which its training resumes
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
-_LAYERS = {"eagle3": 1, "layers": 2}
 _WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
-_LABELLING_SHARE = 0.5  # the same for transcribing recordings, which includes encoding them
 _DECAY_FROM = 0.4  # of the training
 _RATES = (0.006, 0.001)  # learning rates of Muon (lower for targets wider than `_WIDTH`) and AdamW
 _WIDTH = 576
 _SAVE_EVERY = 120.0  # seconds
-_TRIAL_TOKENS = 48
 
 Notify = Callable[[float, float, str], object]
 
@@ -52,17 +44,14 @@ Notify = Callable[[float, float, str], object]
 class Settings:
     """A draft's settings, which must be the same when its training resumes; raises OptionError for invalid values."""
 
-    kind: str = "eagle3"
-    layers: int | None = None
+    layers: int = 1
     draft_vocabulary: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise OptionError.of("kind", f"one of {', '.join(KINDS)}", self.kind)
-        for name in ("layers", "draft_vocabulary"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value)
+        check_whole("layers", self.layers)
+        if self.draft_vocabulary is not None:
+            check_whole("draft_vocabulary", self.draft_vocabulary)
         check_whole("seed", self.seed, 0)
 
 
@@ -99,11 +88,8 @@ def distill(
     *,
     text: Sequence[str | PathLike[str]] = (),
     prompts: Sequence[str] = (),
-    audio: Sequence[str | PathLike[str]] = (),
     tokenizer: Any = None,
-    feature_extractor: Any = None,
-    kind: str = "eagle3",
-    layers: int | None = None,
+    layers: int = 1,
     draft_vocabulary: int | None = None,
     hours: float | None = None,
     steps: int | None = None,
@@ -113,56 +99,42 @@ def distill(
     is_stopped: Callable[[], bool] = lambda: False,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Trains a draft on a target's distributions, writes it to `out` and returns its card.
+    """Trains a head on a target's hidden states and distributions, writes it to `out` and returns its card.
 
-    `target` is a model with its `tokenizer`, or an id or folder, loaded with the options `loading` (`Loading`). The
-    draft learns from files of `text` and a decoder-only target's continuations of `prompts`, or from a Whisper target's
-    transcripts of `audio` (sound files, folders, `.txt` files with one file name per line), which need its
-    `feature_extractor`; one part in twenty is held out. Kind "eagle3" is a head of `layers` (1) layers over the
-    target's hidden states, in the `speculators` format (EAGLE-3, arXiv 2503.01840); kind "layers" is a small model of
-    `layers` (2) of the target's own. Both guess the `draft_vocabulary` most frequent tokens. Training takes `hours` (1
-    by default) or `steps`. Until it ends, the target's hidden states and distributions are cached beside the draft, and
-    its encoder's output, each in at most `cache_gib` GiB; what does not fit is computed again each time.
+    `target` is a decoder-only model with its `tokenizer`, or an id or folder, loaded with the options `loading`
+    (`Loading`). The head learns from files of `text` and the target's continuations of `prompts`; one part in twenty is
+    held out. It has `layers` layers, the `speculators` format (EAGLE-3, arXiv 2503.01840), and guesses the
+    `draft_vocabulary` most frequent tokens. Training takes `hours` (1 by default) or `steps`. Until it ends, the
+    target's hidden states and distributions are cached beside the head, in at most `cache_gib` GiB; what does not fit
+    is computed again each time.
 
     `notify(done, total, message)` reports progress. Once `is_stopped()` is true, training ends and the draft is
     written. The same call resumes the training, and larger `hours` or `steps` prolong it. Raises OptionError for wrong
     options, and for a folder that holds another draft; UnsupportedError for targets that cannot be distilled.
     """
-    settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
+    settings, length = Settings(layers, draft_vocabulary, seed), Length(hours, steps)
     if not (is_number(cache_gib) and 0 <= cache_gib < inf):
         raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
-    if not text and not prompts and not audio:
-        raise OptionError("nothing to learn from: pass `text`, `prompts`, or both, or `audio` for a Whisper model")
-    if audio and (text or prompts or kind != "layers"):
-        raise OptionError("`audio` trains kind 'layers' and goes without `text` and `prompts`: pass it and that alone")
-    if any(isinstance(one, str | PathLike) for one in (text, prompts, audio)):
-        raise OptionError(
-            "`text` and `audio` must be lists of files, `prompts` a list of texts, got one string: pass a list"
-        )
-    texts, sounds = read_texts(text), find_sounds(audio)
-    learned = {"text": texts, "prompts": prompts, "audio": [f"{file} {file.stat().st_size}" for file in sounds]}
-    folder = _claim_folder(Path(out), settings, {**loading, **{name: digest(what) for name, what in learned.items()}})
+    if not text and not prompts:
+        raise OptionError("nothing to learn from: pass `text`, `prompts`, or both")
+    if any(isinstance(one, str | PathLike) for one in (text, prompts)):
+        raise OptionError("`text` must be a list of files, `prompts` a list of texts, got one string: pass a list")
+    texts = read_texts(text)
+    folder = _claim_folder(Path(out), settings, {**loading, "text": digest(texts), "prompts": digest(prompts)})
     check_tokenizer("tokenizer", tokenizer)
-    named = isinstance(target, str | PathLike)
-    make = SpecGenerator.from_pretrained if named else SpecGenerator
+    make = SpecGenerator.from_pretrained if isinstance(target, str | PathLike) else SpecGenerator
     generator = make(target, tokenizer=tokenizer, backend="eager", **loading)
     if generator.tokenizer is None:
         raise OptionError("`tokenizer` is needed to read texts, and the target has none: pass it")
-    if generator.target.is_encoder_decoder and not audio:
+    if generator.target.is_encoder_decoder:
         raise UnsupportedError(
             f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
-            "targets, and for Whisper models from `audio`: see the repository's `recipes/` for others"
+            "targets: see the repository's `recipes/` for others"
         )
     cache = int(cache_gib * 2**30)
     notify = notify or (lambda done, total, message: None)
     training = Training(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
-    if not audio:
-        return training.run(*training.read(texts, prompts))
-    if feature_extractor is None and named:
-        feature_extractor = processor_beside(target).feature_extractor
-    if feature_extractor is None:
-        raise OptionError("`feature_extractor` is needed to read `audio`: pass it with the model")
-    return training.run(*training.label_recordings(sounds, feature_extractor))
+    return training.run(*training.read(texts, prompts))
 
 
 def _packed(generator: SpecGenerator) -> SpecGenerator:
@@ -201,15 +173,12 @@ def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
     return out
 
 
-Dataset = Texts | Recordings
-
-
 @dataclass
 class Training:
-    """Prepares the data of a training, runs it, and measures the draft; it can be interrupted anywhere and resumed.
+    """Prepares the data of a training and runs it; it can be interrupted anywhere and resumed.
 
-    `generator` runs the target for labels, `writer` for continuations and transcripts. Each cache file takes at most
-    `cache` bytes. `seconds` have passed, `prepared` of them before the first step.
+    `generator` runs the target for labels, `writer` for continuations. The cache file takes at most `cache` bytes.
+    `seconds` have passed, `prepared` of them before the first step.
     """
 
     generator: SpecGenerator
@@ -225,24 +194,23 @@ class Training:
     seconds: float = 0.0
     loss: float = nan
 
-    def run(self, dataset: Dataset, seconds: float) -> dict[str, Any]:
+    def run(self, dataset: Texts, seconds: float) -> dict[str, Any]:
         """Trains on a dataset whose preparation took `seconds`, until the end, or until it is stopped.
 
         Saves now and then; returns the draft's card.
         """
         student, target, length = self._student(dataset), self.generator.target, self.length
         muon, adam = _RATES
-        optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
+        optimizers = make_optimizers(student.stage, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
         file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
-        examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, self.cache)
+        examples = ExampleCache(student.teacher.label, file, dataset.size, self.cache)
         if self._state.exists():
             self._resume(student, optimizers)
         saved = time.perf_counter()
         while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not self.is_stopped():
             start = time.perf_counter()
-            numbers, ids = dataset.batch(self.step, self.settings.seed)
-            example = examples.example(numbers, ids.to(target.device))
-            loss = student.loss(replace(example, encoder_states=dataset.encoder_states(numbers)), self.step)
+            number, ids = dataset.chosen(self.step, self.settings.seed)
+            loss = student.loss(examples.example(number, ids.to(target.device)), self.step)
             descend(loss, optimizers, rate(self.step, done, _DECAY_FROM))
             self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
             self.step += 1
@@ -253,17 +221,7 @@ class Training:
                 self._save(student, optimizers, dataset)
                 saved = time.perf_counter()
         examples.close()
-        if not self.is_stopped():
-            dataset.close()
-        card = {**self._save(student, optimizers, dataset), **self._trial(dataset)}
-        _write(self.folder, card)
-        return card
-
-    def label_recordings(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
-        """The target's transcripts of sound files, and how many seconds of the training they took."""
-        labeller = Labeller(self.writer, extractor, self.folder / STATE / "transcripts.jsonl", sounds, self.cache)
-        recordings, seconds = labeller.write(self._may_prepare("transcribes recordings", _LABELLING_SHARE))
-        return recordings, min(seconds, _LABELLING_SHARE * self.length.seconds)
+        return self._save(student, optimizers, dataset)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
@@ -276,7 +234,7 @@ class Training:
             streams.append(stream)
         if prompts:
             learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
-            stream, seconds = writer.write(learned, self._may_prepare("continues prompts", _WRITING_SHARE))
+            stream, seconds = writer.write(learned, self._may_write)
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
@@ -287,66 +245,31 @@ class Training:
     def _state(self) -> Path:
         return self.folder / STATE / "state.pt"
 
-    def _may_prepare(self, doing: str, share: float) -> MayContinue:
-        """What reports the preparation, and ends it after a `share` of the training, and once that has begun."""
+    def _may_write(self, done: int, total: int, seconds: float) -> bool:
+        """Reports the writing; whether it may go on: for a share of the training, and until that has begun."""
+        self.notify(done, total, f"the target continues prompts, {done} of {total}")
+        in_time = self.length.steps is not None or seconds < _WRITING_SHARE * self.length.seconds
+        return in_time and not self._state.exists() and not self.is_stopped()
 
-        def may_continue(done: int, total: int, seconds: float) -> bool:
-            self.notify(done, total, f"the target {doing}, {done} of {total}")
-            in_time = self.length.steps is not None or seconds < share * self.length.seconds
-            return in_time and not self._state.exists() and not self.is_stopped()
-
-        return may_continue
-
-    def _student(self, dataset: Dataset) -> Student:
+    def _student(self, dataset: Texts) -> Student:
         target, settings = self.generator.target, self.settings
-        layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
         ids = sorted(likeliest(target, dataset.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
-        if settings.kind == "eagle3":
-            return EagleStudent(target, vocabulary, layers)
-        if layers > target.num_layers:
-            raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
-        return LayersStudent(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
+        return Student(target, vocabulary, settings.layers)
 
-    def _trial(self, dataset: Dataset) -> dict[str, Any]:
-        """Measures plain and assisted decoding, in turn, on held-out prompts."""
-        plain = self.writer
-        assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
-        paces: dict[str, list[float]] = {"plain": [], "assisted": []}
-        passes = tokens = 0
-        for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
-            prompt, features = [evaluation.ids[: evaluation.first]], evaluation.features
-            speech = {"input_features": features, "decoder_input_ids": prompt}
-            inputs: dict[str, Any] = {"prompt": prompt} if features is None else speech
-            room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
-            for name, one in (("plain", plain), ("assisted", assisted)):
-                start = time.perf_counter()
-                made = one.generate(**inputs, max_new_tokens=room, do_sample=False)
-                if number:  # the first run is a warm-up
-                    paces[name].append((time.perf_counter() - start) / max(len(made.new_tokens()[0]), 1))
-            if number and made.stats is not None:
-                passes, tokens = passes + made.stats.num_target_passes, tokens + len(made.new_tokens()[0])
-        plain_ms, assisted_ms = (1000 * median(paces[name]) for name in ("plain", "assisted"))
-        return {
-            "tokens_per_pass": round(tokens / max(passes, 1), 3),
-            "plain_ms_per_token": round(plain_ms, 3),
-            "assisted_ms_per_token": round(assisted_ms, 3),
-            "speedup": round(plain_ms / assisted_ms, 3),
-        }
-
-    def _save(self, student: Student, optimizers: list[Optimizer], dataset: Dataset) -> dict[str, Any]:
+    def _save(self, student: Student, optimizers: list[Optimizer], dataset: Texts) -> dict[str, Any]:
         """Writes the draft and the state of its training; returns the card."""
         student.save(self.folder)
         card = self._card(student, dataset)
-        _write(self.folder, card)
+        (self.folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": student.module.state_dict(),
+            "stage": student.stage.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         fresh = self._state.with_suffix(".new")
@@ -354,13 +277,12 @@ class Training:
         os.replace(fresh, self._state)
         return card
 
-    def _card(self, student: Student, dataset: Dataset) -> dict[str, Any]:
+    def _card(self, student: Student, dataset: Texts) -> dict[str, Any]:
         """The draft's settings, and its agreement with the target on held-out texts."""
         target, chains = self.generator.target, []
         for evaluation in dataset.evaluations:
-            features, ids = evaluation.features, torch.tensor([evaluation.ids], device=target.device)
-            states = None if features is None else target.encode({"input_features": features}).hidden
-            hits = student.hits(ids, states)[0, max(evaluation.first - 2, 0) :]
+            ids = torch.tensor([evaluation.ids], device=target.device)
+            hits = student.hits(ids)[0, max(evaluation.first - 2, 0) :]
             chains.append(hits.long().cumprod(1).sum(1))
         right = torch.cat(chains)
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
@@ -368,7 +290,7 @@ class Training:
             **{name: value for name, value in asdict(self.settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * dataset.rows * dataset.window,
+            "tokens": self.step * dataset.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
@@ -378,14 +300,10 @@ class Training:
     def _resume(self, student: Student, optimizers: list[Optimizer]) -> None:
         try:
             state = torch.load(self._state, map_location=self.generator.target.device, weights_only=True)
-            student.module.load_state_dict(state["module"])
+            student.stage.load_state_dict(state["stage"])
             for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
-
-
-def _write(folder: Path, card: dict[str, Any]) -> None:
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")

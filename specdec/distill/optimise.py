@@ -1,15 +1,12 @@
-"""Makes optimisers, takes steps with them, and writes weights."""
+"""Makes optimisers, and takes steps with them."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 _NO_LAYER = re.compile("embed|shared|bias|letters|lm_head|proj_out")  # matrices that are not a layer's
 
@@ -39,13 +36,3 @@ def descend(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer], factor: f
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes the weights in `dtype` as safetensors, tied ones once; the model itself is not changed."""
-    first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
-    state = {k: v.to(dtype) for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
-    model.save_pretrained(folder, state_dict=state)
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

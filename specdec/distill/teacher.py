@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models import LanguageModel
 
 _LIKELIEST = 32  # tokens that are learned of a distribution
-CACHE_GIB = 4.0  # of disk, for each cache
+CACHE_GIB = 4.0  # of disk
 _KEPT = "kept"  # the field of a record that is true once it was written
 _CHUNK = 256  # distributions at once, whose logits fit into a CPU's cache
 
@@ -27,9 +25,8 @@ class Example:
     """Texts `ids` `[rows, tokens]` with their labels.
 
     `states` `[rows, tokens, layers, width]`: hidden states. `choices` `[rows, tokens, likeliest]`: the likeliest next
-    tokens, by number in the draft's vocabulary, with `chances` that sum to 1 (in padding to 0). `weight`
-    `[rows, tokens]`: the probability of the draft's whole vocabulary, 0 where nothing is learned. `encoder_states`
-    `[rows, frames, width]`: the output of the target's encoder, if it has one.
+    tokens, by number in the draft's vocabulary, with `chances` that sum to 1. `weight` `[rows, tokens]`: the
+    probability of the draft's whole vocabulary.
     """
 
     ids: Tensor
@@ -37,22 +34,6 @@ class Example:
     choices: Tensor
     chances: Tensor
     weight: Tensor
-    encoder_states: Tensor | None = None
-
-    def padded(self, ids: Tensor) -> Example:
-        """For longer texts `ids` `[rows, tokens]`, whose further tokens get weight 0."""
-        more = ids.shape[1] - self.ids.shape[1]
-        choices, chances = (F.pad(tensor, [0, 0, 0, more]) for tensor in (self.choices, self.chances))
-        states, weight = F.pad(self.states, [0, 0, 0, 0, 0, more]), F.pad(self.weight, [0, more])
-        return Example(ids, states, choices, chances, weight, self.encoder_states)
-
-
-def output_of(model: Any, ids: Tensor, encoder_states: Tensor | None, **more: Any) -> Any:
-    """The output of a model for texts `[rows, tokens]`, given its encoder's output if it has one."""
-    if encoder_states is None:
-        return model(ids, use_cache=False, **more)
-    given = BaseModelOutput(last_hidden_state=encoder_states.to(model.dtype))
-    return model(encoder_outputs=given, decoder_input_ids=ids, use_cache=False, **more)
 
 
 class Teacher:
@@ -62,21 +43,17 @@ class Teacher:
         self.target, self.reads, self.vocabulary = target, tuple(reads), vocabulary
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, encoder_states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]`."""
-        out = output_of(self.target.model, ids, encoder_states, output_hidden_states=bool(self.reads))
-        if not self.reads:
-            return out.logits.new_empty(*ids.shape, 0, 0), out.logits
+        out = self.target.model(ids, use_cache=False, output_hidden_states=True)
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
-    def label(self, ids: Tensor, encoder_states: Tensor | None = None) -> Example:
+    def label(self, ids: Tensor) -> Example:
         """The example of these texts, with states in bfloat16, as they are cached."""
-        if encoder_states is not None:
-            encoder_states = encoder_states.bfloat16()
-        states, logits = self.forward(ids, encoder_states)
+        states, logits = self.forward(ids)
         found = [self._distribution(row) for row in logits]
         choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
-        return Example(ids, states.bfloat16(), choices, chances, weight, encoder_states)
+        return Example(ids, states.bfloat16(), choices, chances, weight)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
@@ -86,67 +63,44 @@ class Teacher:
         return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
-class DiskCache:
-    """At most `count` numbered records of one shape, in a file of at most `limit` bytes; further ones are dropped."""
+class ExampleCache:
+    """The examples of `count` numbered windows, each made once and stored in a file of at most `limit` bytes.
 
-    def __init__(self, file: Path, count: int, limit: int) -> None:
-        self._file, self._count, self._limit = file, count, limit
+    Windows are labelled one by one, so that an example never depends on a batch. What does not fit is made each time.
+    """
+
+    def __init__(self, label: Callable[[Tensor], Example], file: Path, count: int, limit: int) -> None:
+        file.unlink(missing_ok=True)  # its windows may be others
+        self._label, self._file, self._count, self._limit = label, file, count, limit
         self._records: Any = None
-        with suppress(OSError, ValueError):  # it is missing or broken
-            found = np.lib.format.open_memmap(file, "r+")
-            if len(found) == self._room(found.dtype):  # not made for another count or limit
-                self._records = found
 
-    def get(self, number: int) -> dict[str, Tensor] | None:
-        """Record `number` as tensors of one row each; None if it was not stored."""
+    def example(self, number: int, ids: Tensor) -> Example:
+        """The example of window `number` with `ids` `[1, tokens]`."""
         if self._records is None or number >= len(self._records) or not self._records[number][_KEPT]:
-            return None
+            example = self._label(ids)
+            self._keep(number, {name: value for name, value in vars(example).items() if name != "ids"})
+            return example
         names = [name for name in self._records.dtype.names if name != _KEPT]
-        return {name: _tensor(self._records[number : number + 1][name]) for name in names}
-
-    def put(self, number: int, record: dict[str, Tensor]) -> None:
-        """Stores a record of tensors of one row each, if there is room."""
-        if self._records is None:
-            fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
-            kind = np.dtype([*fields, (_KEPT, np.bool_)])
-            if not (room := self._room(kind)):
-                return
-            self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
-        if number < len(self._records):
-            for name, value in record.items():
-                self._records[number][name] = _array(value)[0]
-            self._records[number][_KEPT] = True
-
-    def _room(self, kind: np.dtype[Any]) -> int:
-        return min(self._count, self._limit // kind.itemsize)
+        kept = self._records[number : number + 1]
+        return Example(ids, **{name: _tensor(kept[name]).to(ids.device) for name in names})
 
     def close(self) -> None:
         """Removes the file, and stores nothing from now on."""
         self._records, self._count = None, 0
         self._file.unlink(missing_ok=True)
 
-
-class ExampleCache:
-    """The examples of numbered windows, each made once by `label` and stored on disk.
-
-    Windows are labelled one by one, so that an example never depends on a batch.
-    """
-
-    def __init__(self, label: Callable[[int, Tensor], Example], file: Path, windows: int, limit: int) -> None:
-        file.unlink(missing_ok=True)  # its windows may be others
-        self._label, self._disk = label, DiskCache(file, windows, limit)
-        self.close = self._disk.close
-
-    def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
-        """The example of windows `numbers` with `ids` `[rows, tokens]`."""
-        rows = []
-        for number, row in zip(numbers, torch.split(ids, 1), strict=True):
-            if (example := self._disk.get(number)) is None:
-                made = vars(self._label(number, row))
-                example = {name: value for name, value in made.items() if name != "ids" and value is not None}
-                self._disk.put(number, example)
-            rows.append(example)
-        return Example(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
+    def _keep(self, number: int, record: dict[str, Tensor]) -> None:
+        """Stores a record of tensors of one row each, if there is room."""
+        if self._records is None:
+            fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
+            kind = np.dtype([*fields, (_KEPT, np.bool_)])
+            if not (room := min(self._count, self._limit // kind.itemsize)):
+                return
+            self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
+        if number < len(self._records):
+            for name, value in record.items():
+                self._records[number][name] = _array(value)[0]
+            self._records[number][_KEPT] = True
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Example, Teacher
 from specdec.errors import OptionError
 from specdec.generator.inputs.pictures import chat_ids, has_template
 
-WINDOW = 512  # tokens, at most
+_WINDOW = 512  # tokens, at most
 _LEAST = 64  # tokens of text, and of a held-out prompt
-HELD_OUT = 20  # one prompt or token in 20 is held out
+_HELD_OUT = 20  # one prompt or token in 20 is held out
 _ROWS = 64  # prompts per batch
-_ROWS_PER_STEP = 1  # windows: many small steps learn more from the same tokens than few large ones
 _SAMPLED = 4  # every fourth batch is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
-EVALUATIONS = 8  # held-out texts
+_EVALUATIONS = 8  # held-out texts
 _EVALUATION_PROMPT, _EVALUATION_NEW = 128, 64  # tokens
 MayContinue = Callable[[int, int, float], bool]
 """Whether to go on, after `done` of `total` parts and so many seconds."""
@@ -58,14 +56,10 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str], processor: Any = None
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A held-out text `ids`, which the target wrote greedily from token number `first` on.
-
-    `features` `[1, mels, frames]`: the input of a speech target's encoder.
-    """
+    """A held-out text `ids`, which the target wrote greedily from token number `first` on."""
 
     ids: list[int]
     first: int
-    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +68,11 @@ class Texts:
 
     streams: list[np.ndarray]
     evaluations: list[Evaluation]
-    rows: int = _ROWS_PER_STEP
 
     @property
     def window(self) -> int:
         """Tokens of a training window, without the one after it."""
-        return int(min(WINDOW, *(len(stream) - 1 for stream in self.streams)))
+        return int(min(_WINDOW, *(len(stream) - 1 for stream in self.streams)))
 
     def counts(self) -> Counter[int]:
         """The number of occurrences of each token."""
@@ -91,35 +84,24 @@ class Texts:
         size = self.window
         return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
 
-    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
-        """The numbers and ids `[rows, window + 1]` of a step's windows, which depend on `step` and `seed` alone.
+    def chosen(self, step: int, seed: int) -> tuple[int, Tensor]:
+        """The number and ids `[1, window + 1]` of a step's window, which depend on `step` and `seed` alone.
 
-        Steps take turns between the streams; each is read in another order each time.
+        Steps take turns between the streams; each is read in another order each time. A step has one window, since many
+        small steps learn more from the same tokens than few large ones.
         """
         turn, at = divmod(step, len(self.streams))
         windows = self.windows[at]
-        first = sum(map(len, self.windows[:at]))
-        chosen = [in_order(len(windows), turn * self.rows + row, seed + at) for row in range(self.rows)]
-        return [first + one for one in chosen], torch.from_numpy(windows[chosen])
+        number = _in_order(len(windows), turn, seed + at)
+        return sum(map(len, self.windows[:at])) + number, torch.from_numpy(windows[number : number + 1])
 
     @property
     def size(self) -> int:
         """The number of windows."""
         return sum(map(len, self.windows))
 
-    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
-        """The example of window `number` with `ids` `[1, window + 1]`."""
-        return teacher.label(ids)
 
-    def encoder_states(self, numbers: Sequence[int]) -> Tensor | None:
-        """None: texts have no encoder inputs."""
-        return None
-
-    def close(self) -> None:
-        """Does nothing: there are no files to remove."""
-
-
-def in_order(size: int, count: int, seed: int) -> int:
+def _in_order(size: int, count: int, seed: int) -> int:
     """Which of `size` windows follows `count` others: every epoch reads all of them, in an order of its own."""
     epoch, index = divmod(count, size)
     return int(np.random.default_rng((seed, epoch)).permutation(size)[index])
@@ -138,7 +120,7 @@ class Writer:
 
         Before every batch but the first, `may_continue(done, total, seconds)` decides whether to go on.
         """
-        lines = [json.loads(line) for line in whole_lines(self.file)]
+        lines = [json.loads(line) for line in _whole_lines(self.file)]
         seconds = lines[-1]["seconds"] if lines else 0.0
         while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
             if not may_continue(done, len(prompts), seconds) and done:
@@ -159,13 +141,13 @@ class Writer:
 
     def evaluations(self, prompts: Sequence[list[int]]) -> list[Evaluation]:
         """Held-out prompts with the target's greedy continuations."""
-        prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:EVALUATIONS]]
+        prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:_EVALUATIONS]]
         out = self.generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
         pairs = zip(prompts, out.new_tokens(), strict=True)
         return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
 
 
-def whole_lines(file: Path) -> list[str]:
+def _whole_lines(file: Path) -> list[str]:
     """The lines of a file, which may not exist; removes an incomplete last line from it."""
     if not file.exists():
         return []
@@ -182,10 +164,10 @@ def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
 
     kept, held = [], []
     for text in ids:
-        cut = len(text) - max(len(text) // HELD_OUT, min(_LEAST, len(text) // 4))
+        cut = len(text) - max(len(text) // _HELD_OUT, min(_LEAST, len(text) // 4))
         kept.append(np.array(text[:cut], dtype=np.int64))
         held += [
-            list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EVALUATIONS, _LEAST))
+            list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // _EVALUATIONS, _LEAST))
         ]
     stream = np.concatenate(kept)
     if len(stream) < _LEAST:
@@ -197,4 +179,4 @@ def divide_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[
     """Splits prompts into those to train on and held-out ones; raises OptionError for fewer than two."""
     if len(prompts) < 2:
         raise OptionError.of("prompts", "two at least, as one in twenty is held out", len(prompts))
-    return [ids for number, ids in enumerate(prompts) if number % HELD_OUT], list(prompts[::HELD_OUT])
+    return [ids for number, ids in enumerate(prompts) if number % _HELD_OUT], list(prompts[::_HELD_OUT])

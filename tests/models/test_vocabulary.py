@@ -66,6 +66,17 @@ def test_the_first_tokens(given: dict[str, Any], tmp_path: Path, guessed: set[in
         assert out.sequences.tolist() == expected.sequences.tolist()
 
 
+def test_a_checkpoint_with_a_vocabulary(tmp_path: Path, guessed: set[int]) -> None:
+    """Its config lists the tokens that it guesses; `vocabulary` cannot name others."""
+    target, draft = saved("llama", tmp_path / "t"), saved("llama", tmp_path / "d", seed=1, draft_vocabulary=[2, 5, 9])
+    out = SpecGenerator.from_pretrained(target, draft).generate(IDS, **RUN)
+    assert guessed
+    assert guessed <= {2, 5, 9}
+    assert out.sequences.tolist() == SpecGenerator.from_pretrained(target).generate(IDS, **RUN).sequences.tolist()
+    with pytest.raises(OptionError, match="comes with its own vocabulary"):
+        SpecGenerator.from_pretrained(target, draft, draft_options={"vocabulary": 9})
+
+
 @pytest.mark.usefixtures("built")
 def test_packed_layers(tmp_path: Path, guessed: set[int]) -> None:
     """Passes in a line have the smaller head too. (They ran over the whole one.)"""

@@ -1,18 +1,16 @@
-"""Models made of other models, which stay unchanged: copies over their weights, some of their layers, parts of them.
+"""Models made of other models, which stay unchanged: copies over their weights, their first layers, parts of them.
 
-An early exit shares all weights, and only the modules above the layer list are copied, shallowly; a model of chosen
-layers has copies of its own.
+An early exit shares all weights, and only the modules above the layer list are copied, shallowly.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import settled
@@ -64,25 +62,6 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
     return shallow
 
 
-def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
-    """A new model with copies of the `chosen` decoder layers and all other weights; UnsupportedError if it has none."""
-    path, state = ".".join(_path_to_layers(model, total)), dict[str, Tensor]()
-    for name, tensor in model.state_dict().items():
-        outside, found, rest = name.partition(f"{path}.")
-        number, _, rest = rest.partition(".")
-        if outside or not found:
-            state[name] = tensor
-        else:
-            state |= {f"{path}.{i}.{rest}": tensor for i, layer in enumerate(chosen) if layer == int(number)}
-    try:
-        small = type(model)(_cut_config(model.config, total, chosen))
-        small.load_state_dict(state)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise UnsupportedError(f"cannot make a {type(model).__name__} of its layers {list(chosen)}: {error}") from error
-    small.generation_config = copy.deepcopy(model.generation_config)
-    return small.to(model.device)
-
-
 def _path_to_layers(model: Any, total: int) -> list[str]:
     decoder = model.get_decoder()
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")
@@ -100,20 +79,20 @@ def _shallow(module: Any, total: int, layers: int) -> Any:
     other = copy.copy(module)
     other.__dict__["_modules"] = dict(module._modules)
     if isinstance(module, nn.Module) and "config" in vars(module):
-        other.__dict__["config"] = _cut_config(module.config, total, range(layers))
+        other.__dict__["config"] = _cut_config(module.config, total, layers)
     return other
 
 
-def _cut_config(config: Any, total: int, chosen: Sequence[int]) -> Any:
+def _cut_config(config: Any, total: int, layers: int) -> Any:
     cut = copy.deepcopy(config)
     text = cut if cut.is_encoder_decoder else cut.get_text_config(decoder=True)
     # Not by the setters, which check counts against lists before both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):
-        fields["layer_types"] = [fields["layer_types"][layer] for layer in chosen]
+        fields["layer_types"] = fields["layer_types"][:layers]
     for name in _COUNTS:
         if fields.get(name) == total:
-            fields[name] = len(chosen)
+            fields[name] = layers
     return cut
 
 
