@@ -201,19 +201,6 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load(folder, Loading(dtype="float16")).backend == "eager"
 
 
-def test_models_that_were_handed_over_are_told_what_they_lack(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, and only where there is something to pack."""
-    with caplog.at_level("INFO", logger="specdec"):
-        LanguageModel(tiny("llama"))
-        monkeypatch.setattr(packed_layers, "_LEAST", 1)
-        LanguageModel(tiny("llama"), backend="eager")
-        assert not caplog.records
-        LanguageModel(tiny("llama"))
-    assert "backend='packed'" in caplog.text
-
-
 def test_backends_that_cannot_be(tmp_path: Path) -> None:
     """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)

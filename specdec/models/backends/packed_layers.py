@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the timed passes
 _TRIES = 6
-_SAMPLE = 1024  # outputs and inputs of the layer on which dtypes are compared
 _WINS = 0.97  # packed passes must take less than this share of the time as loaded
 _ALIKE = 0.9  # cosine of logits of a model before and after a change
 _EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundings
@@ -63,12 +62,6 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     and kind of model. Raises UnsupportedError where "packed" is asked for and impossible.
     """
     if backend == "eager" or (backend == "auto" and not owned):
-        if backend == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
-            _log.info(
-                "%s runs as it was passed: short passes on this CPU may be faster with backend='packed', over a "
-                "second copy of its weights",
-                type(model).__name__,
-            )
         return model
     reason = why_not_packed(model)
     if backend == "packed":
@@ -225,7 +218,9 @@ def alike(logits: Tensor, expected: Tensor) -> bool:
 def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
     layers = _linears(model).values()
-    shapes = sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
+    kind = [f"{kernels.instructions()}, {torch.get_num_threads()} threads", type(model).__name__]
+    kind += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
+    digest = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:16]
     del layers
 
     def faster() -> bool:
@@ -240,25 +235,8 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if _holds_here("packed passes are faster", faster, type(model).__name__, *shapes) and _linears(model):
+    if holds(f"packed passes are faster: {digest}", faster) and _linears(model):
         _pack(model)
-
-
-def slower_than_floats(dtype: torch.dtype) -> bool:
-    """Whether linear layers are slower in this dtype than in float32 in short passes; measured once per machine."""
-
-    def seconds(kind: torch.dtype) -> float:
-        weight = torch.ones(_SAMPLE, _SAMPLE, dtype=kind)
-        return sum(kernels.best_seconds(partial(nn.functional.linear, weight[:width], weight)) for width in _WIDTHS)
-
-    return not _holds_here(f"{dtype} is as fast as float32", lambda: seconds(dtype) <= seconds(torch.float32))
-
-
-def _holds_here(what: str, trial: Callable[[], bool], *kind: str) -> bool:
-    """`holds`, of this machine and this kind of models."""
-    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
-    digest = hashlib.sha256("\n".join([machine, *kind]).encode()).hexdigest()[:16]
-    return holds(f"{what}: {digest}", trial)
 
 
 def _seconds(model: Any) -> float:
