@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -89,7 +89,10 @@ WAYS: dict[str, tuple[Make, str]] = {
     "bfloat16, ours": (lambda weight: pack(weight.bfloat16()), "bfloat16"),
     "int8, ours, float32 rows": (lambda weight: pack(to_int8(weight)), "float32"),
     "int8, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight)), "bfloat16"),
-    "int8 groups of 32, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight, 32)), "bfloat16"),
+    "int8 groups of 32, ours, bfloat16 rows": (
+        lambda weight: pack(replace(to_int4(weight), bits=8, mins=None)),
+        "bfloat16",
+    ),
     "int4, ours, float32 rows": (lambda weight: pack(to_int4(weight)), "float32"),
     "int4, ours, bfloat16 rows": (lambda weight: pack(to_int4(weight)), "bfloat16"),
 }

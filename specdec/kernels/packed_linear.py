@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -223,7 +224,7 @@ def pack(weight: Weight, bias: Tensor | None = None, *, lookup: bool = False) ->
     `lookup`: every pass will call `rows`.
     """
     if build.available():
-        grouped = isinstance(weight, Quantized) and weight.groups > 0
+        grouped = isinstance(weight, Quantized) and weight.group is not None
         measure_ways(kind_of(weight), grouped)
         return PackedLinear(weight, bias)
     if isinstance(weight, Tensor) and not lookup and reorders(weight.dtype):
@@ -257,7 +258,9 @@ def measure_ways(kind: str, grouped: bool) -> None:
     if kind in FLOATS:
         packed = PackedLinear(sample.to(FLOATS[kind]))
     else:
-        packed = PackedLinear(to_int8(sample, 32 if grouped else None) if kind == "int8" else to_int4(sample))
+        int4 = to_int4(sample)
+        int8 = replace(int4, bits=8, mins=None) if grouped else to_int8(sample)
+        packed = PackedLinear(int8 if kind == "int8" else int4)
     for dtype in packed.takes:
         tiles = _NEVER
         if dtype == torch.bfloat16 and ops.has_tiles():

