@@ -65,7 +65,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = FLOATS) -> Tensor:
 def int8_in_groups(weight: Tensor, group: int = 32) -> Quantized:
     """8 bits with a scale per group, as GGUF's Q8_0: levels of four bits, spread."""
     four = to_int4(weight, group)
-    return replace(four, values=four.values * 16 - 128, bits=8, mins=None)
+    return replace(four, values=four.values * 16 - 128, bits=8, scales=four.scales.clamp(min=2**-9), mins=None)
 
 
 def rounded(weight: Tensor, kind: str, group: int | None = None, mins: bool = True) -> Tensor | Quantized:
