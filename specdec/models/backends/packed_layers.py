@@ -38,7 +38,7 @@ _EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundin
 class PackedEmbedding(nn.Module):
     """An embedding over the packed weight of the head that it is tied to; some models scale its rows."""
 
-    def __init__(self, head: kernels.AnyLinear, dtype: torch.dtype, scale: Any = None) -> None:
+    def __init__(self, head: kernels.PackedLinear, dtype: torch.dtype, scale: Any = None) -> None:
         super().__init__()
         self.head, self.num_embeddings, self.embedding_dim = head, head.outputs, head.inputs
         self.dtype, self.scale = dtype, scale
@@ -52,17 +52,19 @@ class PackedEmbedding(nn.Module):
 
 
 def is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
+    return any(isinstance(module, kernels.PackedLinear) for module in model.modules())
 
 
 def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     """The model in this backend: itself, changed only if `owned`, or a shallow copy.
 
     "auto" packs owned models, "compiled" any, where that makes passes faster here, which is measured once per machine
-    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible.
+    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible, and without kernels.
     """
     if backend == "eager" or (backend == "auto" and not owned):
         return model
+    if backend != "auto":
+        kernels.check(f"`backend`={backend!r}")
     reason = why_not_packed(model)
     if backend == "packed":
         model = model if owned or reason else shallow_copy(model)
@@ -90,12 +92,11 @@ def why_not_packed(model: Any) -> str | None:
 def _linears(model: Any) -> dict[str, Any]:
     """Layers that can be packed, by name.
 
-    An encoder reads all its input at once, which only the kernels do faster, and `_logits` tries those that read ids;
-    Whisper's is known.
+    Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     tried = encoder is None or type(encoder) is WhisperEncoder or encoder.main_input_name == "input_ids"
-    left = set() if encoder is None or (tried and kernels.available()) else set(encoder.modules())
+    left = set() if encoder is None or tried else set(encoder.modules())
     return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
 
 
@@ -127,7 +128,7 @@ def pack_layers(
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
-            packed = kernels.pack(found, bias=layer.bias, lookup=name in tied)
+            packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
             undo.append(replaced(model, name, packed, tied.get(name, ())))
 
@@ -144,7 +145,7 @@ def weight_of(layer: Any) -> Tensor:
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def replaced(model: Any, name: str, packed: kernels.AnyLinear, tied: Sequence[str]) -> Callable[[], None]:
+def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence[str]) -> Callable[[], None]:
     """Replaces a layer, and embeddings `tied` to its weight, by `packed`; returns the undoing.
 
     Undone, the layer has the weight that `packed` holds.

@@ -147,10 +147,12 @@ class ReplaySession(Session):
                 row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
             row.begin(work, self.cache_reset_length)
-            row.tree, row.ran = work.tree, []
+            row.ran = []
             passes = self.passes
             out = self._run_work(row, work, extras)
             found.append(replace(out, passes=range(passes, self.passes)))
+        for row, work in zip(rows, works, strict=True):
+            row.tree = work.tree
         return found
 
     def commit(
