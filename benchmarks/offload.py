@@ -95,7 +95,7 @@ def models(folder: Path, args: Namespace, cold: Cold) -> dict[str, Any]:
         return out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places))
 
     streamed = mapped()
-    print(stream(streamed, max_memory=args.memory and args.memory * 2**20, buffers=args.buffers))
+    stream(streamed, max_memory=args.memory and args.memory * 2**20, buffers=args.buffers)
     found = {"own": (own("own"), folder / "own"), "mapped": (mapped(), folder), "streamed": (streamed, folder)}
     if args.prefetch:
         found["own, prefetched"] = prefetch(own("own2"), WEIGHTS), folder / "own2"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.core.work import Work
-from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, passes, to_int4, to_int8, why_not
+from specdec.kernels import attend, pack, passes, to_int4, to_int8, why_not
 from specdec.models.cache.session import Session
 
 BUFFER_BYTES = 512 << 20
@@ -79,17 +79,26 @@ MODELS = {
 }
 Make = Callable[[Tensor], torch.nn.Module]
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def plain(weight: Tensor) -> torch.nn.Module:
+    layer = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 # What is measured: a name, and how a layer is made of a weight, and the dtype of its rows.
 WAYS: dict[str, tuple[Make, str]] = {
-    "float32, F.linear": (HeldLinear, "float32"),
-    "float32, oneDNN packed": (ReorderedLinear, "float32"),
+    "float32, F.linear": (plain, "float32"),
     "float32, ours": (pack, "float32"),
-    "bfloat16, F.linear": (lambda weight: HeldLinear(weight.bfloat16()), "bfloat16"),
-    "bfloat16, oneDNN packed": (lambda weight: ReorderedLinear(weight.bfloat16()), "bfloat16"),
+    "bfloat16, F.linear": (lambda weight: plain(weight.bfloat16()), "bfloat16"),
     "bfloat16, ours": (lambda weight: pack(weight.bfloat16()), "bfloat16"),
     "int8, ours, float32 rows": (lambda weight: pack(to_int8(weight)), "float32"),
     "int8, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight)), "bfloat16"),
-    "int8 groups of 32, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight, 32)), "bfloat16"),
+    "int8 groups of 32, ours, bfloat16 rows": (
+        lambda weight: pack(replace(to_int4(weight), bits=8, mins=None)),
+        "bfloat16",
+    ),
     "int4, ours, float32 rows": (lambda weight: pack(to_int4(weight)), "float32"),
     "int4, ours, bfloat16 rows": (lambda weight: pack(to_int4(weight)), "bfloat16"),
 }
@@ -164,8 +173,7 @@ class AtWidths(torch.nn.Module):
 
 
 def _bytes(layer: torch.nn.Module) -> int:
-    held = [*layer.buffers(), *(value for value in vars(layer).values() if isinstance(value, Tensor | Quantized))]
-    return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
+    return sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
 
 
 def linears(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
@@ -341,7 +349,7 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="only those with this in their name")
     given = parser.parse_args()
     if reason := why_not():
-        print(f"no kernels of ours: {reason}")
+        parser.error(f"there are no kernels: {reason}")
     found = provenance()
     print(f"{found['processor']}, {found['threads']} threads, torch {found['versions']['torch']}")
     if given.prompts:

@@ -31,7 +31,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes") / "probes.json"))
+        patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes")))
         yield
 
 
@@ -64,8 +64,8 @@ def built() -> None:
 
 @pytest.fixture
 def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing is known from before; the file."""
-    path = tmp_path / "kept" / "probes.json"
+    """Nothing is known from before; the folder."""
+    path = tmp_path / "kept" / "probes"
     monkeypatch.setenv("SPECDEC_PROBES", str(path))
     monkeypatch.setattr(probe_cache, "_found", {})
     return path

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from specdec.errors import UnsupportedError
 from specdec.kernels import kept
 from specdec.kernels.kept import Lack
 
@@ -63,6 +64,12 @@ def why_not() -> str | None:
     """Why the kernels cannot be used, in one line; None if they can. Loads or builds them."""
     missing = lack()
     return None if missing is None else str(missing)
+
+
+def check(what: str, otherwise: str = "leave it out") -> None:
+    """Raises UnsupportedError for `what` if the kernels cannot be used; `otherwise` is the way out without them."""
+    if reason := why_not():
+        raise UnsupportedError(f"{what} needs kernels, and {reason}; without them, {otherwise}")
 
 
 def lack() -> Lack | None:

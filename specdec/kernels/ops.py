@@ -1,10 +1,9 @@
 """Operators that torch can trace.
 
-`specdec::packed_linear` is compiled code (linear.cpp, which checks its arguments); `specdec::packed_rows` consists of
-torch's operators. `specdec::attend` and `specdec::store_nodes` are compiled code on the CPU (attention.cpp) once the
-library is loaded, torch's operators otherwise (reference_attention.py). `specdec::keep_top` and `specdec::draws` are
-compiled code for the CPU alone (choice.cpp): check `specdec.kernels.available` first. `passes` runs a model's compiled
-passes and drafts chains with them (passes.cpp).
+`specdec::packed_rows` consists of torch's operators. All others are compiled code for the CPU alone, which checks its
+arguments: `specdec::packed_linear` (linear.cpp), `specdec::attend` and `specdec::store_nodes` (attention.cpp),
+`specdec::keep_top` and `specdec::draws` (choice.cpp). They need `specdec.kernels.available`. `passes` runs a model's
+compiled passes and drafts chains with them (passes.cpp).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels import packed_layout, reference_attention
+from specdec.kernels import packed_layout
 from specdec.kernels.quantized import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -93,14 +92,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
     `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before
     `base`, and `base + 32 * w + j` where bit j of word w is set; its own only if it is among these. A token that sees
-    nothing gets zeros. Unseen columns do not matter, on the CPU not even if they hold NaN.
+    nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
 
     `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
     without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
     section 2.1): entry d if d of the seen columns follow the key, the last entry for all larger d.
 
-    On the CPU a token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises
-    ValueError for what does not fit.
+    A token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises ValueError for
+    what does not fit.
     """
     return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
@@ -128,8 +127,6 @@ def passes(path: str) -> Any:
     return torch.classes.specdec.Passes(path)
 
 
-_LIBRARY.impl("store_nodes", reference_attention.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("attend", reference_attention.attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 keep_top = torch.ops.specdec.keep_top.default

@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import OptionError
-
-GROUP_UNIT = 8  # groups are multiples of it
-_LEVELS = {8: (-128, 127), 4: (0, 15)}
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # shares of a group's range that are tried
 _AT_ONCE = 1 << 24  # weights rounded at a time, which bounds memory
 
@@ -24,8 +20,7 @@ class Quantized:
 
     `values` int8 `[outputs, inputs]`, with 4 `bits` from 0 to 15, less 8 if `mins` is None; `scales` and `mins` float16
     `[outputs, groups]`, each for `group` inputs (the last group may be shorter); `factors` float32 `[outputs]`. None
-    stands for ones, for `mins` zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such weights in groups of 32. Raises OptionError
-    for values, dtypes and shapes that do not fit one another.
+    stands for ones, for `mins` zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such weights in groups of 32.
     """
 
     values: Tensor
@@ -34,32 +29,6 @@ class Quantized:
     scales: Tensor | None = None
     mins: Tensor | None = None
     factors: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits not in _LEVELS:
-            raise OptionError.of("bits", "4 or 8", self.bits)
-        if self.values.dtype != torch.int8 or self.values.dim() != 2:
-            raise OptionError.of("values", "int8 [outputs, inputs]", _described(self.values))
-        if (self.group is None) != (self.scales is None):
-            raise OptionError("`group` and `scales` belong together: pass both, or `factors` for whole rows")
-        if self.group is not None and (self.group < GROUP_UNIT or self.group % GROUP_UNIT):
-            raise OptionError.of("group", f"a multiple of {GROUP_UNIT}", self.group)
-        if self.mins is not None and (self.scales is None or self.bits == 8):
-            raise OptionError("`mins` go with the `scales` of 4-bit groups only: leave them out")
-        outputs = self.values.shape[0]
-        self._expect("scales", torch.float16, (outputs, self.groups))
-        self._expect("mins", torch.float16, (outputs, self.groups))
-        self._expect("factors", torch.float32, (outputs,))
-
-    def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        given: Tensor | None = getattr(self, name)
-        if given is not None and (given.dtype != dtype or tuple(given.shape) != shape):
-            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _described(given))
-
-    @property
-    def groups(self) -> int:
-        """The number of groups in a row; 0 for a row as a whole."""
-        return 0 if self.group is None else -(-self.values.shape[1] // self.group)
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -92,8 +61,6 @@ def _in_parts(rounded: Callable[..., Quantized]) -> Callable[..., Quantized]:
 
     @wraps(rounded)
     def in_parts(weight: Tensor, *given: Any) -> Quantized:
-        if weight.dim() != 2 or not weight.is_floating_point():
-            raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
         rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
         parts = [rounded(part.detach().float(), *given) for part in torch.split(weight, rows)]
         held = [name for name, one in parts[0].tensors.items() if one is not None]
@@ -104,17 +71,10 @@ def _in_parts(rounded: Callable[..., Quantized]) -> Callable[..., Quantized]:
 
 
 @_in_parts
-def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
-    """Rounds to 8 bits: the largest weight of each output, or of each of its groups of `group` inputs, becomes ±127."""
-    if group is None:
-        factors = weight.abs().amax(1) / 127
-        return Quantized(_levels(weight, factors[:, None], -127, 127), factors=factors)
-    grouped = _grouped(weight, group)
-    scales = grouped.abs().amax(2) / 127
-    factors = _powers(scales)
-    scales = (scales / factors[:, None]).half()
-    values = _levels(grouped / factors[:, None, None], scales.float()[:, :, None], -127, 127)
-    return Quantized(_flat(values, weight), group=group, scales=scales, factors=factors)
+def to_int8(weight: Tensor) -> Quantized:
+    """Rounds to 8 bits: the largest weight of each output becomes ±127."""
+    factors = weight.abs().amax(1) / 127
+    return Quantized(_levels(weight, factors[:, None], -127, 127), factors=factors)
 
 
 @_in_parts
@@ -125,8 +85,8 @@ def to_int4(weight: Tensor, group: int = 32) -> Quantized:
     factors = _powers(torch.maximum(scales.abs(), mins.abs()))
     scales, mins = (scales / factors[:, None]).half(), (mins / factors[:, None]).half()
     scaled = grouped / factors[:, None, None] - mins.float()[:, :, None]
-    values = _flat(_levels(scaled, scales.float()[:, :, None], 0, 15), weight)
-    return Quantized(values, 4, group, scales, mins, factors)
+    values = _levels(scaled, scales.float()[:, :, None], 0, 15).flatten(1)[:, : weight.shape[1]]
+    return Quantized(values.contiguous(), 4, group, scales, mins, factors)
 
 
 def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,14 +108,8 @@ def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
 def _grouped(weight: Tensor, group: int) -> Tensor:
     """`[outputs, groups, group]`; the last input fills up the last group, which changes no range."""
     outputs, inputs = weight.shape
-    if group < GROUP_UNIT or group % GROUP_UNIT:
-        raise OptionError.of("group", f"a multiple of {GROUP_UNIT}", group)
     missing = -inputs % group
     return torch.cat([weight, weight[:, -1:].expand(-1, missing)], 1).view(outputs, -1, group)
-
-
-def _flat(values: Tensor, weight: Tensor) -> Tensor:
-    return values.flatten(1)[:, : weight.shape[1]].contiguous()
 
 
 def _levels(weight: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
@@ -168,7 +122,3 @@ def _powers(scales: Tensor) -> Tensor:
     """The power of two per row that brings its largest entry near 1, where float16 is precise."""
     largest = scales.abs().amax(1)
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
-from specdec.kernels import AnyLinear, PackedLinear, why_not
+from specdec.kernels import PackedLinear
 from specdec.models.cache.session import Session
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import eyes
@@ -57,7 +57,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     most tokens.
     """
     if name := _unpacked(language):
-        return f"`{name}` is no packed layer" + (f" ({reason})" if (reason := why_not()) else "")
+        return f"`{name}` is no packed layer"
     source = random.Random(0)
     most = min(language.vocab_size, language.config.vocab_size)
     longer = [source.randrange(3, most) for _ in range(min(_LONGER, language.max_positions or _LONGER))]
@@ -91,7 +91,7 @@ def _unpacked(language: ModelSpec) -> str | None:
     for name, module in language.model.named_modules():
         if module in beside or isinstance(module, PackedLinear | nn.Embedding):
             continue
-        if isinstance(module, AnyLinear) or any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
+        if any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
             return name
     return None
 

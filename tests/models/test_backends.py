@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,11 @@ def test_packed_layers_say_the_same(name: str) -> None:
     dtype=[torch.float32, torch.bfloat16],
 )
 def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In place of the layers, and an embedding reads the head's copy; without kernels an encoder keeps its layers."""
+    """In place of the layers, and an embedding reads the head's copy."""
     folder = saved(name, tmp_path, tie_word_embeddings=tied)
     plain, packed = (load(folder, Loading(dtype=dtype, backend=backend)) for backend in ("eager", "packed"))
     assert (plain.backend, packed.backend) == ("eager", "packed")
-    left = {n.partition(".layer")[0] for n, m in packed.model.named_modules() if type(m) is nn.Linear}
-    assert len(left) == (packed.is_encoder_decoder and not kernels.available()), left
+    assert not [name for name, module in packed.model.named_modules() if type(module) is nn.Linear]
     shares = any(isinstance(module, PackedEmbedding) for module in packed.model.modules())
     assert shares == (plain.model.get_output_embeddings().weight is plain.model.get_input_embeddings().weight)
     assert packed.weight_bytes < 2.2 * plain.weight_bytes  # tiny layers are mostly padding
@@ -201,19 +201,6 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load(folder, Loading(dtype="float16")).backend == "eager"
 
 
-def test_models_that_were_handed_over_are_told_what_they_lack(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, and only where there is something to pack."""
-    with caplog.at_level("INFO", logger="specdec"):
-        LanguageModel(tiny("llama"))
-        monkeypatch.setattr(packed_layers, "_LEAST", 1)
-        LanguageModel(tiny("llama"), backend="eager")
-        assert not caplog.records
-        LanguageModel(tiny("llama"))
-    assert "backend='packed'" in caplog.text
-
-
 def test_backends_that_cannot_be(tmp_path: Path) -> None:
     """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)
@@ -253,11 +240,22 @@ def test_quantized_layers(quantization: str, backend: str, dtype: str, tmp_path:
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed layers that were asked for run on what torch has."""
-    monkeypatch.setattr("specdec.kernels.build.available", lambda: False)
+    """What was asked for and needs kernels is refused before any pass, with the reason; 8 bits do without."""
+    lack = kernels.Lack("there is no compiler", "install one")
+    monkeypatch.setattr("specdec.kernels.build.lack", lambda: lack)
     folder = saved("llama", tmp_path)
-    packed = load(folder, Loading(backend="packed"))
-    assert packed.backend == "packed"
-    with torch.no_grad():
-        expected = logits(load(folder, Loading(backend="eager")).model, "llama")
-        torch.testing.assert_close(logits(packed.model, "llama"), expected, rtol=1e-4, atol=1e-4)
+    for how, otherwise in (
+        ({"backend": "packed"}, "leave it out"),
+        ({"backend": "compiled"}, "leave it out"),
+        ({"exactness": "strict"}, "leave it out"),
+        ({"quantization": "int4-weight"}, "use 'int8-weight'"),
+    ):
+        [(name, value)] = how.items()
+        told = f"`{name}`={value!r} needs kernels, and there is no compiler: install one; without them, {otherwise}"
+        with pytest.raises(UnsupportedError, match=re.escape(told)):
+            load(folder, Loading(**how))
+    monkeypatch.setattr(packed_layers, "_LEAST", 1)
+    for dtype in ("float32", "bfloat16"):
+        small = load(folder, Loading(dtype=dtype, quantization="int8-weight"))
+        assert small.backend == "eager"
+        assert SpecGenerator(small, "suffix").generate(torch.tensor(PROMPT), **COMMON).stats.num_draft_tokens

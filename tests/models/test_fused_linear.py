@@ -13,6 +13,7 @@ from torch import nn
 from specdec.kernels import ALIKE, FASTEST, PackedLinear, pack, to_int4, to_int8
 from specdec.models import LanguageModel
 from specdec.models.backends.fused_linear import Joint, Part
+from tests.kernels.test_kernels import int8_in_groups
 from tests.models.exact import twin_of
 from tests.tiny import tiny
 
@@ -22,7 +23,7 @@ KINDS = {
     "float32": lambda weight: weight,
     "bfloat16": lambda weight: weight.bfloat16(),
     "int8": to_int8,
-    "int8 groups": lambda weight: to_int8(weight, 32),
+    "int8 groups": int8_in_groups,
     "int4": to_int4,
 }
 

@@ -51,7 +51,7 @@ def kinds(model: Any) -> dict[str, str]:
     """What every layer that is packed holds, by name."""
     every = list(model.named_modules(remove_duplicate=False))
     shared = {f"{name}.head" for name, module in every if isinstance(module, PackedEmbedding)}
-    return {name: m.kind for name, m in every if isinstance(m, kernels.AnyLinear) and name not in shared}
+    return {name: m.kind for name, m in every if isinstance(m, kernels.PackedLinear) and name not in shared}
 
 
 @needs_kernels

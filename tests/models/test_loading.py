@@ -15,7 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
+from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
 from specdec.models import load
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
@@ -407,23 +407,6 @@ def test_float16_of_which_the_config_does_not_tell(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert load(folder).dtype == torch.float32
     assert load(folder, Loading(dtype="float16")).dtype == torch.float16
-
-
-@pytest.mark.usefixtures("fresh_verdicts")
-@pytest.mark.parametrize("slow", [True, False])
-def test_a_stored_type_that_is_slow_is_told(
-    slow: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bfloat16 on a CPU without instructions for it, where nothing is packed; nobody asks where the type is named."""
-    tiny("llama").bfloat16().save_pretrained(tmp_path / "model")
-    folder = str(tmp_path / "model")
-    seconds = {torch.bfloat16: 2.0 if slow else 0.5, torch.float32: 1.0}
-    monkeypatch.setattr(kernels, "best_seconds", lambda work: seconds[work.args[0].dtype])
-    with caplog.at_level("INFO", logger="specdec"):
-        load(folder, Loading(dtype="bfloat16"))
-        assert not caplog.records
-        assert load(folder).dtype == torch.bfloat16
-    assert ("slower than float32 on this CPU" in caplog.text) == slow
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, "bfloat16"])

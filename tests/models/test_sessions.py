@@ -403,16 +403,10 @@ def test_bad_input() -> None:
         language.encode({"input_ids": torch.tensor([[3]])})
     session: Any = language.session()
     row = session.add()
-    with pytest.raises(OptionError, match="begins with the row's 0 branches"):
-        session.run([Work(row, Tree.chain([3]), num_cached=1)])
-    with pytest.raises(OptionError, match="num_logits"):
-        session.run([Work.text(row, [3], 2)])
     with pytest.raises(OptionError, match="rows"):
         session.remove([17])
     with pytest.raises(UnsupportedError, match="eager"):
         session.run([Work.text(row, [3])], attentions=True)
-    with pytest.raises(OptionError, match="encoding"):
-        LanguageModel(tiny("t5")).session().add()
     for layers in (0, 2, 9):
         with pytest.raises(OptionError, match="layers"):
             language.early_exit(layers)

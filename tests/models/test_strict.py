@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.core.work import Work
-from specdec.models import exactness
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 from specdec.models.exactness import strict_obstacle
@@ -58,7 +57,7 @@ def quantized(name: str, kind: str) -> Any:
         for layer, module in list(model.named_modules()):
             if type(module) is nn.Linear and module not in encoder:
                 weight = kernels.to_int8(module.weight) if kind == "int8" else kernels.to_int4(module.weight, 16)
-                replaced(model, layer, kernels.pack(weight, bias=module.bias, lookup=True), tied.get(layer, ()))
+                replaced(model, layer, kernels.pack(weight, bias=module.bias), tied.get(layer, ()))
     return model
 
 
@@ -256,13 +255,6 @@ def test_contradictions() -> None:
     for given, how in ((replace(work, embeds=torch.zeros(3, 32)), {}), (work, {"attentions": True})):
         with pytest.raises(UnsupportedError, match="no embeddings and returns no attentions"):
             session.run([given], **how)
-
-
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason why there are none is part of the answer."""
-    monkeypatch.setattr(kernels.build, "available", lambda: False)
-    monkeypatch.setattr(exactness, "why_not", lambda: "no such compiler")
-    refused(tiny("llama"), r"is no packed layer \(no such compiler\)")
 
 
 def test_a_short_position_table() -> None:

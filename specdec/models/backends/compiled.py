@@ -62,11 +62,7 @@ class CompiledForward:
         self._spent = [0.0]  # seconds of this model's passes, a list that outlives it
 
     def start(self) -> CompiledForward:
-        """Loads kept code, or begins to compile; raises UnsupportedError where passes are compiled for none."""
-        if where := self._elsewhere:
-            raise UnsupportedError(
-                f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
-            )
+        """Loads kept code, or begins to compile."""
         self._insists = True
         with suppress(kernels.Lack):  # which the thread tells
             _ = self._joined
@@ -79,8 +75,6 @@ class CompiledForward:
 
         None where that cannot be, failed within the last day, or is switched off (`$SPECDEC_COMPILE`=0).
         """
-        if self._elsewhere:
-            return None
         try:
             code = self._code
         except kernels.Lack:
@@ -131,7 +125,7 @@ class CompiledForward:
     def draft_chain(
         self, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
     ) -> Chained:
-        """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`AnyLinear.table`)."""
+        """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
         encoders = [table[:, :, first.kept] for table in first.encoders]
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
@@ -151,12 +145,6 @@ class CompiledForward:
     def _name(self) -> str:
         return type(self._model.model).__name__
 
-    @property
-    def _elsewhere(self) -> str | None:
-        """Where this model runs, if no passes are compiled there."""
-        device = self._model.device.type
-        return None if device == "cpu" and os.name == "posix" else f"on {device}, with {os.name}"
-
     @cached_property
     def _joined(self) -> RaggedModel:
         """The model that is compiled, made before the first pass: weights that move later count as changed."""
@@ -171,8 +159,6 @@ class CompiledForward:
         failure = self._code.failure()
         if tried or (failure and not self._insists):
             raise UnsupportedError(failure or "their compiler was killed")
-        if not kernels.available():
-            raise UnsupportedError("they need kernels, which are missing")  # the log gives the reason
         self._code.begin(self._joined, lock)
         remedy = "" if self._insists else f" ({_SWITCH}=0 prevents it)"
         _tell(f"compiling the passes of {self._name} in the background, once: about a minute{remedy}")
@@ -194,8 +180,6 @@ class CompiledForward:
 
     def _loaded(self) -> Any:
         """The compiled code over this model's weights; UnsupportedError if it is broken or gives other logits."""
-        if reason := kernels.why_not():
-            raise UnsupportedError(f"there are no kernels: {reason}")
         self._code.check()
         passes = kernels.passes(str(self._code.code))
         held = tensors_of(self._joined) | torch.load(self._code.constants)

@@ -18,7 +18,6 @@ from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.cache.kv_cache import KvCache
-from specdec.models.cache.session import check_works
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
 
@@ -45,16 +44,15 @@ class KvSession(KvCache):
         """One pass; several if passes are padded and rows lie far apart."""
         if self._is_simple and len(works) == 1 and not (hidden or attentions):
             [work] = works
-            row, nodes = self.row(work.row), len(work.tree.tokens)
+            row = self.row(work.row)
             is_text = not (row.columns.scattered or work.num_cached or work.embeds is not None or work.pictures)
-            if is_text and nodes and 0 <= work.num_logits <= nodes and work.tree.is_chain:
+            if is_text and work.tree.tokens and work.tree.is_chain:
                 return [self._padded.chain(row, work)]
         with torch.no_grad():
             return self._general(works, hidden, attentions)
 
     def _general(self, works: Sequence[Work], hidden: bool | Sequence[int], attentions: bool) -> list[Logits]:
         rows = [self.row(work.row) for work in works]
-        check_works(works, [row.columns.pending for row in rows])
         if attentions:
             self._language.check_attentions()
         new, found = dict[int, RowNodes](), dict[int, Logits]()

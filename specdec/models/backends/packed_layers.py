@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the timed passes
 _TRIES = 6
-_SAMPLE = 1024  # outputs and inputs of the layer on which dtypes are compared
 _WINS = 0.97  # packed passes must take less than this share of the time as loaded
 _ALIKE = 0.9  # cosine of logits of a model before and after a change
 _EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundings
@@ -39,7 +38,7 @@ _EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundin
 class PackedEmbedding(nn.Module):
     """An embedding over the packed weight of the head that it is tied to; some models scale its rows."""
 
-    def __init__(self, head: kernels.AnyLinear, dtype: torch.dtype, scale: Any = None) -> None:
+    def __init__(self, head: kernels.PackedLinear, dtype: torch.dtype, scale: Any = None) -> None:
         super().__init__()
         self.head, self.num_embeddings, self.embedding_dim = head, head.outputs, head.inputs
         self.dtype, self.scale = dtype, scale
@@ -53,23 +52,19 @@ class PackedEmbedding(nn.Module):
 
 
 def is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
+    return any(isinstance(module, kernels.PackedLinear) for module in model.modules())
 
 
 def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     """The model in this backend: itself, changed only if `owned`, or a shallow copy.
 
     "auto" packs owned models, "compiled" any, where that makes passes faster here, which is measured once per machine
-    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible.
+    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible, and without kernels.
     """
     if backend == "eager" or (backend == "auto" and not owned):
-        if backend == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
-            _log.info(
-                "%s runs as it was passed: short passes on this CPU may be faster with backend='packed', over a "
-                "second copy of its weights",
-                type(model).__name__,
-            )
         return model
+    if backend != "auto":
+        kernels.check(f"`backend`={backend!r}")
     reason = why_not_packed(model)
     if backend == "packed":
         model = model if owned or reason else shallow_copy(model)
@@ -97,12 +92,11 @@ def why_not_packed(model: Any) -> str | None:
 def _linears(model: Any) -> dict[str, Any]:
     """Layers that can be packed, by name.
 
-    An encoder reads all its input at once, which only the kernels do faster, and `_logits` tries those that read ids;
-    Whisper's is known.
+    Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     tried = encoder is None or type(encoder) is WhisperEncoder or encoder.main_input_name == "input_ids"
-    left = set() if encoder is None or (tried and kernels.available()) else set(encoder.modules())
+    left = set() if encoder is None or tried else set(encoder.modules())
     return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
 
 
@@ -134,7 +128,7 @@ def pack_layers(
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
-            packed = kernels.pack(found, bias=layer.bias, lookup=name in tied)
+            packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
             undo.append(replaced(model, name, packed, tied.get(name, ())))
 
@@ -151,7 +145,7 @@ def weight_of(layer: Any) -> Tensor:
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def replaced(model: Any, name: str, packed: kernels.AnyLinear, tied: Sequence[str]) -> Callable[[], None]:
+def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence[str]) -> Callable[[], None]:
     """Replaces a layer, and embeddings `tied` to its weight, by `packed`; returns the undoing.
 
     Undone, the layer has the weight that `packed` holds.
@@ -225,7 +219,9 @@ def alike(logits: Tensor, expected: Tensor) -> bool:
 def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
     layers = _linears(model).values()
-    shapes = sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
+    kind = [f"{kernels.instructions()}, {torch.get_num_threads()} threads", type(model).__name__]
+    kind += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
+    digest = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:16]
     del layers
 
     def faster() -> bool:
@@ -240,25 +236,8 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if _holds_here("packed passes are faster", faster, type(model).__name__, *shapes) and _linears(model):
+    if holds(f"packed passes are faster: {digest}", faster) and _linears(model):
         _pack(model)
-
-
-def slower_than_floats(dtype: torch.dtype) -> bool:
-    """Whether linear layers are slower in this dtype than in float32 in short passes; measured once per machine."""
-
-    def seconds(kind: torch.dtype) -> float:
-        weight = torch.ones(_SAMPLE, _SAMPLE, dtype=kind)
-        return sum(kernels.best_seconds(partial(nn.functional.linear, weight[:width], weight)) for width in _WIDTHS)
-
-    return not _holds_here(f"{dtype} is as fast as float32", lambda: seconds(dtype) <= seconds(torch.float32))
-
-
-def _holds_here(what: str, trial: Callable[[], bool], *kind: str) -> bool:
-    """`holds`, of this machine and this kind of models."""
-    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
-    digest = hashlib.sha256("\n".join([machine, *kind]).encode()).hexdigest()[:16]
-    return holds(f"{what}: {digest}", trial)
 
 
 def _seconds(model: Any) -> float:

@@ -88,7 +88,7 @@ class RaggedForward:
 
     @property
     def _embeddings(self) -> Tensor | None:
-        """The embedding table of a head, as `AnyLinear.table`; None for models that read tokens."""
+        """The embedding table of a head, as `PackedLinear.table`; None for models that read tokens."""
         return self._language.model.embedding.table if self.model.reads_embeds else None
 
     def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
@@ -136,6 +136,8 @@ def _obstacle(language: ModelSpec) -> str | None:
     capability = language.capability
     if language.is_offloaded:
         return "has weights that are read for each pass"
+    if language.device.type != "cpu":
+        return "does not compute on the CPU, for which passes are compiled"
     if capability.cache_kind != "kv":
         return f"does not run on the buffers of keys and values ({capability.reason})"
     if capability.positions not in POSITIONS:

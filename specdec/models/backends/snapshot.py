@@ -21,7 +21,7 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session, check_encoding, check_works
+from specdec.models.cache.session import Session
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
@@ -46,7 +46,6 @@ class _Row:
     num_cached: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
     tree: Tree = EMPTY
-    pending: int = 0
     ran: list[int] = field(default_factory=list)
     initial_length: int = 0
 
@@ -110,7 +109,6 @@ class ReplaySession(Session):
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, encoding: Encoding | None = None) -> int:
-        check_encoding(encoding, is_needed=self._language.is_encoder_decoder)
         return self._new(_Row(encoding))
 
     def fork(self, row: int, length: int) -> int:
@@ -119,7 +117,7 @@ class ReplaySession(Session):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
         # The snapshot is shared: restoring copies its tensors.
         own = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
-        number = self._new(replace(source, **own, tree=EMPTY, ran=[], pending=0))
+        number = self._new(replace(source, **own, tree=EMPTY, ran=[]))
         self.truncate([number], [length])
         return number
 
@@ -137,7 +135,6 @@ class ReplaySession(Session):
     ) -> list[Logits]:
         """Runs every row's paths, after the missing tokens of its cache."""
         rows = [self._row(work.row) for work in works]
-        check_works(works, [row.pending for row in rows])
         states = hidden_states_of(hidden)
         extras: dict[str, Any] = {"output_hidden_states": states} if states else {}
         if attentions:
@@ -150,10 +147,12 @@ class ReplaySession(Session):
                 row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
             row.begin(work, self.cache_reset_length)
-            row.tree, row.ran = work.tree, []
+            row.ran = []
             passes = self.passes
             out = self._run_work(row, work, extras)
             found.append(replace(out, passes=range(passes, self.passes)))
+        for row, work in zip(rows, works, strict=True):
+            row.tree = work.tree
         return found
 
     def commit(
@@ -178,7 +177,7 @@ class ReplaySession(Session):
             self._cautious |= not complete or (bool(path) and not final)
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
-            row.tree, row.ran, row.pending = row.tree.part(kept, len(path)), [], len(kept) - len(path)
+            row.tree, row.ran = row.tree.part(kept, len(path)), []
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(map(self._row, rows), lengths, strict=True):
@@ -186,7 +185,7 @@ class ReplaySession(Session):
                 self._cautious = True
                 del row.tokens[length:]
                 row.rewind(length)
-                row.final, row.tree, row.ran, row.pending = length, EMPTY, [], 0
+                row.final, row.tree, row.ran = length, EMPTY, []
 
     def _new(self, row: _Row) -> int:
         self._numbers += 1

@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Session, check_encoding, check_paths
+from specdec.models.cache.session import Session
 from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 
@@ -51,7 +51,6 @@ class KvCache(Session):
         self._numbers = 0
 
     def add(self, encoding: Encoding | None = None) -> int:
-        check_encoding(encoding, is_needed=self.cross is not None)
         self.buffers.reserve(len(self.rows) + 1)
         if self.cross is not None and encoding is not None:
             self.cross.add(encoding)
@@ -106,7 +105,6 @@ class KvCache(Session):
         final: bool = True,
     ) -> None:
         """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
-        check_paths(rows, paths, num_texts)
         moves = []
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
             row = self.row(number)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Logits, Work
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
 
@@ -105,26 +105,3 @@ class Session(ABC):
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
-
-
-def check_encoding(encoding: Encoding | None, *, is_needed: bool) -> None:
-    """Raises OptionError unless there is an encoding of one row if one `is_needed`, and none otherwise."""
-    if (encoding is not None) != is_needed or (encoding is not None and len(encoding) != 1):
-        need = "the encoding of one row" if is_needed else "None, the model has no encoder"
-        raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-
-
-def check_works(works: Sequence[Work], pending: Sequence[int]) -> None:
-    """Raises OptionError unless each work begins with its row's branches, and has as many nodes as logits."""
-    for work, branches in zip(works, pending, strict=True):
-        if work.num_cached != branches or len(work.tree) < branches:
-            raise OptionError.of("works", f"a tree that begins with the row's {branches} branches", work)
-        if not 0 <= work.num_logits <= work.num_new:
-            nodes = f"between 0 and the {work.num_new} new nodes of the row"
-            raise OptionError.of("num_logits", nodes, work.num_logits)
-
-
-def check_paths(rows: Sequence[int], paths: Sequence[list[int]], num_texts: Sequence[int] | None) -> None:
-    """Raises OptionError unless there is one path, and one of `num_texts` if given, per row."""
-    if len(paths) != len(rows) or (num_texts is not None and len(num_texts) != len(rows)):
-        raise OptionError.of("paths", f"one for each of {len(rows)} rows", len(paths))

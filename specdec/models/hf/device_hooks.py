@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -82,11 +81,6 @@ def home(model: nn.Module, name: str) -> Home | None:
             if weights is not None:
                 return Home(weights.dataset, weights.prefix + ".".join(parts[depth:]))
     return None
-
-
-def wrapped_later(module: nn.Module) -> bool:
-    """Whether the forward that accelerate set, a partial, was replaced since."""
-    return bool(hooks(module)) and not isinstance(module.forward, partial)
 
 
 def detach(model: nn.Module) -> None:

@@ -95,7 +95,11 @@ class WeightOnly(Quantizer):
 
 
 class FourBits(WeightOnly):
-    """The quantization "int4-weight"."""
+    """The quantization "int4-weight"; raises UnsupportedError without kernels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        kernels.check(f"`quantization`={name!r}", "use 'int8-weight'")
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         if weight.device.type != "cpu" or weight.dtype not in kernels.FLOATS.values():
@@ -103,5 +107,4 @@ class FourBits(WeightOnly):
                 "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "
                 f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: use 'nf4' elsewhere"
             )
-        rounded = kernels.to_int4(weight)
-        return kernels.pack(rounded, bias) if self.packs else kernels.HeldLinear(rounded, bias)
+        return kernels.pack(kernels.to_int4(weight), bias)

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.backends.packed_layers import is_packed, slower_than_floats
 from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import class_of
@@ -96,9 +95,7 @@ def load(
         if change is not None:
             change(language)
         return language
-    language = from_checkpoint(LanguageModel, str(source), folder, how, name, change)
-    _tell_slow_type(str(source), language, how)
-    return language
+    return from_checkpoint(LanguageModel, str(source), folder, how, name, change)
 
 
 def unwrapped(model: Any, name: str) -> Any:
@@ -242,17 +239,6 @@ def _widened(name: str) -> torch.dtype:
         name,
     )
     return torch.float32
-
-
-def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
-    """Logs a hint if a checkpoint's own dtype is slower here than float32; packed layers never are."""
-    plain = how.dtype == "auto" and how.quantization is None and _computes_on_cpu(how) and not is_packed(language.model)
-    if plain and language.dtype == torch.bfloat16 and slower_than_floats(language.dtype):
-        _log.info(
-            "%s is stored in bfloat16 and computes in it, which is slower than float32 on this CPU "
-            "(dtype float32 takes twice the memory, backend packed needs a C++ compiler)",
-            name,
-        )
 
 
 def _computes_on_cpu(how: Loading) -> bool:

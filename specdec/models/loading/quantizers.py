@@ -49,7 +49,7 @@ def make_quantizer(name: str | None) -> Quantizer:
         free = " or ".join(repr(other) for other, kind in QUANTIZATIONS.items() if kind.package is None)
         raise UnsupportedError(
             f"`quantization`={name!r} needs {entry.package}: pip install {entry.install or entry.package}, "
-            f"or use {free}, which needs nothing else"
+            f"or use {free}, which need no package"
         )
     kind: Any = entry.kind
     if isinstance(kind, str):

@@ -19,19 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.hf.device_hooks import detach, execution_devices, wrapped_later
+from specdec.models.hf.device_hooks import detach, execution_devices
 from specdec.models.loading.weight_files import Files, Stored, find
 
 _ALIGNED = 64  # bytes; kernels round differently at other addresses
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Bytes of resident weights, of the buffers, and of streamed weights."""
-
-    resident: int
-    buffers: int
-    streamed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +113,6 @@ class Reader:
             self._after += [start + (i + 1) % n for i in range(n)]
         sizes = Buffer.sizes(self.layers, device) if self.layers else (0, 0)
         self._files, self._free = files, [Buffer(sizes, device) for _ in range(buffers if self.layers else 0)]
-        self.nbytes = sum(sizes) * len(self._free)
         self._reading: dict[int, tuple[Buffer, Future[list[Tensor]]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specdec-weights")
         self._lock = threading.Lock()
@@ -173,19 +163,16 @@ class StreamedForward:
 
 
 @torch.no_grad()
-def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> Residency:
+def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> None:
     """Lets a model that accelerate has offloaded to disk read its layers itself; changes `model`.
 
     `max_memory` bounds the bytes of weights and buffers: what is outside the layers stays in memory, with at most
     `buffers` buffers, then as many layers as fit (None: no layer). With one buffer nothing is read ahead. Raises
-    OptionError if `max_memory` is too small, UnsupportedError if weights are not in files, several devices compute or a
-    forward was replaced, LoadError for missing or broken files; the model is then unchanged.
+    OptionError if `max_memory` is too small, UnsupportedError if weights are not in files or several devices compute,
+    LoadError for missing or broken files; the model is then unchanged.
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)
-    for name, module in model.named_modules():
-        if wrapped_later(module):
-            raise UnsupportedError(f"{name!r} was wrapped after it was offloaded: stream the model before that")
     devices = execution_devices(model)
     if len(devices) > 1:
         raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
@@ -206,7 +193,6 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
         for weight in layer.weights:
             weight.take()
         layer.module().forward = StreamedForward(reader, number)
-    return Residency(fixed + sum(layer.nbytes for layer in kept), reader.nbytes, sum(layer.nbytes for layer in numbers))
 
 
 def _layers_and_rest(model: nn.Module) -> tuple[list[list[Layer]], list[Weight]]:

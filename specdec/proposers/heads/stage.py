@@ -177,7 +177,7 @@ class Embedding:
 
     @property
     def table(self) -> Tensor | None:
-        """The weights as in `AnyLinear.table`; None if only a module can look them up."""
+        """The weights as in `PackedLinear.table`; None if only a module can look them up."""
         return self._stored[:, None, None] if isinstance(self._stored, Tensor) else getattr(self._stored, "table", None)
 
     def __call__(self, ids: Tensor) -> Tensor:
