@@ -10,10 +10,8 @@ from specdec.generator.generator import SpecGenerator
 from specdec.pipelines.scoring import rouge
 from specdec.pipelines.speech.transcribe import Transcriber, Transcription
 from specdec.pipelines.summaries.summarize import Summaries, Summarizer, Summary
-from specdec.pipelines.text import Text
 
 PIPELINES: dict[str, type[Any]] = {
-    "text-generation": Text,
     "summarization": Summarizer,
     "automatic-speech-recognition": Transcriber,
 }
@@ -24,7 +22,6 @@ __all__ = [
     "Summaries",
     "Summarizer",
     "Summary",
-    "Text",
     "Transcriber",
     "Transcription",
     "pipeline",
