@@ -15,6 +15,7 @@ from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
+from specdec.core.stats import total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 from specdec.options.versions import versions
@@ -134,7 +135,6 @@ def conclude(
     stats: bool,
 ) -> None:
     from specdec.pipelines import rouge
-    from specdec.pipelines.batching import total
 
     documents = [document for part in found for document in part.documents]
     pairs = list(zip([document.texts[0] for document in documents], references, strict=False))

@@ -273,7 +273,7 @@ CALLS = [
     ("a", {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
     ("a", {"batch_size": True}, "`batch_size`"),
     ("a", {"return_text": False}, "leaves nothing: turn one on"),
-    ("a", {"output_scores": True}, "`output_scores` has no place in a pipeline's result"),
+    ("a", {"output_scores": True}, "`output_scores` has no place in a Summarizer's result"),
     ("a", {"return_dict_in_generate": True}, "`return_dict_in_generate` has no place"),
     ("a", {"max_token": 3}, "`max_token` is not an option of generate"),
     ("a", {"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences`=3 is more than"),
@@ -314,7 +314,7 @@ MAKING = [
     ({"template": "Summarize!"}, r"`template` must be text with \{text\} in it"),
     ({"chunk_tokens": 0}, "`chunk_tokens` must be a whole number of at least 1"),
     ({"chunk_tokens": True}, "`chunk_tokens` must be"),
-    ({"tokenizer": None}, "a pipeline reads and writes text: pass `tokenizer=`"),
+    ({"tokenizer": None}, "a Summarizer reads and writes text: pass `tokenizer=`"),
     ({"max_token": 3}, "`max_token` is not an option"),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.stats import Stats
+from specdec.core.stats import Stats, total
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
@@ -18,7 +18,8 @@ from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
-from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
+from specdec.options.load import check_loaded
+from specdec.pipelines.summaries.batching import BATCH, Decoded, check_call, decode, row_seeds
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
@@ -87,7 +88,7 @@ class Summarizer:
             raise OptionError.of("template", f"text with {PLACE} in it", template)
         if chunk_tokens is not None:
             check_whole("chunk_tokens", chunk_tokens)
-        self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
+        self.generator = _generator(target, draft, options)
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
         self.template = template or self._default_template()
@@ -264,6 +265,23 @@ class Summarizer:
             return [text]
         parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
+
+
+def _generator(target: Any, draft: Any, options: Mapping[str, Any]) -> SpecGenerator:
+    """The generator that is `target`, or one made of these parts.
+
+    Raises OptionError for a generator without a tokenizer, and for parts beside a generator.
+    """
+    if isinstance(target, SpecGenerator):
+        if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
+            raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
+        generator = target
+    else:
+        check_loaded("Summarizer", options)
+        generator = SpecGenerator(target, draft, task=TASK, **options)
+    if generator.tokenizer is None:
+        raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
+    return generator
 
 
 def _checked(documents: Any) -> list[str]:
