@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.pipelines.scoring import rouge
 from specdec.pipelines.speech.transcribe import Transcriber, Transcription
 from specdec.pipelines.summaries.summarize import Summaries, Summarizer, Summary
 
-__all__ = ["Summaries", "Summarizer", "Summary", "Transcriber", "Transcription", "rouge"]
+__all__ = ["Summaries", "Summarizer", "Summary", "Transcriber", "Transcription"]

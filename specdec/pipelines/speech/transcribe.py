@@ -173,12 +173,6 @@ class Transcriber:
             yield rest
         return transcription
 
-    def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
-        """Word errors per word of the references, after Whisper's normalisation, by default for English."""
-        from specdec.pipelines.scoring import error_rate
-
-        return error_rate(list(texts), list(references), self._whisper.normalizer(language))
-
     def _check_parts(self) -> None:
         """Raises OptionError where extractor, target and draft read different features."""
         whisper, extractor = self._whisper, self._extractor
