@@ -28,8 +28,6 @@ INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
-_CUT = (True, "longest_first", "only_first")
-_WHOLE = (False, None, "do_not_truncate")
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class _Plan:
     limit: int
     truncate: bool
     batch_size: int
-    clean_up: bool
 
 
 class Summarizer:
@@ -108,30 +105,14 @@ class Summarizer:
         generator = SpecGenerator.from_pretrained(target, draft, task=TASK, **options)
         return cls(generator, template=template, chunk_tokens=chunk_tokens)
 
-    def __call__(
-        self,
-        documents: str | Iterable[str],
-        *,
-        return_text: bool = True,
-        return_tensors: bool = False,
-        **options: Any,
-    ) -> list[Any]:
+    def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
 
-        `return_tensors` adds `summary_token_ids` `[length]`, `return_text=False` omits the text. With
-        `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
+        With `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
-        if not (return_text or return_tensors):
-            raise OptionError("`return_text` and `return_tensors` are both off, which leaves nothing: turn one on")
         texts = [documents] if isinstance(documents, str) else documents
         found = self.summarize(texts, **options).documents
-        records = [
-            [
-                ({"summary_text": text} if return_text else {}) | ({"summary_token_ids": ids} if return_tensors else {})
-                for text, ids in zip(summary.texts, summary.token_ids, strict=True)
-            ]
-            for summary in found
-        ]
+        records = [[{"summary_text": text} for text in summary.texts] for summary in found]
         if isinstance(documents, str):
             return records[0]
         return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
@@ -141,8 +122,7 @@ class Summarizer:
         documents: Iterable[str],
         *,
         batch_size: int = BATCH,
-        truncation: bool | str | None = False,
-        clean_up_tokenization_spaces: bool = False,
+        truncation: bool = False,
         **options: Any,
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
@@ -152,10 +132,10 @@ class Summarizer:
         and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
         texts = _checked(documents)
-        if truncation not in (*_CUT, *_WHOLE):
-            raise OptionError.of("truncation", f"one of {', '.join(map(repr, (*_CUT, *_WHOLE)))}", truncation)
+        if not isinstance(truncation, bool):
+            raise OptionError.of("truncation", "True or False", truncation)
         check_call(batch_size, options)
-        plan = self._plan(options, truncation in _CUT, batch_size, clean_up_tokenization_spaces)
+        plan = self._plan(options, truncation, batch_size)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
             for number, length in enumerate(self._count(texts)):
                 if options[name] > length:
@@ -228,10 +208,10 @@ class Summarizer:
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=plan.clean_up)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return before_stop(text, plan.options.cut_before)
 
-    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
+    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
         """The call's options; lengths count the summary alone."""
         options = self.generator.options(**given)
         limit = options.max_new_tokens or options.max_length
@@ -252,7 +232,7 @@ class Summarizer:
                 "most: lower `max_new_tokens`"
             )
         given = {name: value for name, value in given.items() if name != "seed"}
-        return _Plan(options, given, budget, limit, truncate, batch_size, clean_up)
+        return _Plan(options, given, budget, limit, truncate, batch_size)
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self._ids(texts)))
