@@ -266,7 +266,7 @@ def doctor(
         None,
         metavar="TARGET",
         help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
-        autocompletion=flags.own_pairs,
+        autocompletion=flags.bundled_pair,
     ),
     prompt: list[str] | None = Option(
         None, "--prompt", "-p", help="Prompt of the estimate; repeatable; code by default."
