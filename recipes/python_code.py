@@ -1,9 +1,10 @@
-"""The recipe of the package's Python-code pair: `python -m recipes python-code`, seeded, about two hours on two cores.
+"""The recipe of the package's Python-code pair: `python -m recipes python-code OUT`, seeded.
 
-A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
-first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
-Transformers"). A two-layer draft, which starts from the target's first and last layer, is then distilled from the
-target's distributions, on the same text and on the target's own continuations. `--size` makes wider pairs the same way.
+It takes about two hours on two cores. A deep, narrow target learns the standard library by next-token prediction (Muon
+for matrices, AdamW for the rest): first as a stack of eight layers, then with the stack repeated three times (Du et al.
+2024, "Stacking Your Transformers"). A two-layer draft, which starts from the target's first and last layer, is then
+distilled from the target's distributions, on the same text and on the target's own continuations. `--size` makes wider
+pairs the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
 from specdec.bench.prompts import held_out_prompts, source_files
 from specdec.distill.optimise import make_optimizers
-from specdec.options.bundled_models import cache
 
 END_OF_TEXT = "<|endoftext|>"
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
@@ -276,7 +276,7 @@ def evaluate(out: Path) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
     parser = argparse.ArgumentParser("python -m recipes python-code", description=__doc__)
-    parser.add_argument("out", type=Path, nargs="?", help="folder of target/, draft/ and card.json [the user's cache]")
+    parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
     parser.add_argument("--size", default="base", help=f"{', '.join(WIDTHS)} or a number of weights like 300M [base]")
     parser.add_argument("--stage", choices=("target", "draft", "polish", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)
@@ -292,8 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError:
         sizes = f"{', '.join(WIDTHS)} or a number like 300M, between 1M and 9B"
         parser.error(f"--size must be one of {sizes}, got {options.size!r}")
-    name, device = f"python-code-{options.size}", torch.device(options.device)
-    out = options.out or cache() / name
+    out, device = options.out, torch.device(options.device)
     check_stage(parser, options.stage, out, _NEEDS)
     if options.stage in (None, "target"):
         train_target(out, shape, options.seedling_steps, options.target_steps, device)
@@ -303,7 +302,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         polish_draft(out, options.polish_rounds, options.polish_steps, device)
     if options.stage in (None, "evaluate"):
         evaluate(out)
-    print(f"{out}" if options.out else f"zoo:{name} is in {out}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from recipes.phrases import sentences, vocabulary
 from recipes.synthesis import HELD_OUT_VOICE, RATE, Line, read_by_held_out, read_by_many, speak
-from specdec.pipelines.scoring import error_rate
 
 LICENCE = (
     "Apache-2.0, as the package. The sentences are the recipe's own; espeak-ng, which spoke them, is not part of it."
@@ -36,6 +35,13 @@ def in_noise(samples: np.ndarray, decibels: float, random: np.random.Generator) 
     """The samples with white noise, `decibels` below the mean power of the speech."""
     noise = random.standard_normal(len(samples)) * np.sqrt((samples**2).mean() * 10 ** (-decibels / 10))
     return np.asarray(samples + noise, dtype=np.float32)
+
+
+def error_rate(texts: Sequence[str], references: Sequence[str]) -> float:
+    """Word errors (wrong, missing, added) of all texts per word of their references, both normalised."""
+    from jiwer import wer
+
+    return float(wer(list(map(normalise, references)), list(map(normalise, texts))))
 
 
 @torch.no_grad()
@@ -151,7 +157,7 @@ def evaluate(out: Path, count: int = 200) -> dict[str, Any]:
     random = np.random.default_rng(0)
     spoken["noise"] = [in_noise(samples, 15, random) for samples in spoken["sentences"]]
     texts = [line.text for line in lines("sentences", count)]
-    rates = {kind: error_rate(transcribe(target, processor, heard), texts, normalise) for kind, heard in spoken.items()}
+    rates = {kind: error_rate(transcribe(target, processor, heard), texts) for kind, heard in spoken.items()}
     long = transcribe_long(target, processor, joined(spoken["sentences"]))
     windows = windows_of(spoken["sentences"], processor.feature_extractor.chunk_length)
     agreed, tokens = agreement(target, draft, processor, windows[: count // 5])
@@ -162,7 +168,7 @@ def evaluate(out: Path, count: int = 200) -> dict[str, Any]:
         "held_out_sentences_word_error_rate": round(rates["sentences"], 4),
         "held_out_voice_word_error_rate": round(rates["voice"], 4),
         "in_noise_word_error_rate": round(rates["noise"], 4),
-        "long_form_word_error_rate": round(error_rate([long], [" ".join(texts)], normalise), 4),
+        "long_form_word_error_rate": round(error_rate([long], [" ".join(texts)]), 4),
         "greedy_agreement": round(agreed, 4),
         "tokens_per_window": round(tokens, 1),
         "held_out_voice": HELD_OUT_VOICE,

@@ -13,7 +13,6 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.decoding import strategies
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
-from specdec.pipelines import PIPELINES
 from specdec.proposers import DRAFTS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -23,7 +22,6 @@ TABLES: dict[str, dict[str, Any]] = {
     "draft": DRAFTS,
     "schedule": SCHEDULES,
     "quantization": QUANTIZATIONS,
-    "pipeline": PIPELINES,
 }
 BEFORE = {kind: {**table} for kind, table in [*TABLES.items(), ("sampling", SAMPLING)]}, strategies.STRATEGIES
 
@@ -69,8 +67,8 @@ def test_registries_are_as_they_were() -> None:
 
 def test_every_kind_has_an_example() -> None:
     """One each, and nothing that looks like code is left out."""
-    assert [kind for kind, _ in BLOCKS] == ["draft", "strategy", "schedule", "quantization", "pipeline"]
+    assert [kind for kind, _ in BLOCKS] == ["draft", "strategy", "schedule", "quantization"]
     assert [title for title, _ in OBJECTS] == ["draft that reads hidden states"]
     assert DOCS.count("```python") == len([*BLOCKS, *OBJECTS])
-    for table in ("DRAFT_WORDS", "STRATEGIES", "SCHEDULES", "QUANTIZATIONS", "PIPELINES"):
+    for table in ("DRAFT_WORDS", "STRATEGIES", "SCHEDULES", "QUANTIZATIONS"):
         assert f"`{table}` in `specdec/" in DOCS

@@ -9,8 +9,6 @@ import torch
 from transformers import AutoConfig
 
 from recipes import RECIPES, functions, main, phrases, python_code, python_summary, shapes, speech, synthesis, windows
-from specdec.errors import OptionError
-from specdec.options import bundled_models
 
 SOURCE = '''
 # Not about anything.
@@ -116,7 +114,7 @@ def test_sizes_of_the_code_pair(size: str, width: int) -> None:
 def test_an_unknown_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The message says which there are. (0 weights made a model of 1.5 M, and 40 billion one of 4.8.)"""
     with pytest.raises(SystemExit):
-        python_code.main([f"--size={size}"])
+        python_code.main(["out", f"--size={size}"])
     assert "--size must be one of base, small, medium, large or a number like 300M" in capsys.readouterr().err
 
 
@@ -131,24 +129,9 @@ def test_a_stage_before_its_time(recipe: ModuleType, tmp_path: Path, capsys: pyt
         (tmp_path / role / "config.json").write_text("{}")
 
 
-def test_a_pair_is_found_once_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the user's cache goes by its name as soon as it has its card, which comes last."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "specdec" / "zoo" / "mine"
-    (folder / "target").mkdir(parents=True)
-    (folder / "target" / "model.safetensors").touch()
-    with pytest.raises(OptionError, match="zoo:python-code"):
-        bundled_models.locate("zoo:mine", "target")
-    (folder / "card.json").write_text('{"loss": ')  # cut short: `specdec zoo` ended with an error of JSON
-    assert "mine" not in bundled_models.folders()
-    (folder / "card.json").write_text("{}")
-    assert bundled_models.locate("zoo:mine", "draft") == str(folder / "draft")
-
-
 @pytest.mark.slow
 def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of every stage, into the user's cache, where its name finds it once it is finished."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """A step of every stage."""
     modules = [(f"module{n}.py", f"def f{n}(x):\n    return x + {n}\n\n" * 300) for n in range(6)]
     monkeypatch.setattr(python_code, "source_files", lambda *, held_out: iter(modules[:2] if held_out else modules[2:]))
     monkeypatch.setattr(python_code, "held_out_prompts", lambda count: ["def f0(x):\n"])
@@ -156,14 +139,10 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     steps = {"seedling": 1, "target": 1, "draft": 2, "polish": 2}
     stages = [*(f"--{stage}-steps={count}" for stage, count in steps.items()), "--device=cpu"]
-    python_code.main(["--size", "1M", "--stage", "target", *stages])
-    with pytest.raises(OptionError, match="zoo:python-code"):
-        bundled_models.locate("zoo:python-code-1M", "target")  # it has no draft yet
-    for stage in ("draft", "polish", "evaluate"):
-        python_code.main(["--size", "1M", "--stage", stage, *stages])
-    folder = tmp_path / "specdec" / "zoo" / "python-code-1M"
-    assert bundled_models.locate("zoo:python-code-1M", "draft") == str(folder / "draft")
-    target, draft = (AutoConfig.from_pretrained(folder / role) for role in ("target", "draft"))
+    for stage in ("target", "draft", "polish", "evaluate"):
+        python_code.main([str(tmp_path), "--size", "1M", "--stage", stage, *stages])
+    assert (tmp_path / "card.json").exists()
+    target, draft = (AutoConfig.from_pretrained(tmp_path / role) for role in ("target", "draft"))
     assert (target.num_hidden_layers, draft.num_hidden_layers) == (24, 2)
     assert target.hidden_size == draft.hidden_size == 64
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options
 from specdec.options.load import QUANTIZATIONS, Quantization
 from specdec.options.resolve import resolve
-from specdec.pipelines import PIPELINES, text
-from specdec.pipelines.summaries import summarize
 from specdec.proposers import DRAFTS
 from specdec.proposers.copying import TextDraft
 from tests.matrix import STRATEGIES as COMMON
@@ -202,11 +199,3 @@ def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name in flags.SHARED["quantization"].default.help
         assert f'"{name}"' in (ROOT / "docs/guides/quantization.md").read_text(encoding="utf-8")
     assert not make_quantizer(None).converts
-
-
-def test_every_pipeline_is_there() -> None:
-    """Under the task whose settings it follows."""
-    for kind in PIPELINES.values():
-        assert getattr(import_module("specdec.pipelines"), kind.__name__) is kind
-        assert callable(kind.from_pretrained)
-    assert {text.TASK, summarize.TASK} < {*PIPELINES}

@@ -174,9 +174,9 @@ def main() -> None:
     """Starts all systems, gives them turns, prints the table."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import numpy as np
+    from jiwer import wer
     from measure import Watch, table
 
-    from specdec.pipelines.scoring import error_rate
     from specdec.pipelines.speech.audio import read_audio
 
     args, watch = arguments(), Watch()
@@ -222,7 +222,7 @@ def main() -> None:
             f"{middle[name]:.2f}",
             f"{min(worker.seconds):.2f} to {max(worker.seconds):.2f}",
             f"{middle['transformers'] / middle[name]:.2f}x" if "transformers" in middle else "",
-            f"{error_rate([worker.texts[0]], [first.texts[0]], words):.1%}",
+            f"{wer(words(first.texts[0]), words(worker.texts[0])):.1%}",
         ]
         for name, worker in workers.items()
     ]

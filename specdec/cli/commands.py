@@ -133,7 +133,7 @@ def generate(
         None,
         metavar="TARGET",
         help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
-        autocompletion=flags.own_pairs,
+        autocompletion=flags.bundled_pair,
     ),
     prompt: str | None = Option(None, "--prompt", "-p", help="Text to continue; - reads stdin."),
     chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 State = Literal["good", "note", "bad"]
 _DISTRIBUTION = "specdec-runtime"
 _EXTRAS = {
-    "audio": "recordings in any format and word errors",
+    "audio": "recordings in any format",
     "bench": "reports with plots",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
@@ -44,7 +44,6 @@ _EXTRAS = {
     "ray": "clusters: specdec batch --ray, the server on Ray Serve",
     "serve": "specdec serve",
     "structured": "answers in a form: JSON schemas, expressions, grammars",
-    "summaries": "ROUGE",
 }
 """Extras of the package, and what they add."""
 _SECONDS = 10.0
@@ -267,7 +266,7 @@ def doctor(
         None,
         metavar="TARGET",
         help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
-        autocompletion=flags.own_pairs,
+        autocompletion=flags.bundled_pair,
     ),
     prompt: list[str] | None = Option(
         None, "--prompt", "-p", help="Prompt of the estimate; repeatable; code by default."

@@ -25,9 +25,8 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer needs this name
 
 
-def own_pairs(incomplete: str) -> list[str]:
-    """Completes the name of a pair, of the package or of this user; the shell completes files."""
-    return one_of(f"zoo:{name}" for name in bundled_models.folders())(incomplete)
+bundled_pair = one_of(f"zoo:{name}" for name in bundled_models.NAMES)
+"""Completes the name of a pair of the package; the shell completes files."""
 
 
 def takes(*words: str) -> Callable[[Command], Command]:
@@ -59,7 +58,7 @@ def _shared(
     *,
     # what drafts, and how much
     draft_model: str | None = Option(
-        None, help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=own_pairs
+        None, help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=bundled_pair
     ),
     method: str | None = Option(
         None,

@@ -132,8 +132,8 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
 
 @flags.takes()
 def zoo() -> None:
-    """List the bundled models with their cards. Pairs that you made with the recipes follow."""
-    for name in bundled_models.folders():
+    """List the bundled models with their cards."""
+    for name in bundled_models.NAMES:
         pair = bundled_models.pair(name)
         print(f"zoo:{name}")
         for role, folder in (("target", pair.target), ("draft", pair.draft)):

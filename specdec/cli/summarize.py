@@ -15,6 +15,7 @@ from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
+from specdec.core.stats import total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 from specdec.options.versions import versions
@@ -43,9 +44,6 @@ def summarize(
     truncate: bool = Option(False, "--truncate", help="Read only the beginning of a long text."),
     template: str | None = Option(None, help="Prompt of the model, with {text} in it."),
     batch_size: int = Option(8, min=1, help="Texts or chunks that are decoded together."),
-    reference: list[str] | None = Option(
-        None, metavar="FILE", help="Reference summary of each FILE, in order, for ROUGE."
-    ),
     format: Literal["text", "json"] = Option("text", help="Output: text, or one JSON object."),
     *,
     config: Path | None,
@@ -61,13 +59,6 @@ def summarize(
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     first_of_job(request)
     texts = bundled_models.functions() if demo else read_files(files or [])
-    references = read_files(reference or [])
-    if references and len(references) != len(texts):
-        raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))
-    if references:
-        from specdec.pipelines.scoring import scorer
-
-        scorer()  # raises SpecdecError where its library is missing
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK
     found: list[Summaries] = []
@@ -82,7 +73,7 @@ def summarize(
         say(f"interrupted: {done} of {len(texts)} are done, leave these files out to resume")
         code = INTERRUPTED
     if found:
-        conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
+        conclude(request, texts, found, as_json=format == "json", stats=stats)
     return code
 
 
@@ -127,18 +118,12 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 def conclude(
     request: Request,
     texts: dict[str, str],
-    references: list[str],
     found: Sequence[Summaries],
     *,
     as_json: bool,
     stats: bool,
 ) -> None:
-    from specdec.pipelines import rouge
-    from specdec.pipelines.batching import total
-
     documents = [document for part in found for document in part.documents]
-    pairs = list(zip([document.texts[0] for document in documents], references, strict=False))
-    scores = rouge(*map(list, zip(*pairs, strict=True))) if pairs else None
     counts = total([part.stats for part in found])
     if as_json:
         rows = [
@@ -151,10 +136,8 @@ def conclude(
             }
             for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
-        whole = {"documents": rows, "rouge": scores, "stats": stats_fields(counts)}
+        whole = {"documents": rows, "stats": stats_fields(counts)}
         whole |= {"settings": settings(request, counts), "versions": versions()}
         write(Console(), json.dumps(whole, ensure_ascii=False) + "\n")
-    elif scores:
-        say(" · ".join(f"{kind} {score:.3f}" for kind, score in scores.items()))
     if stats:
         show_stats(counts)

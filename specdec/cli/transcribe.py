@@ -27,8 +27,6 @@ STDIN = "-"
 ZOO = "zoo:speech"
 Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
-Case = tuple[str, str | None]
-"""The name of a recording, and its reference if known."""
 
 
 @flags.takes("num_draft_tokens schedule dtype backend exactness device_map stats quiet")
@@ -48,9 +46,6 @@ def transcribe(
     task: str | None = Option(None, help="transcribe, or translate (into English)."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
     words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
-    reference: Path | None = Option(
-        None, help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."
-    ),
     chunk_length: float | None = Option(
         None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
     ),
@@ -71,59 +66,54 @@ def transcribe(
 
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
-    cases = read_cases(files or [], demo=demo, reference=reference)
+    recordings = read_files(files or [], demo=demo)
     name = ctx.params["model"] = read_model(model, demo=demo)
-    check_output([file for file, _ in cases], format, output_dir)
+    check_output(recordings, format, output_dir)
     request = read_speech(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     if resume:
-        cases = unfinished(cases, format, output_dir)
-        if not cases:
+        recordings = unfinished(recordings, format, output_dir)
+        if not recordings:
             return OK
     with loading(f"loading {name}", quiet=quiet, downloads=not all(map(is_here, (request.target, request.draft)))):
         from specdec.pipelines import Transcriber
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
         transcriber.generator.compile()
-    texts: list[str | None] = []
+    are_read: list[bool] = []
     try:
-        for text in transcribe_all(transcriber, cases, request.options, ctx.params):
-            texts.append(text)
+        for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
+            are_read.append(is_read)
     except KeyboardInterrupt:
         way = "leave these files out to resume (or pass --output-dir and --resume)"
         if output_dir is not None:
             way = "run the same command with --resume to resume"
-        say(f"{len(texts)} of {len(cases)} recordings are done; {way}")
+        say(f"{len(are_read)} of {len(recordings)} recordings are done; {way}")
         raise
-    if cases[0][1] is not None:
-        say(whole_error_rate(transcriber, texts, cases, language))
-    return FAILED if None in texts else OK
+    return OK if all(are_read) else FAILED
 
 
 def transcribe_all(
-    transcriber: Transcriber, cases: Sequence[Case], options: Mapping[str, Any], params: Mapping[str, Any]
-) -> Iterator[str | None]:
-    """Transcribes and shows the recordings in batches, and yields their texts: None for what could not be read."""
+    transcriber: Transcriber, recordings: Sequence[str], options: Mapping[str, Any], params: Mapping[str, Any]
+) -> Iterator[bool]:
+    """Transcribes and shows the recordings in batches, and yields for each whether it could be read."""
     batch_size, quiet = params["batch_size"], params["quiet"]
-    for first in range(0, len(cases), batch_size):
-        batch = cases[first : first + batch_size]
+    for first in range(0, len(recordings), batch_size):
+        batch = recordings[first : first + batch_size]
         with counting(quiet=quiet, grows=True) as notify:
 
-            def progress(done: float, known: float, part: str = f"{first + len(batch)}/{len(cases)}") -> None:
+            def progress(done: float, known: float, part: str = f"{first + len(batch)}/{len(recordings)}") -> None:
                 notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
 
-            inputs = [sys.stdin.buffer if name == STDIN else name for name, _ in batch]
+            inputs = [sys.stdin.buffer if name == STDIN else name for name in batch]
             found = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
-        for (name, reference), out in zip(batch, found, strict=True):
+        for name, out in zip(batch, found, strict=True):
             if out is not None:
-                wer = None
-                if reference is not None:
-                    wer = transcriber.error_rate([out["text"]], [reference], language=out.language)
-                show(name, rendered(name, out, wer, params["format"]), params, headed=len(cases) > 1)
-            yield None if out is None else out["text"]
-        heard = [(name, out) for (name, _), out in zip(batch, found, strict=True) if out is not None]
-        if heard and len(cases) > 1 and (params["stats"] or not quiet):
+                show(name, rendered(name, out, params["format"]), params, headed=len(recordings) > 1)
+            yield out is not None
+        heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
+        if heard and len(recordings) > 1 and (params["stats"] or not quiet):
             say(", ".join(name for name, _ in heard), "dim")
         if heard and params["stats"]:
             show_stats(heard[0][1].stats)
@@ -131,12 +121,12 @@ def transcribe_all(
             say(pace([out for _, out in heard]))
 
 
-def unfinished(cases: Sequence[Case], format: Format, folder: Path | None) -> list[Case]:
+def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -> list[str]:
     """The recordings without a file in the folder."""
     if folder is None:
         raise OptionError("--resume skips recordings with a file in --output-dir: pass --output-dir")
-    left = [case for case in cases if not output_file(case[0], format, folder).exists()]
-    say(f"{len(cases) - len(left)} of {len(cases)} recordings are done already")
+    left = [name for name in recordings if not output_file(name, format, folder).exists()]
+    say(f"{len(recordings) - len(left)} of {len(recordings)} recordings are done already")
     return left
 
 
@@ -149,22 +139,12 @@ def unreadable(source: Any, error: SpecdecError) -> None:
     say(f"error: {' '.join(str(error).replace('`inputs`', '`FILE`').split())}", "red")
 
 
-def whole_error_rate(
-    transcriber: Transcriber, texts: Sequence[str | None], cases: Sequence[Case], language: str | None
-) -> str:
-    pairs = [(text, reference) for text, (_, reference) in zip(texts, cases, strict=True) if text is not None]
-    if not pairs:
-        return "no recording could be read"
-    rate = transcriber.error_rate(*map(list, zip(*pairs, strict=True)), language=language)
-    return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
-
-
-def read_cases(files: list[str], *, demo: bool, reference: Path | None) -> list[Case]:
+def read_files(files: list[str], *, demo: bool) -> list[str]:
     """The recordings, those in folders among them; raises OptionError where none is named."""
     if bool(files) == demo:
         raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
     if demo:
-        return [(str(path), text) for path, text in bundled_models.recordings()]
+        return [str(path) for path, _ in bundled_models.recordings()]
     found: list[str] = []
     for name in files:
         if name == STDIN or not Path(name).is_dir():
@@ -175,7 +155,7 @@ def read_cases(files: list[str], *, demo: bool, reference: Path | None) -> list[
         if not (inside := sounds_in(Path(name))):
             raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
         found += map(str, inside)
-    return [*zip(found, [None] * len(found) if reference is None else read_references(reference, found), strict=True)]
+    return found
 
 
 def read_model(model: str | None, *, demo: bool) -> str:
@@ -236,7 +216,7 @@ def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) ->
     write(console, content)
 
 
-def rendered(name: str, out: Transcription, wer: float | None, format: Format) -> str:
+def rendered(name: str, out: Transcription, format: Format) -> str:
     from specdec.pipelines.speech.subtitles import srt, vtt
 
     if format == "text":
@@ -252,7 +232,6 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
         "duration": round(out.duration, 3),
         "seconds": round(out.seconds, 3),
         "real_time_factor": round(out.real_time_factor, 4),
-        **({} if wer is None else {"word_error_rate": round(wer, 4)}),
     }
     return json.dumps(facts, ensure_ascii=False) + "\n"
 
@@ -263,24 +242,3 @@ def pace(found: Sequence[Transcription]) -> str:
     length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
     return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}"
-
-
-def read_references(path: Path, files: Sequence[str]) -> list[str]:
-    """The reference of each file: by its name, with or without ending, or line by line.
-
-    Raises OptionError where `path` cannot be read or lacks a reference.
-    """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError.of("--reference", "a readable text file in UTF-8", str(path), str(error)) from None
-    for mark in ("|", "\t"):
-        if lines and all(mark in line for line in lines):
-            parts = [line.split(mark) for line in lines]
-            named = {Path(part[0].strip()).stem: part[-1].strip() for part in parts}
-            if missing := [file for file in files if Path(file).stem not in named]:
-                raise OptionError(f"--reference {path} has no line for {missing[0]}: add it, or leave that file out")
-            return [named[Path(file).stem] for file in files]
-    if len(lines) != len(files):
-        raise OptionError.of("--reference", f"one line for each of {len(files)} files", f"{len(lines)} lines in {path}")
-    return lines

@@ -1,12 +1,8 @@
-"""Small trained pairs of the package, to try, test and measure it offline.
-
-Pairs that the user made with the repository's recipes are in a cache folder; both kinds are named `zoo:NAME`.
-"""
+"""Small trained pairs of the package, to try, test and measure it offline; they are named `zoo:NAME`."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,37 +23,14 @@ class Pair:
     card: dict[str, Any]
 
 
-def cache() -> Path:
-    """The folder of pairs that this user made: `specdec/zoo` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "specdec" / "zoo"
-
-
-def folders() -> dict[str, Path]:
-    """All pairs by name: those of the package, and the finished ones in the cache."""
-    own = {name: _ROOT / name.replace("-", "_") for name in NAMES}
-    made = {card.parent.name: card.parent for card in sorted(cache().glob("*/card.json")) if _card(card) is not None}
-    return own | {name: folder for name, folder in made.items() if name not in own}
-
-
-def _card(file: Path) -> dict[str, Any] | None:
-    """A card's content; None for an incomplete file."""
-    try:
-        card = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return card if isinstance(card, dict) else None
-
-
 def pair(name: str = "python-code") -> Pair:
     """The pair of this name; raises OptionError for an unknown name, SpecdecError for missing weights."""
-    known = folders()
-    if name not in known:
-        raise OptionError.of("name", f"one of {', '.join(known)}", name)
-    folder = known[name]
+    if name not in NAMES:
+        raise OptionError.of("name", f"one of {', '.join(NAMES)}", name)
+    folder = _ROOT / name.replace("-", "_")
     if not (folder / "target" / "model.safetensors").exists():
         raise SpecdecError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
-    return Pair(name, folder / "target", folder / "draft", _card(folder / "card.json") or {})
+    return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text("utf-8")))
 
 
 def locate(name: str, role: str, argument: str | None = None) -> str:
@@ -67,9 +40,9 @@ def locate(name: str, role: str, argument: str | None = None) -> str:
     """
     if not name.startswith("zoo:"):
         return name
-    own, known = name.removeprefix("zoo:"), folders()
-    if own not in known:
-        named = ", ".join(f"zoo:{pair}" for pair in known)
+    own = name.removeprefix("zoo:")
+    if own not in NAMES:
+        named = ", ".join(f"zoo:{pair}" for pair in NAMES)
         raise OptionError.of(argument or role, f"a hub id, a folder or one of {named}", name)
     return str(getattr(pair(own), role))
 

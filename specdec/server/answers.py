@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from specdec.core.stats import Stats
-from specdec.pipelines.batching import total
+from specdec.core.stats import Stats, total
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
 from specdec.server.tools import CallFormat, CallReader, whole_calls

@@ -20,7 +20,7 @@ from specdec.bench.results import summary
 from specdec.bench.samples import Store
 from specdec.bench.systems import measure
 from specdec.errors import OptionError, SpecdecError
-from specdec.options import versions
+from specdec.options import bundled_models, versions
 from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
 
@@ -138,17 +138,17 @@ def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[st
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine"])
+@pytest.mark.parametrize("drafts", ["zoo:python-code", "suffix+zoo:python-code"])
 def test_a_pair_that_was_trained_again(
     role: str, drafts: Any, models: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights under an old name are noticed. (Only folders were looked at, and `zoo:` names were taken for ids.)"""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "specdec" / "zoo" / "mine"
+    monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
+    folder = tmp_path / "python_code"
     for name, model in zip(("target", "draft"), models, strict=True):
         shutil.copytree(model, folder / name)
     (folder / "card.json").write_text("{}")
-    suite = {"targets": "zoo:mine", "drafts": drafts, "repeats": 1}
+    suite = {"targets": "zoo:python-code", "drafts": drafts, "repeats": 1}
     assert exit_state(measured(**suite)) == "ok"
     measured(**suite)
     (folder / role / "model.safetensors").touch()

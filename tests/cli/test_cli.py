@@ -155,10 +155,9 @@ def test_examples_run_offline(command: str, tmp_path: Path) -> None:
         ("specdec generate --method hybrid:", ["hybrid:suffix", "hybrid:ngram"]),
     ],
 )
-def test_shell_completion(words: str, expected: list[str], tmp_path: Path) -> None:
+def test_shell_completion(words: str, expected: list[str]) -> None:
     """Commands, and the words that flags and names take, without loading torch."""
     asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    asked["XDG_CACHE_HOME"] = str(tmp_path)  # where pairs of this user might be
     code = "import sys; sys.argv = ['specdec']; from specdec.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
     assert done.stdout.split() == expected

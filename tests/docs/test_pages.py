@@ -41,7 +41,6 @@ FILES = {
     "old.py": "def area(width, height):\n    return width * height\n",
     "report.txt": "The cat sat. It was warm. It slept.\n",
     "notes.txt": "One line. Another line.\n",
-    "summary.txt": "The cat slept.\n",
     "function.py": "def add(first, second):\n    return first + second\n",
     "prompts.jsonl": '{"prompt": "What is a cat?"}\n{"prompt": "Name a colour."}\n' * 12,
     "corpus.txt": "A cat is an animal. " * 60,

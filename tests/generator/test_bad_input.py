@@ -20,7 +20,7 @@ from specdec.decoding.strategies import PhrasalConstraint
 from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
 from specdec.options.generate import Options
 from specdec.options.resolve import resolve
-from specdec.pipelines import Summarizer, Text
+from specdec.pipelines import Summarizer
 from specdec.proposers import SuffixDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
@@ -292,7 +292,7 @@ def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
         generator.generate("text", max_new_tokens=4)
 
 
-@pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer])
+@pytest.mark.parametrize("kind", [SpecGenerator, Summarizer])
 def test_half_of_a_character(kind: Any) -> None:
     """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
     made = kind(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
@@ -349,7 +349,7 @@ def test_wrong_models(target: Any, draft: Any, message: str) -> None:
     assert isinstance(found.value, VocabularyError) == ("vocabulary" in message)
 
 
-@pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer, Transcriber])
+@pytest.mark.parametrize("kind", [SpecGenerator, Summarizer, Transcriber])
 @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
 def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
     """Each class names its own. (All named SpecGenerator's.)"""

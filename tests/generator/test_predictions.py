@@ -12,7 +12,7 @@ import torch
 from specdec import OptionError, SpecGenerator
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.pipelines import Text
+from specdec.pipelines import Summarizer
 from tests.folders import byte_tokenizer, saved_model
 from tests.matrix import endless, some
 from tests.tiny import tiny, tiny_inputs
@@ -109,9 +109,9 @@ def test_what_is_none_raises(draft: Any, prediction: Any, words: str) -> None:
 
 def test_pipelines_have_no_place_for_it() -> None:
     """They make their own prompts."""
-    text = Text(tiny("llama", vocab=300), "suffix", tokenizer=byte_tokenizer())
+    summarize = Summarizer(tiny("llama", vocab=300), "suffix", tokenizer=byte_tokenizer())
     with pytest.raises(OptionError, match="prediction"):
-        text("ab", max_new_tokens=4, prediction="cd")
+        summarize("ab", max_new_tokens=4, prediction="cd")
 
 
 def test_a_draft_that_says_nothing_of_itself() -> None:

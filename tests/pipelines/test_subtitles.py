@@ -1,13 +1,11 @@
-"""Subtitles, byte for byte, and the error rate."""
+"""Subtitles, byte for byte."""
 
 from __future__ import annotations
 
 import pytest
 
-from specdec import OptionError, Transcriber
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.pipelines.speech.windows import split
-from tests.speech import processor, whisper
 
 CHUNKS = [
     {"text": " Tom & Jerry", "timestamp": (0.0, 1.5)},
@@ -71,15 +69,3 @@ def test_windows_are_split_at_pairs_of_timestamps(
     assert [(round(s.start, 2), round(s.end, 2), len(s.tokens)) for s in found] == segments
     assert covered == frames
     assert [token for s in found for token in s.tokens] == tokens[: sum(n for *_, n in segments)]
-
-
-def test_word_error_rate() -> None:
-    """Case, punctuation and spelling of numbers do not count; every wrong, missing or added word does."""
-    transcriber = Transcriber(whisper(0), processor=processor())
-    assert transcriber.error_rate([" Forty-two, Mr. Smith!"], ["42 mister smith"]) == 0
-    assert transcriber.error_rate(["a b c", "d"], ["a x c", "d e"]) == pytest.approx(2 / 5)
-    assert transcriber.error_rate(["Wir, hier."], ["wir hier"], language="german") == 0
-    with pytest.raises(OptionError, match="2 transcriptions"):
-        transcriber.error_rate(["a", "b"], ["a"])
-    with pytest.raises(OptionError, match="no words"):
-        transcriber.error_rate(["a"], ["[noise]"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from specdec import SpecGenerator
@@ -129,31 +128,16 @@ def test_shapes() -> None:
     assert summarize(TEXTS[0], do_sample=True, num_return_sequences=2, seed=1) == drawn[0]
 
 
-def test_clean_up_of_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off unless asked for, as it was."""
-    summarize = summarizer("t5", **T5)
-    name = "clean_up_tokenization_spaces"
-    monkeypatch.setattr(summarize.generator.tokenizer, "decode", lambda ids, **how: str(how.get(name)))
-    for asked, given in (("False", {}), ("True", {name: True})):
-        assert summarize.summarize(TEXTS[:1], **given).documents[0].texts == [asked]
-
-
 @pytest.mark.parametrize("family", ["t5", "llama"])
-def test_return_tensors(family: str) -> None:
-    """Ids as transformers' generate returns them, beside the text or without it; none of a prompt."""
+def test_token_ids(family: str) -> None:
+    """As transformers' generate returns them; none of a prompt."""
     words = tokenizer(ends=family == "t5")
     summarize = Summarizer(model(family), tokenizer=words)
-    found = summarize(TEXTS, max_length=NEW, return_tensors=True)
-    for text, row in zip(TEXTS, found, strict=True):
-        ids = row["summary_token_ids"]
+    for text, found in zip(TEXTS, summarize.summarize(TEXTS, max_length=NEW).documents, strict=True):
         prompt = words(summarize.template.replace("{text}", text))["input_ids"]
         limit = {"max_length": NEW} if family == "t5" else {"max_new_tokens": NEW}
         start = [1] if family == "t5" else []
-        assert ids.tolist() == start + written(summarize.generator.target.model, prompt, **limit)
-        assert row["summary_text"] == words.decode(ids, skip_special_tokens=True)
-    alone = summarize(TEXTS[0], max_length=NEW, return_tensors=True, return_text=False)
-    assert [set(row) for row in alone] == [{"summary_token_ids"}]
-    assert torch.equal(alone[0]["summary_token_ids"], found[0]["summary_token_ids"])
+        assert found.token_ids[0].tolist() == start + written(summarize.generator.target.model, prompt, **limit)
 
 
 @pytest.mark.parametrize("strategy", [{"num_return_sequences": 2}, {"num_samples": 3}, {"num_beams": 2}])
@@ -231,20 +215,19 @@ def test_the_models_own_positions() -> None:
     assert small.summarize([long], **options).documents[0].parts[0] > 2
 
 
-@pytest.mark.parametrize("truncation", [True, "longest_first", "only_first"])
-def test_truncation(truncation: bool | str) -> None:
+def test_truncation() -> None:
     """An encoder reads what its tokenizer leaves; other targets the first sentences that fit, template included."""
     words = tokenizer(ends=True, most=100)
     target = model("t5", prefix="s: ")
     cut = words(f"s: {LONG}", truncation=True)["input_ids"]
     assert len(cut) == 100
     new = written(target, cut, max_new_tokens=NEW)
-    found = Summarizer(target, tokenizer=words)(LONG, truncation=truncation, max_new_tokens=NEW)
+    found = Summarizer(target, tokenizer=words)(LONG, truncation=True, max_new_tokens=NEW)
     assert found == [{"summary_text": words.decode(new, skip_special_tokens=True)}]
     target, words = model("gpt2"), tokenizer()
     summarize = Summarizer(target, tokenizer=words)
     text = " ".join([LONG] * 3)
-    found = summarize.summarize([text], truncation=truncation, max_new_tokens=NEW).documents[0]
+    found = summarize.summarize([text], truncation=True, max_new_tokens=NEW).documents[0]
     first = chunked(text, 512 - NEW, lambda ts: [len(summarize.template) - 6 + len(t) for t in ts], even=False)[0]
     new = written(target, words(summarize.template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
     assert (found.parts, found.texts) == ([1], [words.decode(new, skip_special_tokens=True)])
@@ -269,11 +252,11 @@ CALLS = [
     ({"text": "a"}, {}, "`documents` must be text"),
     ("a", {"max_new_tokens": None}, "a summary needs a length limit: pass `max_new_tokens=`"),
     ("ab", {"min_length": 9, "max_new_tokens": 3}, "`min_length`=9 asks for more tokens than text 0 has"),
-    ("a", {"truncation": "some"}, "`truncation` must be one of True, 'longest_first'"),
+    ("a", {"truncation": "some"}, "`truncation` must be True or False, got 'some'"),
     ("a", {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
     ("a", {"batch_size": True}, "`batch_size`"),
-    ("a", {"return_text": False}, "leaves nothing: turn one on"),
-    ("a", {"output_scores": True}, "`output_scores` has no place in a pipeline's result"),
+    ("a", {"return_tensors": True}, "`return_tensors` is not an option of generate"),
+    ("a", {"output_scores": True}, "`output_scores` has no place in a Summarizer's result"),
     ("a", {"return_dict_in_generate": True}, "`return_dict_in_generate` has no place"),
     ("a", {"max_token": 3}, "`max_token` is not an option of generate"),
     ("a", {"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences`=3 is more than"),
@@ -314,7 +297,7 @@ MAKING = [
     ({"template": "Summarize!"}, r"`template` must be text with \{text\} in it"),
     ({"chunk_tokens": 0}, "`chunk_tokens` must be a whole number of at least 1"),
     ({"chunk_tokens": True}, "`chunk_tokens` must be"),
-    ({"tokenizer": None}, "a pipeline reads and writes text: pass `tokenizer=`"),
+    ({"tokenizer": None}, "a Summarizer reads and writes text: pass `tokenizer=`"),
     ({"max_token": 3}, "`max_token` is not an option"),
 ]
 

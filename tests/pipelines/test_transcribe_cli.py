@@ -65,11 +65,9 @@ def test_text(folder: Path, typed: Any) -> None:
 
 
 def test_json(folder: Path, typed: Any) -> None:
-    """A line per file, with segments or words, and word errors by name."""
-    references = folder / "refs.csv"
-    references.write_text("long|said|two words\nshort.wav|one\n", encoding="utf-8")
+    """A line per file, with segments or words."""
     files = [str(folder / "short.wav"), str(folder / "long.wav")]
-    code, out, err = typed(*files, "--format", "json", "--reference", references)
+    code, out, _ = typed(*files, "--format", "json")
     assert code == 0
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["file"] for line in lines] == files
@@ -78,9 +76,7 @@ def test_json(folder: Path, typed: Any) -> None:
         assert (line["text"], line["language"]) == (whole["text"], "english")
         assert line["chunks"] == json.loads(json.dumps(whole["chunks"]))
         assert line["finish_reasons"] == whole.finish_reasons
-        assert line["word_error_rate"] > 0
         assert line["real_time_factor"] == pytest.approx(line["seconds"] / line["duration"], rel=0.05)
-    assert "word error rate" in err
     assert json.loads(typed(files[0], "--format", "json", "--words", "--quiet")[1])["chunks"]
 
 
@@ -116,10 +112,13 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["transcribe", "--demo", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
-    assert len(lines) == len(bundled_models.recordings()) > 1
-    assert all(line["word_error_rate"] < 0.3 and line["chunks"] for line in lines)
+    recordings = bundled_models.recordings()
+    assert len(lines) == len(recordings) > 1
+    for line, (_, said) in zip(lines, recordings, strict=True):
+        heard = line["text"].split()
+        assert sum(word in heard for word in said.split()) > 0.7 * len(said.split())
+        assert line["chunks"]
     assert "mean acceptance length" in err
-    assert "word error rate" in err
 
 
 def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,32 +151,27 @@ def test_folders_are_the_recordings_in_them(folder: Path, tmp_path: Path, typed:
 @pytest.mark.parametrize("batch_size", ["1", "3"])
 def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, typed: Any) -> None:
     """It is told and left out, the others go on, and the exit code is 1. (It ended them all.)"""
-    bad, said = tmp_path / "bad.wav", tmp_path / "said.txt"
+    bad = tmp_path / "bad.wav"
     bad.write_text("no sound")
-    said.write_text("one\ntwo\nthree\nfour\n")
     good = [str(folder / "short.wav"), str(folder / "long.wav")]
-    flags = ["--format", "json", "--batch-size", batch_size, "--reference", said]
+    flags = ["--format", "json", "--batch-size", batch_size]
     code, out, err = typed(good[0], bad, "nowhere.wav", good[1], *flags)
     assert code == 1
     assert [json.loads(line)["file"] for line in out.splitlines()] == good
     assert "bad.wav cannot be read as sound" in err
     assert "error: `FILE` must be the name of a sound file, got 'nowhere.wav': there is no such file" in err
-    assert "2 recordings" in err
     assert all(name in part for name, part in zip(good, err.split(" s of sound in "), strict=False))
     assert typed(bad, "--quiet")[:2] == (1, "")
 
 
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> None:
     """One red line, the file's name in it, and exit code 2."""
-    lines, short = tmp_path / "lines.txt", "short.wav"
-    lines.write_text("one\ntwo\n")
+    short = "short.wav"
     for arguments, words in (
         ([], "--demo"),
         ([short, "--demo"], "--demo"),
         ([short, short, "--format", "srt"], "--output-dir"),
         ([short, short, "--output-dir", tmp_path], "twice"),
-        ([short, "--reference", lines], "one line for each of 1 files"),
-        ([short, "--reference", tmp_path / "none"], "--reference"),
         ([short, "--language", "klingon"], "language"),
         ([short, "--task", "translate", "--set", "task=transcribe"], "set by its flag and by --set"),
         ([folder / "model"], "has no wav, flac, mp3 or ogg file (a model is named with --model)"),

@@ -22,7 +22,6 @@ from recipes import functions, python_summary, speech, speech_scores
 from specdec import SpecGenerator, Transcriber
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
-from specdec.pipelines.scoring import error_rate
 
 AUTO = {
     "python-code": AutoModelForCausalLM,
@@ -118,7 +117,7 @@ def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: Wh
     for kind in ("sentences", "voice"):
         lines = speech_scores.lines(kind, 60)
         texts = speech_scores.transcribe(whisper, processor, [speech_scores.speak(line) for line in lines])
-        rate = error_rate(texts, [line.text for line in lines], speech_scores.normalise)
+        rate = speech_scores.error_rate(texts, [line.text for line in lines])
         assert rate == pytest.approx(card[f"held_out_{kind}_word_error_rate"], abs=0.06)
 
 

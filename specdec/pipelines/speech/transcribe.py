@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoProcessor
 
-from specdec.core.stats import Stats
+from specdec.core.stats import Stats, total
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
@@ -21,7 +21,6 @@ from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole
 from specdec.options.load import check_loaded
-from specdec.pipelines.batching import total
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, Settings, read_settings
 from specdec.pipelines.speech.whisper import Whisper
@@ -173,12 +172,6 @@ class Transcriber:
         if rest := transcription["text"][len(yielded) :]:
             yield rest
         return transcription
-
-    def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
-        """Word errors per word of the references, after Whisper's normalisation, by default for English."""
-        from specdec.pipelines.scoring import error_rate
-
-        return error_rate(list(texts), list(references), self._whisper.normalizer(language))
 
     def _check_parts(self) -> None:
         """Raises OptionError where extractor, target and draft read different features."""

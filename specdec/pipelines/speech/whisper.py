@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
 
 from specdec.decoding.processors import Timestamps
@@ -172,12 +171,6 @@ class Whisper:
         special = {*self.tokenizer.all_special_ids}
         text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
         return text
-
-    def normalizer(self, language: str | None) -> Any:
-        """The normaliser of texts before words are compared: Whisper's English rules, or those for other languages."""
-        if language not in (None, "english"):
-            return BasicTextNormalizer()
-        return EnglishTextNormalizer(getattr(self.tokenizer, "english_spelling_normalizer", None) or {})
 
 
 @torch.no_grad()

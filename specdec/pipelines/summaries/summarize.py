@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.stats import Stats
+from specdec.core.stats import Stats, total
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
@@ -18,7 +18,8 @@ from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
-from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
+from specdec.options.load import check_loaded
+from specdec.pipelines.summaries.batching import BATCH, Decoded, check_call, decode, row_seeds
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
@@ -27,8 +28,6 @@ INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
-_CUT = (True, "longest_first", "only_first")
-_WHOLE = (False, None, "do_not_truncate")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class _Plan:
     limit: int
     truncate: bool
     batch_size: int
-    clean_up: bool
 
 
 class Summarizer:
@@ -87,7 +85,7 @@ class Summarizer:
             raise OptionError.of("template", f"text with {PLACE} in it", template)
         if chunk_tokens is not None:
             check_whole("chunk_tokens", chunk_tokens)
-        self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
+        self.generator = _generator(target, draft, options)
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
         self.template = template or self._default_template()
@@ -107,30 +105,14 @@ class Summarizer:
         generator = SpecGenerator.from_pretrained(target, draft, task=TASK, **options)
         return cls(generator, template=template, chunk_tokens=chunk_tokens)
 
-    def __call__(
-        self,
-        documents: str | Iterable[str],
-        *,
-        return_text: bool = True,
-        return_tensors: bool = False,
-        **options: Any,
-    ) -> list[Any]:
+    def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
 
-        `return_tensors` adds `summary_token_ids` `[length]`, `return_text=False` omits the text. With
-        `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
+        With `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
-        if not (return_text or return_tensors):
-            raise OptionError("`return_text` and `return_tensors` are both off, which leaves nothing: turn one on")
         texts = [documents] if isinstance(documents, str) else documents
         found = self.summarize(texts, **options).documents
-        records = [
-            [
-                ({"summary_text": text} if return_text else {}) | ({"summary_token_ids": ids} if return_tensors else {})
-                for text, ids in zip(summary.texts, summary.token_ids, strict=True)
-            ]
-            for summary in found
-        ]
+        records = [[{"summary_text": text} for text in summary.texts] for summary in found]
         if isinstance(documents, str):
             return records[0]
         return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
@@ -140,8 +122,7 @@ class Summarizer:
         documents: Iterable[str],
         *,
         batch_size: int = BATCH,
-        truncation: bool | str | None = False,
-        clean_up_tokenization_spaces: bool = False,
+        truncation: bool = False,
         **options: Any,
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
@@ -151,10 +132,10 @@ class Summarizer:
         and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
         texts = _checked(documents)
-        if truncation not in (*_CUT, *_WHOLE):
-            raise OptionError.of("truncation", f"one of {', '.join(map(repr, (*_CUT, *_WHOLE)))}", truncation)
+        if not isinstance(truncation, bool):
+            raise OptionError.of("truncation", "True or False", truncation)
         check_call(batch_size, options)
-        plan = self._plan(options, truncation in _CUT, batch_size, clean_up_tokenization_spaces)
+        plan = self._plan(options, truncation, batch_size)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
             for number, length in enumerate(self._count(texts)):
                 if options[name] > length:
@@ -227,10 +208,10 @@ class Summarizer:
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=plan.clean_up)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return before_stop(text, plan.options.cut_before)
 
-    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
+    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
         """The call's options; lengths count the summary alone."""
         options = self.generator.options(**given)
         limit = options.max_new_tokens or options.max_length
@@ -251,7 +232,7 @@ class Summarizer:
                 "most: lower `max_new_tokens`"
             )
         given = {name: value for name, value in given.items() if name != "seed"}
-        return _Plan(options, given, budget, limit, truncate, batch_size, clean_up)
+        return _Plan(options, given, budget, limit, truncate, batch_size)
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self._ids(texts)))
@@ -264,6 +245,23 @@ class Summarizer:
             return [text]
         parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
+
+
+def _generator(target: Any, draft: Any, options: Mapping[str, Any]) -> SpecGenerator:
+    """The generator that is `target`, or one made of these parts.
+
+    Raises OptionError for a generator without a tokenizer, and for parts beside a generator.
+    """
+    if isinstance(target, SpecGenerator):
+        if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
+            raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
+        generator = target
+    else:
+        check_loaded("Summarizer", options)
+        generator = SpecGenerator(target, draft, task=TASK, **options)
+    if generator.tokenizer is None:
+        raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
+    return generator
 
 
 def _checked(documents: Any) -> list[str]:
