@@ -120,7 +120,6 @@ def test_fewer_passes(model: PreTrainedModel) -> None:
     hook = custom_generate(oracle("perfect", expected.tolist(), 64))
     for _ in range(2):
         assert torch.equal(model.generate(IDS[:1], max_new_tokens=16, eos_token_id=[], custom_generate=hook), expected)
-        assert hook.stats is not None
         assert hook.stats.num_target_passes < 8
     assert repr(hook).startswith("custom_generate(draft=")
 

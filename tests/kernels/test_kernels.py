@@ -17,17 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.errors import OptionError
-from specdec.kernels import (
-    HeldLinear,
-    PackedLinear,
-    Quantized,
-    ReorderedLinear,
-    build,
-    ops,
-    pack,
-    to_int4,
-    to_int8,
-)
+from specdec.kernels import HeldLinear, PackedLinear, Quantized, ReorderedLinear, build, ops, pack, to_int4, to_int8
 from tests.tiny import threads
 
 HOME = build.folder()  # before tests get a home of their own

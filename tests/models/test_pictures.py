@@ -281,13 +281,3 @@ def test_recordings_in_text(family: str) -> None:
         assert out.sequences.tolist() == reference(model, row)
     with pytest.raises(OptionError, match="places for a recording"):
         SpecGenerator(model).generate(row["input_ids"], **endless(LENGTH))
-
-
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl"])
-def test_rows_of_any_number_of_pictures(family: str) -> None:
-    """Each row reads its own, however many pictures and rows there are."""
-    model = model_of(family)
-    rows = [prompt(family, BEGINNING, *seeds, ENDING) for seeds in ((1, 2), (0,), (), (3, 4, 5))]
-    for some in (rows[:3], rows[1:], rows[::-1]):
-        out = SpecGenerator(model, "suffix").generate(**batch(family, some), **endless(LENGTH))
-        assert new(out.sequences) == [new(reference(model, row))[0] for row in some]
