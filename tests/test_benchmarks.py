@@ -28,7 +28,6 @@ assert len(FILES) > 20
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports(file: Path) -> None:
-    """What is imported of this package is there."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "specdec":
             module = importlib.import_module(node.module)
@@ -96,7 +95,6 @@ def test_server_load(url: str, tmp_path: Path) -> None:
 
 
 def test_server_load_tells_a_refusal(url: str) -> None:
-    """The first request's error ends the script."""
     done = server_load(url, "--model", "no-such-model")
     assert done.returncode == 1
     assert "refused the first request: 404" in done.stderr

@@ -48,7 +48,6 @@ def strategy_of(options: Options, **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
-    """Every strategy has its options, and says what it is."""
     strategy = strategy_of(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2)
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
@@ -149,7 +148,6 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
 
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the command line and in the library."""
     name = word.replace(":N", ":1")
     assert word in METHODS
     target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")

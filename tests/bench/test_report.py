@@ -126,7 +126,6 @@ def test_the_split_adds_up(found: dict[str, Any]) -> None:
 
 
 def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
-    """In a sentence of its own, beside the figures."""
     slow = Speedup(0.5, 0.4, 0.6)
     system = found["groups"][0]["systems"][1]
     loss = {**system, "name": "snail", "speedup": reported(slow)}

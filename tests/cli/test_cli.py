@@ -105,7 +105,6 @@ def test_a_warning_is_shown_once(generate: Any) -> None:
 
 
 def test_version(called: Any) -> None:
-    """`--version` prints one line."""
     assert called("--version").out.startswith("specdec ")
 
 
@@ -498,14 +497,12 @@ def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, called:
 
 
 def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-p -` reads all of stdin, line ends included."""
     expected = generate(*NEW, prompt="a\nb\n")[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     assert generate(*NEW, prompt="-")[1] == expected
 
 
 def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
-    """The text is the same, and comes in fewer passes."""
     letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
     others = [i for i in range(WIDTH) if i not in letters]
     how = ("--json", "--method", "suffix", "--set", f"suppress_tokens={others}", *NEW)
@@ -546,7 +543,6 @@ def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
 
 
 def test_stop_strings(generate: Any) -> None:
-    """--stop ends the text; the reason is in the JSON."""
     text = generate(*NEW)[1]
     letter = next(c for c in text if c.isascii() and c.isprintable())
     result = json.loads(generate(*NEW, "--json", "--stop", letter)[1])
@@ -750,7 +746,6 @@ def test_a_demo_on_a_busy_machine(when: str, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
-    """Exit code 3, and the error says where and what."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
     monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
@@ -761,14 +756,12 @@ def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, call
 
 
 def test_the_speedup_in_words() -> None:
-    """A loss is called one."""
     words = [comparison(speedup) for speedup in (1.5, 1.0, 0.8)]
     assert words == ["1.50× faster", "about as fast (1.00×)", "assistance is slower here (0.80×)"]
 
 
 @pytest.mark.usefixtures("pair")
 def test_zoo(called: Any) -> None:
-    """Names, sizes and the card."""
     assert re.search(r"^zoo:python-code\n(.*\n)+  target parameters +1,234\n", called("zoo").out)
 
 

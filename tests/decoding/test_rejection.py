@@ -217,7 +217,6 @@ def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", [Rejection, Block])
 def test_q_of_zero_divides_nothing(kind) -> None:
-    """A draft token whose q is 0 raises nothing and yields no NaN."""
     for p, expected in (([0.0, 1.0], 1), ([1.0, 0.0], 0)):
         assert kind(NOTHING, 0).emit(FakeSequence([0]), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
 

@@ -60,7 +60,6 @@ def test_num_return_sequences() -> None:
 
 
 def test_seed_none_follows_torch() -> None:
-    """Without a seed, torch's global generator decides."""
     generator = SpecGenerator(tiny("llama"))
     texts = []
     for seed in (0, 0, 1):
@@ -70,7 +69,6 @@ def test_seed_none_follows_torch() -> None:
 
 
 def test_temperature_zero_is_greedy() -> None:
-    """`do_sample=True, temperature=0` is greedy decoding."""
     generator = SpecGenerator(tiny("llama"), "suffix")
     greedy = generator.generate([[5, 6]], **{**OPTIONS, "do_sample": False})
     for temperature in (0.0, 1e-40, 1e-310):  # (Logits that were divided by the latter were infinite.)

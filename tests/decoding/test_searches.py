@@ -287,7 +287,6 @@ def test_hamming_diversity() -> None:
     ],
 )
 def test_bad_input(options: dict[str, Any], named: str) -> None:
-    """Each error names the argument."""
     with pytest.raises(OptionError, match=named):
         SpecGenerator(tiny("llama", vocab=VOCAB)).generate([[5, 6]], **{"max_new_tokens": 3, **options})
 

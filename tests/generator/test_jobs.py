@@ -184,7 +184,6 @@ def test_a_job_is_followed_once_at_a_time() -> None:
 
 
 def test_cancelling_what_is_over_does_nothing() -> None:
-    """And may be done twice."""
     generator = SpecGenerator(tiny("llama"))
     job = generator.submit([[5, 9]], **COMMON)
     follow = job.follow()

@@ -50,7 +50,6 @@ def test_searches_and_ids_show_plain_text() -> None:
 
 
 def test_a_models_text_is_no_html() -> None:
-    """What a model writes is shown, not obeyed."""
     assert "&lt;script&gt;" in as_html([[("<script>", True)]], None)
 
 

@@ -188,7 +188,6 @@ def test_streamers(wrong: PreTrainedModel) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused(model: PreTrainedModel, wrong: Any, given: Any, message: str) -> None:
-    """No argument is ignored."""
     given = {name: wrong if value == "draft" else value for name, value in given.items()}
     with pytest.raises(OptionError, match=message):
         model.generate(IDS[:1], max_new_tokens=4, custom_generate=custom_generate(wrong), **given)

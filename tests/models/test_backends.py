@@ -196,7 +196,6 @@ def test_models_that_were_handed_over_are_told_what_they_lack(
 
 
 def test_backends_that_cannot_be(tmp_path: Path) -> None:
-    """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)
     with pytest.raises(OptionError, match=r"`backend` must be one of auto, eager, packed, compiled, got 'third'"):
         SpecGenerator(tiny("llama"), backend="third")

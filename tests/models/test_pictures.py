@@ -183,7 +183,6 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
 
 @pytest.mark.parametrize("family", SOME)
 def test_hidden_states_and_attentions(family: str) -> None:
-    """Of all layers and steps, as transformers returns them."""
     model, row = seeing(family), prompt(family, BEGINNING, 0, ENDING)
     model.set_attn_implementation("eager")
     names = {"hidden_states": "output_hidden_states", "attentions": "output_attentions"}

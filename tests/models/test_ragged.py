@@ -75,7 +75,6 @@ def test_without_it() -> None:
     ],
 )
 def test_hidden_states(name: str, backend: str) -> None:
-    """They are the model's own, of every row and layer."""
     twin = twin_of(_language(name) if backend == "packed" else LanguageModel(tiny(name)), 2)
     encoding = twin.encoding
     trees = [twin.chain(9), twin.chain(4)]

@@ -375,7 +375,6 @@ def test_encodings_join() -> None:
 
 
 def test_bad_input() -> None:
-    """Every wrong argument is named."""
     model = tiny("llama")
     with pytest.raises(OptionError, match=r"model\.eval"):
         LanguageModel(tiny("llama").train())

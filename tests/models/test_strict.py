@@ -203,7 +203,6 @@ def refused(model: Any, match: str) -> None:
 
 
 def test_layers_that_look_at_their_neighbours() -> None:
-    """They are found by trying."""
     model = tiny("llama")
     model.model.layers[1].mlp.act_fn = Neighbourly(model.model.layers[1].mlp.act_fn)
     refused(model, "passes of other widths give other logits")
@@ -217,7 +216,6 @@ def test_layers_that_are_not_packed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mamba"])
 def test_models_without_attention_of_ours(name: str) -> None:
-    """They say so."""
     with pytest.raises(UnsupportedError, match="leave out"):
         LanguageModel(tiny(name), exactness="strict")
 
@@ -235,7 +233,6 @@ def test_contradictions() -> None:
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason why there are none is part of the answer."""
     monkeypatch.setattr(kernels.build, "available", lambda: False)
     monkeypatch.setattr(exactness, "why_not", lambda: "no such compiler")
     refused(tiny("llama"), r"is no packed layer \(no such compiler\)")

@@ -134,6 +134,5 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
 
 
 def test_refuses_a_model_as_the_text_draft() -> None:
-    """The first draft must copy from the text."""
     with pytest.raises(OptionError, match="text"):
         HybridDraft(ModelDraft(FakeModel()), ModelDraft(FakeModel()))  # type: ignore[arg-type]

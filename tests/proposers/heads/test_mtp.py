@@ -203,7 +203,6 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
 
 
 def test_targets_without_such_layers() -> None:
-    """The error names the caller's argument."""
     with pytest.raises(UnsupportedError, match=r"`draft`: LlamaForCausalLM has no layers for multi-token prediction"):
         SpecGenerator(tiny("llama"), "mtp")
     with pytest.raises(UnsupportedError, match=r"`use_mtp`: LlamaForCausalLM has no layers"):
