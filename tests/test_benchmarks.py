@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 import threading
@@ -29,7 +28,6 @@ assert len(FILES) > 20
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports(file: Path) -> None:
-    """What is imported of this package is there."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "specdec":
             module = importlib.import_module(node.module)
@@ -43,25 +41,6 @@ def synthetic_draft(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of drafts that know the text."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("synthetic_draft")
-
-
-def test_a_synthetic_draft_is_right_as_often_as_told(synthetic_draft: Any) -> None:
-    """Of 600 tokens 60% are the first guess and 30% the second, in any place of a tree.
-
-    Seeded; each count is within 5 standard deviations, which fails by chance once in a million seeds.
-    """
-    source = random.Random(0)
-    text = [source.randrange(50) for _ in range(600)]
-    oracle = synthetic_draft.Oracle([text], [0.6, 0.3], 50, seed=3)
-    right = [[oracle.guess(0, i, rank)[1] for i in range(600)] for rank in range(3)]
-    assert abs(sum(right[0]) - 360) < 60
-    assert abs(sum(right[1]) - 180) < 56
-    assert sum(right[2]) + sum(right[0]) + sum(right[1]) == 600  # the last rank stands for no guess
-    for rank in range(2):
-        for i in range(600):
-            token, hit = oracle.guess(0, i, rank)
-            assert (token == text[i]) == hit
-    assert oracle.guess(0, 600, 0)[1] is False
 
 
 def test_a_synthetic_draft_pays_for_its_passes(synthetic_draft: Any, tmp_path: Path) -> None:
@@ -116,7 +95,6 @@ def test_server_load(url: str, tmp_path: Path) -> None:
 
 
 def test_server_load_tells_a_refusal(url: str) -> None:
-    """The first request's error ends the script."""
     done = server_load(url, "--model", "no-such-model")
     assert done.returncode == 1
     assert "refused the first request: 404" in done.stderr

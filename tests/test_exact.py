@@ -153,20 +153,3 @@ def decoder_start(model: Any) -> list[int]:
 def new_tokens(generator: SpecGenerator, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
     """Each row's new tokens, cut behind its own end of text."""
     return generator.generate(prompts, **options).new_tokens()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_left_padded_batch_equals_transformers(name: str) -> None:
-    """A left-padded batch with its attention mask gives transformers' sequences, padding id 0 included."""
-    model = tiny(name, vocab=VOCAB)
-    ids = torch.randint(5, VOCAB, (3, 12), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    ids[0, :7], mask[0, :7] = 0, 0
-    ids[2, :3], mask[2, :3] = 0, 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    expected = reference(model, inputs)
-    eos = int(expected[0, -8])
-    expected = reference(model, inputs, eos_token_id=eos)
-    for draft in (None, "suffix", tiny(name, vocab=VOCAB, seed=1)):
-        out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH, eos_token_id=eos))
-        assert out.sequences.tolist() == expected.tolist()

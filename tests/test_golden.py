@@ -71,7 +71,6 @@ def test_the_models_are_those_of_the_data(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_golden(kind: str, number: int) -> None:
-    """Plain decoding."""
     case = DATA[kind]["cases"][number]
     assert_golden(run(case), case)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec import Loading, SpecGenerator
-from specdec.bench.suite import read_suite
+from specdec import SpecGenerator
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
@@ -16,12 +15,11 @@ from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit,
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
-from specdec.errors import OptionError, UnsupportedError
 from specdec.models.loading import quantizers
-from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
+from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options
-from specdec.options.load import QUANTIZATIONS, Quantization
+from specdec.options.load import QUANTIZATIONS
 from specdec.options.resolve import resolve
 from specdec.proposers import DRAFTS
 from specdec.proposers.copying import TextDraft
@@ -47,7 +45,6 @@ def strategy_of(options: Options, **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
-    """Every strategy has its options, and says what it is."""
     strategy = strategy_of(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2)
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
@@ -148,44 +145,10 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
 
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the command line and in the library."""
     name = word.replace(":N", ":1")
     assert word in METHODS
     target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")
     assert SpecGenerator(target, name).draft is not None
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_what_a_benchmark_compares(name: str) -> None:
-    """Texts whose sampling looks at the draft's distributions are other draws from the same law."""
-    strategies = [{"do_sample": True, "sampling": name}]
-    (group,) = read_suite({"targets": "t", "drafts": "d", "strategies": strategies}).groups()
-    assert group.strategy.comparable == (not SAMPLING[name])
-
-
-class Halves(Quantizer):
-    """Every weight loses half of itself."""
-
-    converts = True
-
-    def convert(self, model: Any) -> None:
-        for parameter in model.parameters():
-            parameter.data /= 2
-
-
-def test_a_new_quantization_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its name is an option, and in the error that lists them; what it needs and goes with is asked of it."""
-    tiny("llama").save_pretrained(tmp_path)
-    monkeypatch.setitem(QUANTIZATIONS, "halves", Quantization(f"{__name__}:Halves"))
-    loaded = SpecGenerator.from_pretrained(str(tmp_path), quantization="halves").target.model
-    assert loaded.lm_head.weight.equal(tiny("llama").lm_head.weight / 2)
-    with pytest.raises(OptionError, match="halves"):
-        Loading(quantization="thirds")
-    with pytest.raises(OptionError, match=r"'halves' and `offload` .* use 'int8-weight'"):
-        Loading(quantization="halves", offload="disk")
-    monkeypatch.setitem(QUANTIZATIONS, "halves", Quantization(Halves, package="no_such_package"))
-    with pytest.raises(UnsupportedError, match=r"pip install no_such_package, or use 'int8-weight'"):
-        SpecGenerator.from_pretrained(str(tmp_path), quantization="halves")
 
 
 def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,6 @@ def test_a_piped_run_gives_signs_of_life(
 
 
 def test_a_mismatch_is_exit_code_3(arguments: list[str], monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
-    """The report is written all the same, and the error says where."""
-
     monkeypatch.setattr(runner, "measure", lie)
     out, err = called(*arguments, code=3)
     assert "2 DIFFER" in out
@@ -149,7 +147,6 @@ def test_a_mismatch_is_exit_code_3(arguments: list[str], monkeypatch: pytest.Mon
 
 
 def test_a_failure_is_exit_code_1(arguments: list[str], called: Any) -> None:
-    """What could be measured is shown."""
     out, err = called(*arguments, "--draft", "early_exit:99", code=1)
     assert "suffix, auto" in out
     assert re.search(r"  early_exit:99, auto +not measured: OptionError: ", out)
@@ -171,7 +168,6 @@ WRONG += [("--prompts", "nowhere.txt", "nowhere.txt"), ("--config", "nowhere.yam
 
 
 def test_usage_errors(arguments: list[str], called: Any) -> None:
-    """Exit code 2 before anything is loaded, with the way out."""
     for *flag, words in WRONG:
         assert words in called(*arguments, *flag, code=2).err
     assert "pass TARGET" in called("bench", code=2).err

@@ -39,7 +39,6 @@ def test_speedup_is_of_all_seconds() -> None:
     plain = [sample(batch=0, seconds=4), sample(batch=1, seconds=2), sample(batch=2, seconds=50)]
     other = [sample("x", batch=0, seconds=1), sample("x", batch=1, seconds=2)]
     found = speedup(plain, other)
-    assert found is not None
     assert found.value == pytest.approx(2.0)
     assert found.low == pytest.approx(1.0)  # the second request alone, drawn twice
     assert found.high == pytest.approx(4.0)
@@ -67,9 +66,6 @@ def test_the_interval_covers() -> None:
             [sample(batch=i, seconds=s) for i, s in enumerate(seconds)],
             [sample("x", batch=i, seconds=s / 2 * n) for i, (s, n) in enumerate(zip(seconds, noise, strict=True))],
         )
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
         assert found.low < found.value < found.high
         missed += not found.low <= 2 <= found.high
     assert missed <= 20

@@ -13,7 +13,6 @@ from specdec.errors import OptionError
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_packages_sets(name: str) -> None:
-    """As many as asked for, none empty, no two alike."""
     prompts = read_prompts(name, 5)
     assert len({prompt.text for prompt in prompts}) == 5
     assert all(prompt.text.strip() and prompt.category for prompt in prompts)

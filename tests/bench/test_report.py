@@ -13,10 +13,8 @@ import pytest
 
 from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
-from specdec.bench.machine import Watch
-from specdec.bench.report import as_html, group_plots, leaders, number, short, themed
+from specdec.bench.report import as_html, group_plots, number, short
 from tests.bench.fakes import reported
-from tests.browser import launched
 from tests.folders import saved_model
 
 SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
@@ -99,22 +97,6 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
         assert [sweep["k"] for sweep in group["sweeps"]] == [[1, 3]]
 
 
-@pytest.mark.slow
-def test_the_page_on_a_phone(folder: Path) -> None:
-    """Every picture is there as a whole, as wide as there is room. (They had to be scrolled sideways.)"""
-    with launched() as browser:
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.goto((folder / "report.html").as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        pictures = page.locator("figure svg")
-        assert pictures.count() == 2 * len(PLOTS)
-        for picture in pictures.all():
-            box = picture.bounding_box()
-            assert box["x"] >= 0
-            assert 330 < box["width"] <= 390 - box["x"]
-            assert picture.evaluate("svg => svg.closest('div').scrollWidth <= svg.closest('div').clientWidth")
-
-
 def test_every_picture_is_a_file_too(folder: Path) -> None:
     """PNG, as wide as the page."""
     found = {path.name: path.read_bytes() for path in folder.glob("*.png")}
@@ -144,7 +126,6 @@ def test_the_split_adds_up(found: dict[str, Any]) -> None:
 
 
 def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
-    """In a sentence of its own, beside the figures."""
     slow = Speedup(0.5, 0.4, 0.6)
     system = found["groups"][0]["systems"][1]
     loss = {**system, "name": "snail", "speedup": reported(slow)}
@@ -152,14 +133,6 @@ def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
     html = as_html({**found, "groups": [group]}, [[]])
     assert "snail: assistance is SLOWER here: 0.50×" in Page(html).text
     assert 'class="slower"' in html
-
-
-@pytest.mark.parametrize(("spin", "style"), [(2.0, "alert"), (1.0, "quiet")])
-def test_a_busy_machine_stands_out(found: dict[str, Any], spin: float, style: str) -> None:
-    """As the figures mean little then."""
-    words = Watch([1.0, spin, spin], 0.0).verdict()
-    html = as_html({**found, "contention": words, "groups": []}, [])
-    assert f'<p class="{style}">{words}</p>' in html
 
 
 def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
@@ -176,12 +149,6 @@ def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
         assert words in page.text
 
 
-def test_drawings_take_the_pages_colours() -> None:
-    """A drawing is as wide as the page and as dark as its text; its own prologue goes."""
-    svg = '<?xml version="1.0"?>\n<svg height="9pt" viewBox="0 0 1 1" width="9pt"><path style="fill: #1c2126"/></svg>'
-    assert themed(svg) == '<svg viewBox="0 0 1 1"><path style="fill: var(--ink)"/></svg>'
-
-
 def test_the_plot_of_positions_has_chains_only(found: dict[str, Any]) -> None:
     """A draft whose trees have no positions is not in its legend; its constant length is. (A name without a line.)"""
     plain, one, *_ = found["groups"][0]["systems"]
@@ -195,10 +162,3 @@ def test_the_plot_of_positions_has_chains_only(found: dict[str, Any]) -> None:
     assert all(name not in svg for name in ("tree, cost", "fast, cost", "rare, cost"))
     none = group_plots({**group, "systems": [plain, rare]}, "g")
     assert any("no position was drafted in 5 rounds" in plot.svg for plot in none)
-
-
-def test_leaders() -> None:
-    """Of every draft the fastest schedule."""
-    cells = [{"draft": d, "speedup": {"value": v}} for d, v in (("a", 1.0), ("b", 1.5), ("a", 2.0), ("b", 1.2))]
-    assert [cell["speedup"]["value"] for cell in leaders(cells)] == [2.0, 1.5]
-    assert short("a" * 30 + "z" * 30) == "a" * 23 + "…" + "z" * 22

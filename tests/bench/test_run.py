@@ -278,7 +278,6 @@ def test_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Any) -> None:
-    """Nothing is measured, and the message names the extra."""
     monkeypatch.setattr("specdec.bench.runner.find_spec", lambda name: None if name == "scipy" else object())
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
         measured()

@@ -108,7 +108,6 @@ def test_strategies() -> None:
     ],
 )
 def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:
-    """Before anything is loaded, in words of the file."""
     with pytest.raises(OptionError, match=words):
         read_suite(keys)
 

@@ -105,7 +105,6 @@ def test_a_warning_is_shown_once(generate: Any) -> None:
 
 
 def test_version(called: Any) -> None:
-    """`--version` prints one line."""
     assert called("--version").out.startswith("specdec ")
 
 
@@ -496,25 +495,13 @@ def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, called:
     assert generate(*ends) == (0, "\n", "")
 
 
-def test_a_note_where_float16_is_widened(tmp_path: Path, called: Any) -> None:
-    """On stderr, once for each model, and not with --quiet."""
-    folder = saved_model(tmp_path / "half")
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
-    note = f"note: {folder} is stored in float16 and computes in float32"
-    assert called("generate", folder, "-p", "a", *NEW).err.startswith(note)
-    for flags in (["--quiet"], ["--dtype", "float16"]):
-        assert called("generate", folder, "-p", "a", *NEW, *flags).err == ""
-
-
 def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-p -` reads all of stdin, line ends included."""
     expected = generate(*NEW, prompt="a\nb\n")[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     assert generate(*NEW, prompt="-")[1] == expected
 
 
 def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
-    """The text is the same, and comes in fewer passes."""
     letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
     others = [i for i in range(WIDTH) if i not in letters]
     how = ("--json", "--method", "suffix", "--set", f"suppress_tokens={others}", *NEW)
@@ -554,25 +541,7 @@ def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
     assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
 
 
-def test_answers_in_a_form(generate: Any, tmp_path: Path) -> None:
-    """A schema's, one of two, an expression's; a flag replaces the file's."""
-    schema, config = tmp_path / "schema.json", tmp_path / "c.yaml"
-    schema.write_text('{"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": false}')
-    config.write_text("guided_choice: [on, off]\n")
-    for flags, expected in {
-        f"--response-format {schema}": r'\{("a": (true|false))?\}',
-        "--guided-choice yes --guided-choice no": "yes|no",
-        f"--config {config} --guided-regex [ab]{{3}}": "[ab]{3}",
-    }.items():
-        texts = {
-            generate("--max-new-tokens", "20", *shlex.split(flags), *more)[1] for more in ([], ["--method", "none"])
-        }
-        assert len(texts) == 1
-        assert re.fullmatch(f"({expected})\n", *texts), flags
-
-
 def test_stop_strings(generate: Any) -> None:
-    """--stop ends the text; the reason is in the JSON."""
     text = generate(*NEW)[1]
     letter = next(c for c in text if c.isascii() and c.isprintable())
     result = json.loads(generate(*NEW, "--json", "--stop", letter)[1])
@@ -616,16 +585,6 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     assert specdec(*writing) == (0, f"note: no kernels, so passes and sampling on the CPU are slower: {words}")
     assert specdec(*writing, "--quiet") == (0, "")
     assert specdec("compile", "zoo:python-code") == (1, f"error: nothing can be compiled here, {words}")
-
-
-def test_show_draft_without_colours_marks_the_draft(generate: Any, target: str) -> None:
-    """With the target as its own draft nearly everything is marked; without the marks it is the same text."""
-    plain = generate(*NEW)[1]
-    code, marked, _ = generate(*NEW, "--show-draft", "--draft-model", target, "--num-draft-tokens", "3")
-    assert code == 0
-    assert "⟦" in marked
-    assert marked.replace("⟦", "").replace("⟧", "") == plain
-    assert "⟦" not in generate(*NEW, "--show-draft", "--method", "none")[1]
 
 
 # ------------------------------------------------------------------------------------------------------------- printer
@@ -727,8 +686,6 @@ def test_a_reader_that_leaves_is_no_error(target: str) -> None:
     """`specdec generate | head` ends without a traceback."""
     command = [sys.executable, "-m", "specdec", "generate", target, "-p", "ab", "--max-new-tokens", "400", "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -788,7 +745,6 @@ def test_a_demo_on_a_busy_machine(when: str, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
-    """Exit code 3, and the error says where and what."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
     monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
@@ -799,14 +755,12 @@ def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, call
 
 
 def test_the_speedup_in_words() -> None:
-    """A loss is called one."""
     words = [comparison(speedup) for speedup in (1.5, 1.0, 0.8)]
     assert words == ["1.50× faster", "about as fast (1.00×)", "assistance is slower here (0.80×)"]
 
 
 @pytest.mark.usefixtures("pair")
 def test_zoo(called: Any) -> None:
-    """Names, sizes and the card."""
     assert re.search(r"^zoo:python-code\n(.*\n)+  target parameters +1,234\n", called("zoo").out)
 
 

@@ -41,7 +41,6 @@ FIELDS = {
     "eta_cutoff": 0.03,
     "renormalize_logits": True,
 }
-LATE = {"top_h", "top_k", "top_p", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +149,6 @@ def test_forced_bos_acts_on_a_single_known_token(model) -> None:
     mine, stock_list = ours(config, prompt), theirs(model, config, prompt)
     for ids in (prompt, torch.tensor([[1, 11]])):
         assert torch.equal(mine(ids, logits), stock_list(ids, logits.clone()))
-
-
-def test_greedy_takes_no_warpers() -> None:
-    """Warpers belong to sampling; normalisation to both."""
-    made = build_processors(
-        SimpleNamespace(**{**FIELDS, "do_sample": False, "max_length": 14}), prompt_length=6, eos_ids=EOS
-    )
-    assert not LATE & {type(item).__name__ for item in made.items}
-    assert type(made.items[-1]) is stock.LogitNormalization
 
 
 def test_no_options_leave_logits_untouched() -> None:

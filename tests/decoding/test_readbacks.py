@@ -17,7 +17,6 @@ from specdec.core.strategies import View
 from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
-from specdec.decoding.samplers import likeliest_children
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
 from tests.decoding.toys import NOTHING, Table, ToyPlan, logits_of, propose, sprout, table, verify, walk
@@ -232,10 +231,3 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     assert strategy.emit(FakeSequence([0]), [], out, 0).token == token
     with pytest.raises(SpecdecError, match="no token is left"):
         strategy.emit(FakeSequence([0]), [token], out, 1)
-
-
-def test_likeliest_children_are_few() -> None:
-    """As many as planned, best first."""
-    scores = torch.log_softmax(DRAFT([0])[None], -1)
-    found = likeliest_children(scores, [Branch([], 0.0)], ToyPlan(3, 2))
-    assert [branch.score for _, branch in found] == scores[0].topk(4).values.tolist()

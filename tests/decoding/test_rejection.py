@@ -13,7 +13,7 @@ from specdec.core.work import Logits
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, TopK
 from specdec.decoding.strategies import Block, Match, Rejection
-from specdec.decoding.strategies.sampling import child_weight, drawn_children, residual, without_child
+from specdec.decoding.strategies.sampling import child_weight, drawn_children, without_child
 from specdec.errors import OptionError
 from tests.decoding.toys import (
     NOTHING,
@@ -217,15 +217,8 @@ def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", [Rejection, Block])
 def test_q_of_zero_divides_nothing(kind) -> None:
-    """A draft token whose q is 0 raises nothing and yields no NaN."""
     for p, expected in (([0.0, 1.0], 1), ([1.0, 0.0], 0)):
         assert kind(NOTHING, 0).emit(FakeSequence([0]), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
-
-
-def test_empty_residual_falls_back_to_p() -> None:
-    """Rounding may leave nothing of p beyond q."""
-    p = torch.tensor([0.25, 0.75])
-    assert torch.equal(residual(p, p.clone()), p)
 
 
 def test_chances_of_a_perfect_path_are_one() -> None:

@@ -49,16 +49,6 @@ def test_coupled_text_depends_on_the_seed_alone(name: str, shift: int) -> None:
     assert SpecGenerator(model).generate(prompt, **{**options, "seed": 12}).sequences.tolist() != plain
 
 
-def test_rows_of_a_batch_repeat_alone() -> None:
-    """A row decoded alone with its own seed equals the row in a ragged batch, with and without a draft."""
-    model = tiny("llama")
-    prompts, seeds = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [33]], [3, 1, 4]
-    batch = SpecGenerator(model, "suffix").generate(prompts, seed=seeds, **OPTIONS).sequences[:, -20:]
-    for prompt, seed, row in zip(prompts, seeds, batch, strict=True):
-        alone = SpecGenerator(model, tiny("llama", seed=1)).generate([prompt], seed=[seed], **OPTIONS)
-        assert alone.sequences[0, -20:].tolist() == row.tolist()
-
-
 def test_num_return_sequences() -> None:
     """Copies of a prompt lie side by side and differ; one seed fixes them all."""
     generator = SpecGenerator(tiny("llama"), "suffix")
@@ -70,7 +60,6 @@ def test_num_return_sequences() -> None:
 
 
 def test_seed_none_follows_torch() -> None:
-    """Without a seed, torch's global generator decides."""
     generator = SpecGenerator(tiny("llama"))
     texts = []
     for seed in (0, 0, 1):
@@ -80,7 +69,6 @@ def test_seed_none_follows_torch() -> None:
 
 
 def test_temperature_zero_is_greedy() -> None:
-    """`do_sample=True, temperature=0` is greedy decoding."""
     generator = SpecGenerator(tiny("llama"), "suffix")
     greedy = generator.generate([[5, 6]], **{**OPTIONS, "do_sample": False})
     for temperature in (0.0, 1e-40, 1e-310):  # (Logits that were divided by the latter were infinite.)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 from specdec import (
     DisjunctiveConstraint,
@@ -288,7 +287,6 @@ def test_hamming_diversity() -> None:
     ],
 )
 def test_bad_input(options: dict[str, Any], named: str) -> None:
-    """Each error names the argument."""
     with pytest.raises(OptionError, match=named):
         SpecGenerator(tiny("llama", vocab=VOCAB)).generate([[5, 6]], **{"max_new_tokens": 3, **options})
 
@@ -350,17 +348,3 @@ def test_contrastive_feeds_its_last_candidates() -> None:
     SpecGenerator(model).generate(prompt, max_new_tokens=2, **KINDS["contrastive"], **options)
     with pytest.raises(OptionError, match="positions"):
         SpecGenerator(model).generate(prompt, max_new_tokens=3, **KINDS["contrastive"], **options)
-
-
-def test_a_checkpoint_does_not_choose_the_search() -> None:
-    """Options of a checkpoint's generation config are reported and ignored; a config of the call is followed."""
-    model = copy.deepcopy(tiny("llama", vocab=VOCAB))
-    options = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
-    plain = SpecGenerator(model).generate([[5, 6]], **{**options, "eos_token_id": []})
-    search = GenerationConfig(**options)
-    search.penalty_alpha, search.top_k = 0.6, 4
-    followed = SpecGenerator(model).generate([[5, 6]], generation_config=search)
-    assert followed.stats.settings["strategy"] == "contrastive"
-    model.generation_config = search
-    with pytest.warns(UserWarning, match=r"penalty_alpha=0\.6"):
-        assert SpecGenerator(model).generate([[5, 6]]).sequences.tolist() == plain.sequences.tolist()

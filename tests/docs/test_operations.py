@@ -78,7 +78,6 @@ def test_the_files_agree_with_the_server() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_image_is_built() -> None:
-    """Where Docker runs and reaches its registry."""
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("there is no Docker here")
     subprocess.run(["docker", "build", "-t", "specdec-test", "."], cwd=ROOT, check=True)

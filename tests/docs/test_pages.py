@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import soundfile
@@ -21,6 +22,11 @@ from typer.main import get_command
 
 from specdec.cli.commands import app
 from specdec.cli.transcribe import read_model
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.decoding import strategies
+from specdec.options.fields import SAMPLING
+from specdec.options.load import QUANTIZATIONS
+from specdec.pipelines import PIPELINES
 from specdec.proposers import DRAFTS
 from tests.docs.hub import fill
 from tests.docs.pages import PAGES, ROOT, blocks, commands, run_python, run_shell, same
@@ -31,9 +37,9 @@ from tests.speech import RATE, speech
 QUICK = {
     *("docs/guides/constraints.md", "docs/guides/drafts.md", "docs/guides/hidden-drafts.md", "docs/how/loop.md"),
     *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
-    "docs/guides/tools.md",
+    *("docs/guides/tools.md", "docs/extending.md"),
 }
-OWN_TESTS = {"docs/extending.md"}  # tests/test_extending.py looks at more than that it runs
+REGISTRIES: list[dict[str, Any]] = [DRAFTS, SCHEDULES, QUANTIZATIONS, PIPELINES, SAMPLING]
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 SERVED = "served"  # what stands before a block that a server answers
 FILES = {
@@ -56,8 +62,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the files that pages name, in which their code runs; what it registers is undone."""
-    drafts = {**DRAFTS}
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(strategies, "STRATEGIES", strategies.STRATEGIES)
     own = next(block for block in blocks(ROOT / "docs" / "guides" / "comparing.md") if block.language == "python")
     Path(tmp_path, "my_draft.py").write_text(own.code, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -66,9 +72,10 @@ def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         Path(name).write_text(text, encoding="utf-8")
     soundfile.write("talk.mp3", speech(1.5), RATE)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    yield tmp_path
-    DRAFTS.clear()
-    DRAFTS.update(drafts)
+    with contextlib.ExitStack() as stack:
+        for table in REGISTRIES:
+            stack.enter_context(patch.dict(table))
+        yield tmp_path
     sys.modules.pop("my_draft", None)
 
 
@@ -77,11 +84,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-RUN = [
-    page
-    for page in PAGES
-    if any(block.language in ("python", "bash") for block in blocks(page)) and name_of(page) not in OWN_TESTS
-]
+RUN = [page for page in PAGES if any(block.language in ("python", "bash") for block in blocks(page))]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "specdec " in page.read_text("utf-8")], ids=name_of)
@@ -116,6 +119,11 @@ def test_a_page_runs(page: Path, reader: Path, cache: Path) -> None:
         elif block.language == "text" and block.mark != "for example":
             assert printed is not None, f"{name_of(page)}:{block.line}: nothing was printed before"
             assert same(printed, block.code), f"{name_of(page)}:{block.line}: it printed\n{printed}"
+
+
+def test_every_registry_has_an_example() -> None:
+    lines = [line for block in blocks(ROOT / "docs" / "extending.md") for line in block.code.splitlines()]
+    assert sum(line.endswith("  # the line") for line in lines) == 5
 
 
 def test_every_block_is_run_or_says_why() -> None:

@@ -16,7 +16,6 @@ import specdec
 from docs.make import demo, figures
 from docs.make import pages as made
 from recipes import functions
-from specdec import errors
 from specdec.cli import request
 from specdec.cli.commands import app
 from specdec.engine.engine import Engine
@@ -35,19 +34,6 @@ def test_pictures_and_tables_are_those_of_the_results() -> None:
         text = read(name)
         assert figures.filled(text) == text, f"{name} is old: python docs/make/figures.py"
         assert "<!-- figures: beside transformers -->\n| |" in text
-
-
-def test_the_plot_shows_the_results() -> None:
-    """Each bar is as long as its figure says, and the figure stands beside it."""
-    rows = figures.measured(figures.backends()[-1])
-    widths = [
-        float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figures.plot(figures.THEMES["dark"]))
-    ]
-    assert len(widths) == len(rows) == 7
-    unit = widths[0] / figures.speed(rows["transformers greedy"])
-    for width, row in zip(widths, rows.values(), strict=True):
-        assert width == pytest.approx(unit * figures.speed(row), abs=0.5)
-        assert f">{row['ms per token']} ms<" in figures.plot(figures.THEMES["light"])
 
 
 def test_the_recording_is_that_of_the_cast() -> None:
@@ -84,16 +70,6 @@ def test_the_map_of_the_source_names_what_exists() -> None:
     assert {*methods} < {*vars(Engine)}
 
 
-def test_the_command_line_page_has_every_command_and_flag() -> None:
-    page = made.command_line()
-    commands = typer.main.get_command(app).commands
-    for name, command in commands.items():
-        section = page.split(f"## specdec {name}\n")[1].split("\n## ")[0]
-        for parameter in command.params:
-            is_flag = parameter.opts[0].startswith("-")
-            assert (parameter.opts[0] if is_flag else parameter.metavar or parameter.name) in section
-
-
 def test_the_options_page_has_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its bounds; a key without words fails the build, and so do words without a key."""
     page = made.options()
@@ -105,17 +81,6 @@ def test_the_options_page_has_every_key(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(made, "known", lambda: known)
     with pytest.raises(ValueError, match=r"serve: the code has other keys, see port$"):
         made.options()
-
-
-def test_the_errors_page_has_messages_of_every_kind() -> None:
-    """As they stand in the source, in Python and on the command line."""
-    page = made.error_list()
-    for kind in made.KINDS:
-        assert f"## {kind}\n" in page
-        assert len(re.findall(r"^- ", page.split(f"## {kind}\n")[1].split("\n## ")[0], re.M)) >= 1
-    assert "- a text or `messages` needs a length limit: pass `max_new_tokens=`" in page
-    assert "SpecdecError" not in made.KINDS
-    assert {*made.KINDS} < {*vars(errors)}
 
 
 REPOSITORY = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), ROOT / "specdec" / "zoo" / "README.md"]

@@ -89,16 +89,6 @@ def test_store_equals_a_recomputed_one_after_every_step(
     assert checked
 
 
-def test_long_prompts_are_read_in_chunks() -> None:
-    """A prompt longer than the chunk gives the same text, in more passes."""
-    model = tiny("mistral")
-    prompt = [torch.randint(5, 64, (50,), generator=torch.Generator().manual_seed(0)).tolist(), [7, 8, 9]]
-    whole = SpecGenerator(model, "suffix").generate(prompt, **COMMON)
-    chunked = SpecGenerator(model, "suffix").generate(prompt, **COMMON, prefill_chunk_size=7)
-    assert chunked.sequences.tolist() == whole.sequences.tolist()
-    assert chunked.stats.num_target_passes == whole.stats.num_target_passes + 7
-
-
 def test_a_chunk_is_shared_by_the_rows_of_a_pass() -> None:
     """`prefill_chunk_size` bounds the prompt tokens of one pass over all rows, padding included."""
     model = tiny("llama")

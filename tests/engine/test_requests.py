@@ -294,7 +294,6 @@ def test_a_place_that_cannot_be_had() -> None:
 
 
 def test_a_text_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not, and its request and all others go on."""
     model = tiny("llama")
     generator = SpecGenerator(model, prefix_cache=True)
     prompt = [[(3 * i) % 40 + 5 for i in range(30)]]

@@ -391,7 +391,6 @@ def run(name: str, examples: int, steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mamba", "t5"])
 def test_schedules(name: str) -> None:
-    """A few schedules of every kind of architecture."""
     run(name, examples=3 if name == "mamba" else 6, steps=20)
 
 
@@ -401,5 +400,4 @@ def test_schedules(name: str) -> None:
     "name", ["llama", "gemma2", "mistral", "bloom", "mamba", "qwen3_next", "t5", "bart", "whisper"]
 )
 def test_more_schedules(name: str) -> None:
-    """Many, and longer ones."""
     run(name, examples=50, steps=40)

@@ -410,37 +410,6 @@ def test_streams_in_one_thread() -> None:
     assert is_clean(generator)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_rounds_of_everything() -> None:
-    """Threads that call, stream, give up and fail for a while: the texts stay right, and nothing is left."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    prompts = [[[5 + i, 9, 12]] for i in range(8)]
-    alone = [generated(generator, prompt) for prompt in prompts]
-
-    def work(i: int) -> None:
-        for turn in range(20):
-            kind = (i + turn) % 5
-            if kind == 0:
-                assert streamed(generator, prompts[i]) == alone[i]
-            elif kind == 1:
-                stream = generator.stream(prompts[i], **COMMON)
-                for _ in range(turn % 4):
-                    next(stream)
-                stream.close()
-            elif kind == 2:
-                with pytest.raises(Failure):
-                    generated(generator, prompts[i], logits_processor=[raising(turn % 7 + 1)])
-            elif kind == 3:
-                next(generator.stream(prompts[i], **COMMON))
-            else:
-                assert generated(generator, prompts[i]) == alone[i]
-
-    assert together(*(lambda i=i: work(i) for i in range(8))) == [None] * 8
-    gc.collect()
-    assert is_clean(generator)
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by /proc")
 def test_loading_leaves_no_helper_threads() -> None:
     """Those of the thread that loads made the passes of every other one take twice as long."""

@@ -109,7 +109,6 @@ WRONG_OPTIONS = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=lambda v: str(v)[:40])
 def test_wrong_options(generator: SpecGenerator, options: dict[str, Any], message: str) -> None:
-    """Each raises OptionError and runs nothing."""
     with pytest.raises(OptionError, match=re.escape(message)):
         generator.generate(IDS, **options)
 
@@ -287,7 +286,6 @@ def test_a_checkpoints_settings_are_understood_once() -> None:
 
 
 def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
-    """The error says what is missing."""
     with pytest.raises(OptionError, match="tokenizer"):
         generator.generate("text", max_new_tokens=4)
 

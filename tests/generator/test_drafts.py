@@ -267,15 +267,6 @@ def test_training_mode_after_construction(draft: Any, which: str) -> None:
     generator.generate(IDS, **RUN)
 
 
-def test_an_assistant_in_training_mode() -> None:
-    """Also one that an earlier call has used."""
-    generator, assistant = SpecGenerator(tiny("llama")), tiny("llama", seed=1)
-    generator.generate(IDS, **RUN, assistant_model=assistant)
-    assistant.train()
-    with pytest.raises(OptionError, match="the draft is in training mode"):
-        generator.generate(IDS, **RUN, assistant_model=assistant)
-
-
 # --- compiling
 
 
@@ -310,20 +301,6 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
         assert is_compiled(generator.target, *generator.draft.models)
     plain = SpecGenerator.from_pretrained(target, draft)
     assert not any(map(is_compiled, (plain.target, *plain.draft.models)))
-
-
-@pytest.mark.usefixtures("_no_compiler")
-def test_compile_cannot_reach_a_wrapped_model() -> None:
-    """A LanguageModel says itself whether it is compiled. (The argument was ignored.)"""
-    model = LanguageModel(tiny("llama"))
-    with pytest.raises(
-        OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, backend='compiled'\)"
-    ):
-        SpecGenerator(model, backend="compiled")
-    with pytest.raises(OptionError, match="`draft` that is a LanguageModel"):
-        SpecGenerator(tiny("llama"), model, backend="compiled")
-    compiled = LanguageModel(tiny("llama"), backend="compiled")
-    assert SpecGenerator(compiled, backend="compiled").target is compiled
 
 
 def test_a_generator_describes_itself() -> None:

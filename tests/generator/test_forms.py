@@ -101,7 +101,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_forms(name: str) -> None:
-    """Each names its option."""
     options, message = WRONG[name]
     with pytest.raises(OptionError, match=re.escape(message)):
         generator_of("none").generate("ab", max_new_tokens=8, **options)
@@ -147,7 +146,6 @@ def test_a_schema_that_holds_itself() -> None:
 
 
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is named."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=re.escape("`guided_regex` needs llguidance: pip install -e '.[struc")):
         generator_of("none").generate("ab", max_new_tokens=8, guided_regex="a")

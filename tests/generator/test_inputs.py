@@ -14,7 +14,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
-from specdec.generator.inputs import Prompts, RowPrompt
 from tests.generator.conftest import Letters, idle
 from tests.matrix import pairwise
 from tests.oracle import oracle
@@ -332,18 +331,6 @@ def test_text_for_a_model_that_hears(text: Any) -> None:
     """It is told what is for recordings. (The error spoke of lists of equal lengths.)"""
     with pytest.raises(OptionError, match=r"prompt is text, .* `input_features`: .*Transcriber"):
         SpecGenerator(tiny("whisper")).generate(text)
-
-
-def test_repeated_prompts_keep_all_their_parts() -> None:
-    """Copies stand side by side; what the encoder reads is not copied."""
-    rows = [RowPrompt([r], r, [r, r], torch.full((1, 2), float(r)), [7, r]) for r in range(2)]
-    prompts = Prompts(rows, torch.arange(2)[:, None], True, {"input_ids": torch.arange(4).view(2, 2)}, 4)
-    copies = prompts.repeat(2)
-    assert copies.rows == [rows[0], rows[0], rows[1], rows[1]]
-    assert copies.padded.tolist() == [[0], [0], [1], [1]]
-    assert copies.encoder is not None
-    assert copies.encoder["input_ids"].tolist() == [[0, 1], [2, 3]]
-    assert (copies.is_text, copies.num_embeds_only) == (True, 4)
 
 
 # --- errors, before any forward

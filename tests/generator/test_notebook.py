@@ -24,7 +24,6 @@ def test_a_result_shows_itself() -> None:
     plain = SpecGenerator(model, tokenizer=tokenizer).generate("def f", max_new_tokens=24, eos_token_id=[])
     guess = oracle("half", plain.sequences.tolist(), WIDTH)
     out = SpecGenerator(model, guess, tokenizer=tokenizer).generate("def f", max_new_tokens=24, eos_token_id=[])
-    assert out.drafted is not None
     assert sum(out.drafted[0]) == out.stats.num_accepted_draft_tokens > 0
     assert len(out.drafted[0]) == 24
     html = out._repr_html_()
@@ -51,7 +50,6 @@ def test_searches_and_ids_show_plain_text() -> None:
 
 
 def test_a_models_text_is_no_html() -> None:
-    """What a model writes is shown, not obeyed."""
     assert "&lt;script&gt;" in as_html([[("<script>", True)]], None)
 
 

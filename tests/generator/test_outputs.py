@@ -149,14 +149,12 @@ def test_fields_of_a_ragged_batch() -> None:
 
 
 def test_fields_are_absent_unless_asked_for() -> None:
-    """Nothing is kept that nobody wants."""
     out = SpecGenerator(tiny("llama"), "suffix").generate([[5, 9]], **COMMON)
     assert [getattr(out, kind) for kind in KEPT] == [None] * 4
     assert out.to_tuple()[0] is out.sequences
 
 
 def test_statistics_add_up() -> None:
-    """Counts follow from each other, and seconds from their parts."""
     model = tiny("llama")
     generator = SpecGenerator(model, tiny("llama", seed=1))
     stats = generator.generate([[5, 9, 12], [7, 7]], **COMMON, eos_token_id=[]).stats

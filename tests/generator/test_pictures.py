@@ -74,7 +74,6 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("family", "changes", "kind", "words"), WRONG)
 def test_wrong_pictures(family: str, changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """An error that names it, before any pass."""
     generator = SpecGenerator(model := seeing(family), "suffix")
     silent(model)
     with pytest.raises(kind, match=words):
@@ -83,7 +82,6 @@ def test_wrong_pictures(family: str, changes: dict[str, Any], kind: type[Excepti
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "token_type_ids"])
 def test_a_model_of_text_alone(name: str) -> None:
-    """It says that it does not see."""
     with pytest.raises(UnsupportedError, match=f"`{name}` is for models"):
         idle("llama").generate([TEXT], **{name: torch.ones(1, 3)}, **COMMON)
 
@@ -194,7 +192,6 @@ def test_pipelines_and_training_keep_texts_of_a_template_in_parts() -> None:
     ],
 )
 def test_broken_pictures(image: Any, words: str) -> None:
-    """Each is named, before any pass."""
     model, processor = with_processor()
     generator = SpecGenerator(silent(model), "suffix", tokenizer=processor)
     with pytest.raises(OptionError, match=words):

@@ -102,7 +102,6 @@ def test_text_is_encoded_without_special_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_none_raises(draft: Any, prediction: Any, words: str) -> None:
-    """Before any work, with the argument's name and the way out."""
     with pytest.raises(OptionError, match=words):
         SpecGenerator(tiny("llama"), draft).generate(IDS[:1], **RUN, prediction=prediction)
 

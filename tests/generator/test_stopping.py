@@ -72,7 +72,6 @@ def test_eos_inside_a_block(model: Any, answer: list[int], at: list[int]) -> Non
 
 
 def test_max_length_inside_a_block(model: Any, answer: list[int]) -> None:
-    """Never longer than asked, whatever the draft offers."""
     for length in range(6, 24):
         plain, assisted = both(model, answer, max_new_tokens=None, max_length=length)
         assert plain.sequences.shape[1] == assisted.sequences.shape[1] == length
@@ -100,7 +99,6 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
 
 
 def test_a_criterion_names_its_reason(model: Any) -> None:
-    """Its attribute `reason` is the finish reason."""
     criterion = AtLength(20)
     criterion.reason = "budget"
     out = SpecGenerator(model).generate(PROMPT, **endless(LENGTH, stopping_criteria=[criterion]))
@@ -190,7 +188,6 @@ def test_stop_strings_inside_a_search(model: Any, search: dict[str, Any]) -> Non
 
 
 def test_max_time(model: Any) -> None:
-    """A time limit ends the text after the running round."""
     out = SpecGenerator(model).generate(PROMPT, **endless(500, max_time=1e-6))
     assert out.stats.finish_reasons == ("time",)
     assert out.stats.num_new_tokens == 1

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_without_the_harness_the_command_that_installs_it() -> None:
-    """One line, and nothing else of the package needs it."""
     code = "import sys; sys.modules['lm_eval'] = None; import specdec.integrations.lm_eval"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "pip install -e '.[harness]'" in done.stderr.splitlines()[-1]
@@ -56,7 +55,6 @@ def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
 
 
 def test_pairs_of_the_zoo() -> None:
-    """Names as everywhere else."""
     pytest.importorskip("lm_eval")
     from specdec.integrations.lm_eval import SpecdecLM
 

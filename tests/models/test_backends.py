@@ -16,7 +16,7 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading.load import load
 from specdec.options.load import Loading
 from tests.folders import saved
-from tests.matrix import endless, in_pairs, some
+from tests.matrix import endless, in_pairs
 from tests.tiny import NAMES, tiny, tiny_inputs
 
 COMMON = endless(14)
@@ -89,25 +89,6 @@ def test_whisper_s_encoder(dtype: torch.dtype, tolerance: float) -> None:
     assert torch.equal(packed.encode({"input_features": inputs["input_features"][1:2]}).hidden, found[1:2])
     assert packed.encode(inputs, output_hidden_states=True).hidden_states is not None
     assert packed.shares_encoder_with(plain)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5", "mpt"])
-@pytest.mark.parametrize("how", some("greedy", "coupled", "beams").values(), ids=str)
-def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> None:
-    """Target and draft packed: the text is the packed target's own, which in float32 is the target's."""
-    model, draft = tiny(name), tiny(name, seed=1)
-    given = {"input_ids": torch.tensor(PROMPT)}
-    if model.config.is_encoder_decoder:
-        given = dict(tiny_inputs(name))
-    expected = SpecGenerator(model).generate(**given, **COMMON, **how).sequences
-    plain = SpecGenerator(model, backend="packed").generate(**given, **COMMON, **how)
-    assisted = SpecGenerator(model, draft, backend="packed").generate(**given, **COMMON, **how)
-    assert plain.stats is not None
-    assert plain.stats.settings["backend"] == "packed"
-    assert "draft_backend" not in plain.stats.settings
-    assert assisted.stats.settings["draft_backend"] == "packed"
-    assert torch.equal(plain.sequences, expected)
-    assert torch.equal(assisted.sequences, expected)
 
 
 def test_the_backend_reaches_drafts(tmp_path: Path) -> None:
@@ -202,7 +183,6 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_backends_that_cannot_be(tmp_path: Path) -> None:
-    """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)
     with pytest.raises(OptionError, match=r"`backend` must be one of auto, eager, packed, compiled, got 'third'"):
         SpecGenerator(tiny("llama"), backend="third")

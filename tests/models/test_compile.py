@@ -309,7 +309,6 @@ def test_models_that_have_given_hidden_states() -> None:
 
 @pytest.mark.parametrize(("name", "reason"), [("mamba", "buffers"), ("bloom", "added to"), ("gptj", "attend")])
 def test_models_without_it(name: str, reason: str) -> None:
-    """Others say why, and what to do."""
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `backend`='compiled'"):
         LanguageModel(tiny(name), backend="compiled")
 
@@ -488,7 +487,6 @@ class TestCode:
             twin_of(one, 2).prefill(9, 4)
 
     def test_generation_is_the_same(self, language: LanguageModel) -> None:
-        """Assisted greedy text does not depend on the backend."""
         name = language.config.model_type
         eager = SpecGenerator(tiny(name), tiny(name, seed=1), backend="eager")
         given = tiny_inputs(name, 2) if name in ENCODER_DECODERS else {"input_ids": torch.tensor([[5, 9, 33, 7, 12]])}

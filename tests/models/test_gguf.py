@@ -189,7 +189,6 @@ def test_options_that_do_not_go_with_it(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    """What is there is told."""
     with pytest.raises(OptionError, match=r"got 'a.gguf': no GGUF file is there"):
         load(str(tmp_path), Loading(gguf_file="a.gguf"))
     path = saved_gguf(tmp_path / "b.gguf")
@@ -202,7 +201,6 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
-    """Or broken ones."""
     (tmp_path / "model.gguf").write_text("no such thing")
     with pytest.raises(OptionError, match=r"`gguf_file` must be a GGUF file, got .*its first bytes"):
         load(str(tmp_path), Loading(gguf_file="model.gguf"))
@@ -216,7 +214,6 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
 
 
 def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:
-    """It says so."""
     content = Path(saved_gguf(tmp_path / "model.gguf")).read_bytes()
     (tmp_path / "model.gguf").write_bytes(content.replace(b"llama", b"lemma"))
     with pytest.raises(UnsupportedError, match=r"transformers cannot read `gguf_file`='model.gguf' \(.*lemma"):
@@ -224,7 +221,6 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:
 
 
 def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line that brings it is told."""
     path = saved_gguf(tmp_path / "model.gguf")
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install -e '.\[gguf\]'"):

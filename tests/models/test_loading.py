@@ -179,13 +179,11 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> None:
-    """Before anything is loaded."""
     with pytest.raises(OptionError, match=named):
         SpecGenerator.from_pretrained("no-such-model", **given)
 
 
 def test_a_loaded_model_takes_no_loading_options() -> None:
-    """Neither as target nor as draft."""
     with pytest.raises(OptionError, match="draft_options"):
         SpecGenerator.from_pretrained("no-such-model", tiny("llama"), draft_options={"dtype": "bfloat16"})
     for given in ({"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"gguf_file": "model.gguf"}):
@@ -196,7 +194,6 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install, and what needs nothing."""
     monkeypatch.setattr(quantizers, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install.*int8-weight"):
         load(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
@@ -352,7 +349,6 @@ def test_nothing_is_left_where_room_runs_out(
 
 
 def test_temporary_files_live_as_long_as_the_model(tmp_path: Path, temporary: Path) -> None:
-    """And no longer."""
     target = load(saved("llama", tmp_path / "model"), WAYS["int8-weight on disk"])
     assert list(temporary.iterdir())
     del target
@@ -409,15 +405,6 @@ def test_float16_of_which_the_config_does_not_tell(tmp_path: Path) -> None:
     assert load(folder, Loading(dtype="float16")).dtype == torch.float16
 
 
-@pytest.mark.parametrize("dtype", ["float16", torch.float16, "bfloat16"])
-def test_a_type_that_is_named_is_honoured(dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also float16, on a CPU, and nothing is said of it."""
-    with caplog.at_level("INFO", logger="specdec"):
-        target = load(half(tmp_path / "model"), Loading(dtype=dtype))
-    assert target.dtype == (dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
-    assert not caplog.records
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
 @pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}, "gpu"])
 def test_devices_that_are_not_here(place: Any) -> None:
@@ -454,16 +441,6 @@ def test_a_misspelt_word() -> None:
         target.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate("sufix"))
     assert closest_name("early-exit:N", ("ngram", "early_exit:N")) == "early_exit:N"
     assert closest_name("meta-llama", ("ngram", "suffix")) is None
-
-
-def test_names_of_the_zoo() -> None:
-    """They were names of the command line alone."""
-    target, draft = load("zoo:python-code"), load("zoo:python-code", name="draft")
-    assert draft.num_layers < target.num_layers
-    assert load(target) is target
-    assert SpecGenerator.from_pretrained("zoo:python-code").generate("def f(", max_new_tokens=4).texts
-    with pytest.raises(OptionError, match=r"`target` must be a hub id, .*zoo:python-code.*'zoo:cobol'"):
-        load("zoo:cobol", name="target")
 
 
 @pytest.mark.parametrize(

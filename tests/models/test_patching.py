@@ -127,7 +127,6 @@ def test_passes_nest() -> None:
 
 
 def test_replaced_meanwhile() -> None:
-    """What somebody else puts on a module during a pass stays there."""
     module = Doubling()
     with overridden({(module, "forward"): lambda x: 1}):
         module.forward = later = lambda x: 9  # type: ignore[method-assign, assignment]

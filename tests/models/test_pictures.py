@@ -183,7 +183,6 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
 
 @pytest.mark.parametrize("family", SOME)
 def test_hidden_states_and_attentions(family: str) -> None:
-    """Of all layers and steps, as transformers returns them."""
     model, row = seeing(family), prompt(family, BEGINNING, 0, ENDING)
     model.set_attn_implementation("eager")
     names = {"hidden_states": "output_hidden_states", "attentions": "output_attentions"}
@@ -281,13 +280,3 @@ def test_recordings_in_text(family: str) -> None:
         assert out.sequences.tolist() == reference(model, row)
     with pytest.raises(OptionError, match="places for a recording"):
         SpecGenerator(model).generate(row["input_ids"], **endless(LENGTH))
-
-
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl"])
-def test_rows_of_any_number_of_pictures(family: str) -> None:
-    """Each row reads its own, however many pictures and rows there are."""
-    model = model_of(family)
-    rows = [prompt(family, BEGINNING, *seeds, ENDING) for seeds in ((1, 2), (0,), (), (3, 4, 5))]
-    for some in (rows[:3], rows[1:], rows[::-1]):
-        out = SpecGenerator(model, "suffix").generate(**batch(family, some), **endless(LENGTH))
-        assert new(out.sequences) == [new(reference(model, row))[0] for row in some]

@@ -16,7 +16,7 @@ from specdec.models import LanguageModel
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.hf.derived import shallow_copy
-from tests.models.exact import Twin, in_threads, twin_of
+from tests.models.exact import Twin, twin_of
 from tests.tiny import never, tiny
 
 pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore:.*generation flags")]
@@ -75,7 +75,6 @@ def test_without_it() -> None:
     ],
 )
 def test_hidden_states(name: str, backend: str) -> None:
-    """They are the model's own, of every row and layer."""
     twin = twin_of(_language(name) if backend == "packed" else LanguageModel(tiny(name)), 2)
     encoding = twin.encoding
     trees = [twin.chain(9), twin.chain(4)]
@@ -153,16 +152,3 @@ def test_hooks_are_not_shared() -> None:
     session.run([Work.text(session.add(), [5, 6, 7])], hidden=True)
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-
-
-def test_threads_share_a_model() -> None:
-    """Passes of several threads over one model do not see each other's positions, tables and encoders."""
-    language = _language("m2m_100")
-
-    def run(seed: int) -> None:
-        twin = twin_of(language, 1 + seed % 2, seed)
-        for size in (9 + seed, 1, 3, 1, 2):
-            count = len(twin.rows)
-            twin.step([twin.chain(size) for _ in twin.rows], [1] * count, [list(range(size))] * count)
-
-    in_threads(run)

@@ -191,8 +191,6 @@ def test_a_shared_model_runs_through_sessions_alone(shared: ShardedModel) -> Non
 
 
 def test_the_end_is_told_once(line: Beside, shared: ShardedModel) -> None:
-    """And nothing after it."""
-    assert shared.ranks is not None
     assert line.other.run(b"")  # a sign of life
     shared.ranks.end()
     shared.ranks.end()
@@ -241,7 +239,6 @@ def test_other_layers_of_the_checkpoint_are_not_shared(shared: ShardedModel) -> 
 def test_models_that_cannot_be_shared_are_refused(
     name: str, options: dict[str, Any], plan: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before weights are read, with what stands in the way."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match=why):
         parts(tiny(name, **options).config, plan, name)

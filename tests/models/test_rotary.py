@@ -151,15 +151,6 @@ def test_nothing_is_remembered(name: str) -> None:
     assert generator.generate(ids, **OPTIONS).sequences.tolist() == expected
 
 
-def test_drafted_passes_are_saved() -> None:
-    """A draft that is right is only interrupted where the text is read again."""
-    ids = prompt(20)
-    expected = theirs("rereads", ids)
-    out = SpecGenerator(scaled("rereads"), oracle("perfect", expected, 64)).generate(ids, **OPTIONS)
-    assert out.stats.draft_acceptance_rate == 1
-    assert out.stats.num_target_passes <= 6
-
-
 def test_scaling_that_nobody_can_set() -> None:
     """A rotary module that is not the library's cannot be asked for spans."""
     with pytest.raises(UnsupportedError, match="rope_scaling"):

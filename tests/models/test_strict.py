@@ -17,7 +17,6 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError,
 from specdec.core.work import Work
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
-from specdec.models.exactness import strict_obstacle
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.tiny import ENCODER_DECODERS, threads, tiny, tiny_inputs
@@ -101,29 +100,6 @@ def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
             )
             assert texts(out) == plain[HOWS.index(how)], (draft, schedule, branches)
             assert out.stats.exactness == "strict"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_alone_and_beside_others(kind: str) -> None:
-    """A batch's rows are those of calls of one prompt, with prompts that are read in chunks, and texts kept before."""
-    target, long = strict("llama", kind), prompts(1, 3)[0] * 12
-    together = [*prompts(3), long]
-    generator = SpecGenerator(target, tiny("llama", seed=1))
-    alone = [texts(SpecGenerator(target, prefix_cache=False).generate([prompt], **COMMON))[0] for prompt in together]
-    for _ in range(2):  # the second time from what the first one kept
-        for row, prompt, text in zip(generator.generate(together, **COMMON).sequences, together, alone, strict=True):
-            assert row.tolist()[-24:] == text[-24:], prompt
-    assert generator.generate([long], **COMMON).stats.cached_prompt_tokens > 0
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_beams(kind: str) -> None:
-    """A search finds the same beams with a draft."""
-    target = strict("llama", kind)
-    given = {"input_ids": prompts(2), **COMMON, "num_beams": 3, "num_return_sequences": 3}
-    plain = SpecGenerator(target).generate(**given)
-    for draft in (tiny("llama"), tiny("llama", seed=1)):
-        assert texts(SpecGenerator(target, draft).generate(**given)) == texts(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +202,6 @@ def refused(model: Any, match: str) -> None:
 
 
 def test_layers_that_look_at_their_neighbours() -> None:
-    """They are found by trying."""
     model = tiny("llama")
     model.model.layers[1].mlp.act_fn = Neighbourly(model.model.layers[1].mlp.act_fn)
     refused(model, "passes of other widths give other logits")
@@ -240,7 +215,6 @@ def test_layers_that_are_not_packed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mamba"])
 def test_models_without_attention_of_ours(name: str) -> None:
-    """They say so."""
     with pytest.raises(UnsupportedError, match="leave out"):
         LanguageModel(tiny(name), exactness="strict")
 
@@ -260,12 +234,3 @@ def test_contradictions() -> None:
 def test_a_short_position_table() -> None:
     """What is tried fits into it. (It did not: an index was out of range.)"""
     assert LanguageModel(tiny("gpt2", n_positions=128), exactness="strict").exactness == "strict"
-
-
-def test_nothing_of_the_model_is_changed() -> None:
-    """Its activations and layers are its own, before and after."""
-    model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
-    before, modules = model(ids).logits, list(model.modules())
-    assert strict_obstacle(LanguageModel(model, exactness="strict")) is None
-    assert list(model.modules()) == modules
-    assert torch.equal(model(ids).logits, before)

@@ -167,7 +167,6 @@ WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("source", "words"), WRONG, ids=lambda value: str(type(value).__name__))
 def test_wrong_inputs_are_told(source: Any, words: str, transcriber: Transcriber) -> None:
-    """By what is wrong with them."""
     with pytest.raises(OptionError, match=words):
         transcriber(source)
 

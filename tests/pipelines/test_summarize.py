@@ -304,7 +304,6 @@ MAKING = [
 
 @pytest.mark.parametrize(("options", "words"), MAKING)
 def test_summarizers_that_make_no_sense(options: dict[str, Any], words: str) -> None:
-    """Checked when the summarizer is made."""
     with pytest.raises(OptionError, match=words):
         Summarizer(model("t5"), **{"tokenizer": tokenizer(), **options})
 

@@ -88,7 +88,6 @@ def test_tokens_equal_transformers(seconds: float, draft: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_short_sound_without_timestamps(draft: str) -> None:
-    """One window, one text."""
     model, sound = target(1, stamps=False), speech(0.8, seed=3)
     assert ours(model, sound, DRAFTS[draft](model), **EN) == theirs(model, sound, **EN)
 
@@ -224,7 +223,6 @@ def test_misheard_windows_are_tried_again(rule: dict[str, Any]) -> None:
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
-    """Not on the draft, nor on what is read beside."""
     model, sounds = target(), [speech(2.2, seed=seed) for seed in range(3)]
     options = {**EN, "return_timestamps": True, "temperature": 0.9}
     plain, helped = (Transcriber(model, d, processor=PARTS) for d in (None, whisper(9, **LIKELY)))
@@ -239,7 +237,6 @@ def test_draws_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, {"language": None}], ids=str)
 def test_recordings_are_read_as_if_alone(options: dict[str, Any]) -> None:
-    """Several at a time, of different lengths, some of them long."""
     model = target(1)
     sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.2, 1.0, 1.6])]
     transcriber = Transcriber(model, sharing(model), processor=PARTS)
@@ -439,7 +436,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), WRONG, ids=lambda value: str(value)[:40])
 def test_wrong_options_are_told(options: dict[str, Any], words: str) -> None:
-    """By name, with the way out."""
     with pytest.raises(OptionError, match=words):
         Transcriber(target(), processor=PARTS)(speech(0.3), **options)
 

@@ -27,7 +27,6 @@ def test_takes_objects_and_callables(draft: object) -> None:
     "value", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), torch.tensor(2)]]
 )
 def test_kinds_of_token_lists(value: object) -> None:
-    """Whatever is a sequence of integers is a proposal."""
     assert one(FunctionDraft(lambda tokens, k: value).start(50), FakeSequence([1])) == [1, 2]  # type: ignore
 
 

@@ -11,7 +11,7 @@ from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from specdec.proposers import hybrid as module
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, one
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow
 
 
 class Clock:
@@ -133,28 +133,6 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     assert used == len(drawn)
 
 
-def test_what_was_written_anew_is_read_anew_by_both(model: SlowModel, clock: Clock) -> None:
-    """Neither draft goes on from a text that is gone."""
-    session, row = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50), FakeSequence([1, 2, 3, 4])
-    assert one(session, row) == model.greedy(row.tokens, 5)
-    row.tokens = [1, 2, 7, 1, 2]
-    copied, clock.now = one(session, row, 1), 1.0
-    assert copied == [7]
-    row.tokens = [1, 9]
-    assert one(session, row) == model.greedy(row.tokens, 5)
-
-
-def test_a_failing_model_leaves_the_hybrid_usable(model: SlowModel) -> None:
-    """An exception in the model draft does not spoil the next round."""
-    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
-    row = FakeSequence([1, 2, 3])
-    model.fail_in = 1
-    with pytest.raises(ZeroDivisionError):
-        one(session, row)
-    assert one(session, row) == model.greedy(row.tokens, 5)
-
-
 def test_refuses_a_model_as_the_text_draft() -> None:
-    """The first draft must copy from the text."""
     with pytest.raises(OptionError, match="text"):
         HybridDraft(ModelDraft(FakeModel()), ModelDraft(FakeModel()))  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ def test_proposes_the_models_own_continuation() -> None:
     assert tree.q is None
     assert tree.source == "model"
     assert model.passes == 4
-    assert tree.confidence is not None
     assert tree.confidence[0] == pytest.approx(float(model.logits(row.tokens).softmax(-1).max()))
 
 
@@ -124,16 +123,6 @@ def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     assert len(tree) == 4
 
 
-def test_q_has_one_row_per_node() -> None:
-    """Where the sampler needs q the tree carries `[nodes, vocab]` of it."""
-    model, row = FakeModel(), FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
-    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(3)])
-    assert tree.q is not None
-    assert tree.q.shape == (3, 50)
-    expected = model.logits([*row.tokens, *tree.tokens[:2]]).softmax(-1)
-    torch.testing.assert_close(tree.q[2], expected)
-
-
 @pytest.mark.parametrize("target_vocab", [40, 50, 64])
 def test_padded_vocabularies(target_vocab: int) -> None:
     """The sampler sees logits at the target's width, and no guess lies outside either vocabulary."""
@@ -141,7 +130,6 @@ def test_padded_vocabularies(target_vocab: int) -> None:
     row = FakeSequence([1, 2], task=task(sampler))
     [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakePlan(8)])
     assert sampler.widths == {target_vocab}
-    assert tree.q is not None
     assert tree.q.shape == (8, target_vocab)
     assert max(tree.tokens) < min(target_vocab, 50)
 
@@ -321,10 +309,3 @@ def test_encoder_decoder_takes_a_shared_encoding_or_needs_inputs() -> None:
     assert one(session, FakeSequence([0], encoding=FakeEncoding([3])), 2) == model.greedy([0], 2, 3)
     assert model.encoded == 0
     assert [ModelDraft(model, shared_encoder=shared).needs_encoder_inputs for shared in (True, False)] == [False, True]
-
-
-def test_decoder_only_draft_ignores_the_encoding() -> None:
-    """A decoder-only draft of an encoder-decoder target reads the decoder's tokens alone."""
-    model = FakeModel()
-    row = FakeSequence([0], encoding=FakeEncoding([3]))
-    assert one(ModelDraft(model).start(50), row, 2) == model.greedy([0], 2)

@@ -90,7 +90,6 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
 def test_flags_that_do_not_go(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is told in one line, before a model is loaded."""
     monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
     assert run(["serve", *arguments, "--quiet"]) == 2
     assert said in capsys.readouterr().err
@@ -132,7 +131,6 @@ def test_all_lines_of_a_log_have_its_format(kind: str, capsys: pytest.CaptureFix
 
 
 def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to install."""
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
     assert "-e '.[serve]'" in capsys.readouterr().err
@@ -181,7 +179,6 @@ def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names() -> None:
-    """The end of an id or path, as far as it can be one."""
     found = [plain_name(name) for name in ("org/Qwen3-0.6B", "/models/x y/", "zoo:python-code", "/")]
     assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
 

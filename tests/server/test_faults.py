@@ -17,14 +17,7 @@ from pydantic import BaseModel, ValidationError
 from specdec.server import messages, protocol
 from specdec.server.errors import ApiError, invalid
 from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
-from specdec.server.protocol import (
-    HINTS,
-    REFUSED,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from specdec.server.protocol import HINTS, REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from specdec.server.routes import audio as audio_routes
 from tests.server.served import app, asking, events, model_of, speech_model
 
@@ -150,7 +143,6 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields_", "param", "said"), SAID)
 def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
-    """The field as its client names it, and what would go."""
     with asking(app()) as c:
         found = c.post(COMPLETIONS, json={"prompt": "abc", **fields_})
         assert found.status_code == 400, found.text

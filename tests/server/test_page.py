@@ -95,7 +95,6 @@ def test_stopping(page: Any, server: Process) -> None:
 
 
 def test_chatting(page: Any) -> None:
-    """A conversation grows turn by turn."""
     page.select_option("#model", "tiny")
     page.click("#tab-chat")
     page.fill("[name=max_tokens]", "12")
@@ -140,7 +139,6 @@ def test_errors_are_said(page: Any) -> None:
 
 
 def test_structured_answers(page: Any) -> None:
-    """A schema in the settings decides the answer."""
     page.select_option("#model", "code")
     page.fill("#prompt", "x = ")
     page.fill(

@@ -36,7 +36,6 @@ def refused(c: Asking, sent: dict[str, Any], words: str) -> None:
 
 
 def test_a_picture_is_answered_as_by_the_library() -> None:
-    """Whole and streamed; the prompt counts its places."""
     out = seeing_model().generator.generate(messages=asked(SMALL), max_new_tokens=8, do_sample=False)
     with asking(app(seeing_model())) as c:
         found = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
@@ -94,6 +93,5 @@ def test_a_place_without_a_picture(path: str, asked_: dict[str, Any], words: str
 
 
 def test_a_model_of_text_alone() -> None:
-    """It says that it reads no pictures."""
     with asking(app(model_of("suffix"))) as c:
         refused(c, body(data_url(SMALL)), "reads no pictures")

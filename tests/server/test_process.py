@@ -44,7 +44,6 @@ def offline() -> SpecGenerator:
 
 
 def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
-    """Every endpoint by the client that most programs use."""
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     expected = offline.generate(PROMPT, max_new_tokens=24, do_sample=False).texts[0]

@@ -69,7 +69,6 @@ def test_contrastive_search_goes_without_the_draft() -> None:
 
 
 def test_the_text_is_the_librarys() -> None:
-    """A server adds nothing to what `generate` says."""
     model = model_of("suffix")
     ids = TOKENIZER(PROMPT)["input_ids"]
     out = model.generator.generate([ids], max_new_tokens=20, do_sample=True, top_k=0, seed=9)
@@ -292,7 +291,6 @@ def test_scores_of_a_prompt(draft: str) -> None:
 
 
 def test_tokens() -> None:
-    """Both ways; a conversation with its template."""
     with asking(app()) as c:
         ids = c.post("/tokenize", json={"prompt": "héllo"}).json()
         text = c.post("/detokenize", json={"tokens": ids["tokens"]}).json()

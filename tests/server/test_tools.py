@@ -111,7 +111,6 @@ def test_what_is_no_call_stays_text(mark: str, text: str) -> None:
 
 
 def test_formats_that_are_not_read() -> None:
-    """Each by name; a template without tools, too."""
     assert format_of(template(MISTRAL), "m").is_list
     for text, said in [
         ("{{ tools }}<tool_call><function=f>", "Qwen3-Coder"),
@@ -267,7 +266,6 @@ def test_arguments_are_an_object() -> None:
 
 
 def test_what_is_said_about_tools() -> None:
-    """The field, and what would go."""
     with asking(app(model_of(HERMES), limits={"prompt_characters": 200_000})) as c:
         for fields, param, said in WRONG:
             body = json.dumps({"messages": [USER], "max_tokens": 4, **fields})

@@ -18,7 +18,7 @@ from transformers import (
     WhisperProcessor,
 )
 
-from recipes import functions, python_summary, speech, speech_scores
+from recipes import functions, python_summary, speech_scores
 from specdec import SpecGenerator, Transcriber
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
@@ -28,7 +28,6 @@ AUTO = {
     "speech": AutoModelForSpeechSeq2Seq,
     "python-summary": AutoModelForSeq2SeqLM,
 }
-MEGABYTES = 40  # of the speech and the summary pair together
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,6 @@ def samples_of(file: Path) -> np.ndarray:
 
 
 def test_pipelines_take_names_of_the_zoo() -> None:
-    """As the command line does."""
     transcriber = Transcriber.from_pretrained("zoo:speech", dtype="float32")
     assert "key" in transcriber(str(bundled_models.recordings()[0][0]))["text"]
     summarize = Summarizer.from_pretrained("zoo:python-summary", dtype="float32")
@@ -67,35 +65,7 @@ def test_auto_classes_load_both_models(name: str) -> None:
         assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
 
 
-def test_the_newer_pairs_are_small() -> None:
-    """Speech and summaries take 40 MB at most."""
-    folders = [bundled_models.pair(name).target.parent for name in bundled_models.NAMES[1:]]
-    assert sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file()) < MEGABYTES * 1e6
-
-
 # ------------------------------------------------------------------------------------------------------------- speech
-
-
-def test_the_drafts_encoder_is_the_targets(whisper: WhisperForConditionalGeneration) -> None:
-    """So that the encoder's output can be computed once for both."""
-    draft = AutoModelForSpeechSeq2Seq.from_pretrained(bundled_models.pair("speech").draft, dtype=torch.float32)
-    theirs = whisper.model.encoder.state_dict()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in draft.model.encoder.state_dict().items())
-    assert draft.config.decoder_layers == 1
-
-
-def test_whispers_tokens(processor: WhisperProcessor, whisper: WhisperForConditionalGeneration) -> None:
-    """Prompts, languages and timestamps are where Whisper's generation looks for them; windows fill the encoder."""
-    assert processor.feature_extractor.chunk_length == speech.WINDOW
-    assert whisper.config.max_source_positions == speech.WINDOW * 50
-    tokenizer, settings = processor.tokenizer, whisper.generation_config
-    prefix = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
-    assert tokenizer.convert_ids_to_tokens(tokenizer.prefix_tokens) == prefix
-    first, last = tokenizer.convert_tokens_to_ids(["<|0.00|>", "<|30.00|>"])
-    assert (first, last - first) == (settings.no_timestamps_token_id + 1, 1500)
-    assert settings.lang_to_id == {"<|en|>": tokenizer.prefix_tokens[1]}
-    assert settings.task_to_id["transcribe"] == tokenizer.prefix_tokens[2]
-    assert tokenizer.decode(tokenizer("Zoë paid 7 €").input_ids, skip_special_tokens=True) == "Zoë paid 7 €"
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -122,7 +92,6 @@ def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: Wh
 
 
 def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without its data files says so."""
     monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
     with pytest.raises(bundled_models.SpecdecError, match="the recordings are not in"):
         bundled_models.recordings()

@@ -135,7 +135,6 @@ def test_broken_blocks(kind: str, fields: dict[str, Any], weights: dict[str, Any
 
 
 def test_blocks_of_other_targets(tmp_path: Path) -> None:
-    """Other layers, widths, vocabularies."""
     model = target()
     with pytest.raises(OptionError, match="its hidden states are 48 wide, the target's 32"):
         SpecGenerator(model, changed(dflash_folder(tmp_path / "a", model), target_hidden_size=48))

@@ -11,7 +11,6 @@ import torch
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.models import prefix_bytes
-from specdec.proposers.heads.stage import Stages
 from tests.heads import IDS, RUN, Proposals, eagle_folder, target
 
 FIRST = [(7 * i) % 50 + 5 for i in range(40)]
@@ -154,7 +153,6 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
     each = LanguageModel(model).kv_bytes * 53
     generator = SpecGenerator(model, folder, prefix_cache=int(2.8 * each))
     prefixes = generator._prefixes
-    assert prefixes is not None
     for prompt in prompts:
         generator.generate([prompt], **RUN)
         states = prefixes._states.items()
@@ -165,21 +163,6 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
         out = generator.generate([prompt], **RUN)
         assert (out.stats.cached_prompt_tokens > 0) == kept
         assert out.sequences.tolist() == plain(model, [prompt])
-
-
-def test_a_head_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its request nor others end for that."""
-    model, folder = target(), eagle_folder(tmp_path / "head")
-    generator = SpecGenerator(model, folder)
-
-    def full(*_: Any) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(Stages, "keep_prefix", full)
-    for _ in range(2):
-        out = generator.generate([FIRST], **RUN)
-        assert out.stats.cached_prompt_tokens == 0
-        assert out.sequences.tolist() == plain(model, [FIRST])
 
 
 def test_embeddings_without_ids_in_chunks(tmp_path: Path) -> None:

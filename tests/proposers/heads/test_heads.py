@@ -26,19 +26,7 @@ from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.heads.stage import Stages
-from tests.heads import (
-    IDS,
-    PEAGLE,
-    RUN,
-    THREE,
-    Eagle,
-    Proposals,
-    changed,
-    eagle_folder,
-    reweighed,
-    states_of,
-    target,
-)
+from tests.heads import IDS, PEAGLE, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
 from tests.matrix import some
 from tests.tiny import tiny
 
@@ -303,7 +291,6 @@ VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/ano
     ],
 )
 def test_heads_of_other_targets(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
-    """They say what does not fit, before any pass."""
     folder, model = changed(eagle_folder(tmp_path / "head"), **fields), target()
     model.config.name_or_path = "somebody/this-model"
     with pytest.raises(OptionError, match=match):
@@ -353,7 +340,6 @@ def test_broken_heads(weights: dict[str, Any], match: str, tmp_path: Path) -> No
     ],
 )
 def test_configs_that_make_no_sense(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
-    """They are told of before any pass, by the name of the argument."""
     folder = eagle_folder(tmp_path / "head")
     inner = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
     of_layers = {name: value for name, value in fields.items() if name in inner}

@@ -118,7 +118,6 @@ def test_compiled_layers_make_all_guesses_in_one_call(
     for backend in ("packed", "compiled"):
         language._asked = backend  # that of the layers, which take a minute alone
         generator = SpecGenerator(language, "mtp")
-        assert generator.draft is not None
         [stage] = generator.draft.models
         assert stage.wait_until_compiled(280) == (backend == "compiled")
         rows.clear()
@@ -166,7 +165,6 @@ def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     """They are those that were stored; a checkpoint without them is told of."""
     folder, layers = checkpoint(tmp_path / "target")
     generator = SpecGenerator.from_pretrained(str(folder), "mtp")
-    assert generator.draft is not None
     loaded = generator.draft.head.stages[0].model.layer.state_dict()  # type: ignore[attr-defined]
     for name, tensor in layers.layers[0].state_dict().items():
         torch.testing.assert_close(loaded[name], tensor)
@@ -191,7 +189,6 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
     """Embeddings and head lie in memory once. (They were missing in the checkpoint: nothing was loaded.)"""
     folder, _ = checkpoint(tmp_path / "target")
     generator = SpecGenerator.from_pretrained(str(folder), "mtp", backend="packed")
-    assert generator.draft is not None
     [stage] = generator.draft.models
     assert stage.backend == "packed"
     assert stage.ragged is not None
@@ -206,7 +203,6 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
 
 
 def test_targets_without_such_layers() -> None:
-    """The error names the caller's argument."""
     with pytest.raises(UnsupportedError, match=r"`draft`: LlamaForCausalLM has no layers for multi-token prediction"):
         SpecGenerator(tiny("llama"), "mtp")
     with pytest.raises(UnsupportedError, match=r"`use_mtp`: LlamaForCausalLM has no layers"):

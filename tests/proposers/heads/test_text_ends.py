@@ -13,8 +13,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
-from specdec.core.drafts import Commit, Hidden, SequenceView
-from specdec.core.tree import Tree
+from specdec.core.drafts import Commit, Hidden
 from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Head
@@ -175,45 +174,6 @@ def test_beside_a_draft_that_copies(
         assert out.sequences.tolist() == expected.sequences.tolist()
     assert 15 < greedily < len(proposals)
     check(head, model, proposals[:greedily])
-
-
-@pytest.mark.parametrize("kind", KINDS[:-1])  # that target repeats itself
-def test_after_accepted_guesses_and_the_end(kind: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses that are partly right, up to an end token among them; then a request that goes on from what was kept."""
-    model, draft = made(kind)
-    prompt, rng = [(7 * i) % 50 + 5 for i in range(20)], random.Random(1)
-    text = SpecGenerator(model).generate([prompt], **{**RUN, "max_new_tokens": 50}).sequences[0].tolist()
-    end = max(i for i in range(20, 50) if text[i] not in text[20:i])
-    generator = SpecGenerator(model, draft, prefix_cache=True)
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = HeadProposer.propose
-
-    def mended(self: HeadProposer, seqs: Sequence[SequenceView], plans: Any) -> list[Tree]:
-        """The head's guesses are noted, and the target's own tokens proposed, some of them wrong."""
-        trees = propose(self, seqs, plans)
-        seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(seqs, trees, strict=True) if tree.tokens)
-        return [
-            Tree.chain([*(text[len(seq.tokens) :])[: rng.randint(0, len(tree))], 1][: len(tree)], source=tree.source)
-            for seq, tree in zip(seqs, trees, strict=True)
-        ]
-
-    monkeypatch.setattr(HeadProposer, "propose", mended)
-    run = {**RUN, "max_new_tokens": 50, "schedule": "constant", "num_assistant_tokens": LIMIT}
-    first = generator.generate([prompt], **{**run, "eos_token_id": text[end]})
-    assert first.sequences[0].tolist() == text[: end + 1]
-    assert first.stats.num_accepted_draft_tokens > 0
-    for length in (end + 1, end, 20):
-        before = len(seen)
-        out = generator.generate([text[:length]], **{**run, "max_new_tokens": len(text) - length})
-        assert out.sequences[0].tolist() == text
-        assert out.stats.cached_prompt_tokens > 15
-        assert len(seen) > before
-    monkeypatch.setattr(HeadProposer, "propose", propose)
-    assert generator.draft is not None
-    with torch.no_grad():
-        states = states_of(model, text, generator.draft.hidden_layers)
-        for tokens, guesses in seen:
-            assert guesses_anew(generator.draft, tokens, states)[: len(guesses)] == guesses
 
 
 @pytest.mark.parametrize("kind", KINDS)
