@@ -56,6 +56,35 @@ def test_examples_of_a_module() -> None:
     assert list(functions.examples("def broken(:", functions._DEFINITIONS)) == []
 
 
+def module(*names: str) -> str:
+    """Functions that differ in their names alone."""
+    return "\n\n".join(f'def {name}(x):\n    """Return the same."""\n    return x\n' for name in names)
+
+
+def test_the_summary_recipe_reads_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function that is held out, though a package has a copy, and no sentence of the packages more than thrice."""
+    modules = {False: module("learned"), True: module("held")}
+    monkeypatch.setattr(functions, "source_files", lambda *, held_out: [("module.py", modules[held_out])])
+    monkeypatch.setattr(functions.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(functions, "PACKAGES", ("a_package", "no_package"))
+    for path, text in {
+        "test/test_one.py": module("tested"),
+        "a_package/__init__.py": module("held", "one", "two", "three", "four"),
+    }.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    material = python_summary.Material.prepare()
+    read = [
+        material.tokenizer.batch_decode([source for source, _ in rows])
+        for rows in (material.library, material.installed, material.held_out)
+    ]
+    assert read == [
+        [f"def {name}(x):\n    return x\n" for name in names]
+        for names in (["learned", "tested"], ["one", "two"], ["held"])
+    ]
+
+
 def test_what_is_held_out() -> None:
     """No such sentence is trained on, nor is the accent or the variant of the voice."""
     training = list(phrases.sentences(500, held_out=False))
