@@ -16,7 +16,7 @@ from specdec.bench.figures import Speedup
 from specdec.bench.machine import Watch
 from specdec.bench.report import as_html, group_plots, leaders, number, short, themed
 from tests.bench.fakes import reported
-from tests.browser import launched
+from tests.browser import launched, needs_browser
 from tests.folders import saved_model
 
 SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
@@ -100,6 +100,7 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_browser
 def test_the_page_on_a_phone(folder: Path) -> None:
     """Every picture is there as a whole, as wide as there is room. (They had to be scrolled sideways.)"""
     with launched() as browser:
