@@ -183,6 +183,10 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(python_code, "held_out_prompts", lambda count: ["def f0(x):\n"])
     monkeypatch.setattr(python_code, "continuations", lambda target, stream, *_: stream)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(shapes, "TARGET_LAYERS", 6)
+    monkeypatch.setattr(python_code, "SEEDLING_LAYERS", 2)
+    monkeypatch.setattr(python_code, "DRAFT_LAYERS", (0, 5))
+    monkeypatch.setattr(python_code, "LONG", 512)
     steps = {"seedling": 1, "target": 1, "draft": 2, "polish": 2}
     stages = [*(f"--{stage}-steps={count}" for stage, count in steps.items()), "--device=cpu"]
     python_code.main(["--size", "1M", "--stage", "target", *stages])
@@ -193,13 +197,18 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = tmp_path / "specdec" / "zoo" / "python-code-1M"
     assert bundled_models.locate("zoo:python-code-1M", "draft") == str(folder / "draft")
     target, draft = (AutoConfig.from_pretrained(folder / role) for role in ("target", "draft"))
-    assert (target.num_hidden_layers, draft.num_hidden_layers) == (24, 2)
+    assert (target.num_hidden_layers, draft.num_hidden_layers) == (6, 2)
     assert target.hidden_size == draft.hidden_size == 64
 
 
 @pytest.mark.slow
-def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) -> None:
+def test_a_step_of_the_speech_recipe(
+    material: speech.Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seedling, target and draft are trained and saved; the draft keeps the target's encoder."""
+    monkeypatch.setattr(speech, "WINDOW", 4)
+    for name, layers, seconds in (("SEEDLING", 2, speech.SHORT), ("TARGET", 4, 4), ("DRAFT", 1, 4)):
+        monkeypatch.setattr(speech, name, speech.Shape(layers, seconds, encoder_layers=1))
     speech.train_target(tmp_path, material, seedling_steps=1, steps=1)
     speech.polish_target(tmp_path, material, steps=1)
     speech.train_draft(tmp_path, material, steps=1)
@@ -209,8 +218,10 @@ def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
+def test_a_step_of_the_summary_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seedling, target and draft are trained and saved, and a summary can be written."""
+    monkeypatch.setattr(python_summary, "SEEDLING", python_summary.Shape(4, 1))
+    monkeypatch.setattr(python_summary, "TARGET", python_summary.Shape(4, 2))
     tokenizer = python_summary.make_tokenizer()
     found = list(functions.examples(SOURCE, functions._DEFINITIONS))
     told = [e for e in found if e.sentence is not None]
