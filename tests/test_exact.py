@@ -60,11 +60,18 @@ def test_greedy_equals_transformers(name: str) -> None:
             assert out.stats.num_accepted_draft_tokens == 0
 
 
+def shifts(first: str, *others: str) -> list[Any]:
+    """Cases of a name and a shift: 0 of every name, and of the first one all three."""
+    slow = [pytest.param(first, shift, marks=pytest.mark.slow) for shift in (1, 2)]
+    return [*((name, 0) for name in (first, *others)), *slow]
+
+
 DRAFTING = list(itertools.product(("heuristic", "constant", "confidence", "cost"), (False, True)))
 
 
-@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "qwen3_next", "t5", "bart", "whisper"])
+@pytest.mark.parametrize(
+    ("name", "shift"), shifts("llama", "gpt2", "gemma2", "bloom", "qwen3_next", "t5", "bart", "whisper")
+)
 def test_every_draft_kind_keeps_the_text(name: str, shift: int) -> None:
     """Assistant model, prompt lookup, suffix automaton, early exit and hybrid: all give the plain text.
 
@@ -83,7 +90,7 @@ def test_every_draft_kind_keeps_the_text(name: str, shift: int) -> None:
             assert out.sequences.tolist() == expected, (draft, schedule, branches)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in COMMON)) for n in ARCHITECTURES])
+@pytest.mark.parametrize("name", COMMON)
 def test_branching_drafts_keep_the_text(name: str) -> None:
     """Trees of guesses, in a ragged batch and with a processor that reads the text."""
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)

@@ -54,6 +54,35 @@ def test_examples_of_a_module() -> None:
     assert list(functions.examples("def broken(:", functions._DEFINITIONS)) == []
 
 
+def module(*names: str) -> str:
+    """Functions that differ in their names alone."""
+    return "\n\n".join(f'def {name}(x):\n    """Return the same."""\n    return x\n' for name in names)
+
+
+def test_the_summary_recipe_reads_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function that is held out, though a package has a copy, and no sentence of the packages more than thrice."""
+    modules = {False: module("learned"), True: module("held")}
+    monkeypatch.setattr(functions, "source_files", lambda *, held_out: [("module.py", modules[held_out])])
+    monkeypatch.setattr(functions.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(functions, "PACKAGES", ("a_package", "no_package"))
+    for path, text in {
+        "test/test_one.py": module("tested"),
+        "a_package/__init__.py": module("held", "one", "two", "three", "four"),
+    }.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    material = python_summary.Material.prepare()
+    read = [
+        material.tokenizer.batch_decode([source for source, _ in rows])
+        for rows in (material.library, material.installed, material.held_out)
+    ]
+    assert read == [
+        [f"def {name}(x):\n    return x\n" for name in names]
+        for names in (["learned", "tested"], ["one", "two"], ["held"])
+    ]
+
+
 def test_what_is_held_out() -> None:
     """No such sentence is trained on, nor is the accent or the variant of the voice."""
     training = list(phrases.sentences(500, held_out=False))
@@ -137,19 +166,28 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(python_code, "held_out_prompts", lambda count: ["def f0(x):\n"])
     monkeypatch.setattr(python_code, "continuations", lambda target, stream, *_: stream)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(shapes, "TARGET_LAYERS", 6)
+    monkeypatch.setattr(python_code, "SEEDLING_LAYERS", 2)
+    monkeypatch.setattr(python_code, "DRAFT_LAYERS", (0, 5))
+    monkeypatch.setattr(python_code, "LONG", 512)
     steps = {"seedling": 1, "target": 1, "draft": 2, "polish": 2}
     stages = [*(f"--{stage}-steps={count}" for stage, count in steps.items()), "--device=cpu"]
     for stage in ("target", "draft", "polish", "evaluate"):
         python_code.main([str(tmp_path), "--size", "1M", "--stage", stage, *stages])
     assert (tmp_path / "card.json").exists()
     target, draft = (AutoConfig.from_pretrained(tmp_path / role) for role in ("target", "draft"))
-    assert (target.num_hidden_layers, draft.num_hidden_layers) == (24, 2)
+    assert (target.num_hidden_layers, draft.num_hidden_layers) == (6, 2)
     assert target.hidden_size == draft.hidden_size == 64
 
 
 @pytest.mark.slow
-def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) -> None:
+def test_a_step_of_the_speech_recipe(
+    material: speech.Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seedling, target and draft are trained and saved; the draft keeps the target's encoder."""
+    monkeypatch.setattr(speech, "WINDOW", 4)
+    for name, layers, seconds in (("SEEDLING", 2, speech.SHORT), ("TARGET", 4, 4), ("DRAFT", 1, 4)):
+        monkeypatch.setattr(speech, name, speech.Shape(layers, seconds, encoder_layers=1))
     speech.train_target(tmp_path, material, seedling_steps=1, steps=1)
     speech.polish_target(tmp_path, material, steps=1)
     speech.train_draft(tmp_path, material, steps=1)
@@ -159,8 +197,10 @@ def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
+def test_a_step_of_the_summary_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seedling, target and draft are trained and saved, and a summary can be written."""
+    monkeypatch.setattr(python_summary, "SEEDLING", python_summary.Shape(4, 1))
+    monkeypatch.setattr(python_summary, "TARGET", python_summary.Shape(4, 2))
     tokenizer = python_summary.make_tokenizer()
     found = list(functions.examples(SOURCE, functions._DEFINITIONS))
     told = [e for e in found if e.sentence is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -194,12 +193,3 @@ def test_a_count_of_one_set(sets: str, tmp_path: Path) -> None:
     """A file may name a set without a list. (Its letters were taken for sets.)"""
     (tmp_path / "mine.yaml").write_text(f"targets: a\nprompts: {sets}\n")
     assert suite_keys(params(config=tmp_path / "mine.yaml", count=3))["prompts"] == [{"source": "text", "count": 3}]
-
-
-@pytest.mark.slow
-def test_the_quick_suite(tmp_path: Path, called: Any) -> None:
-    """The package's own pair, as the README runs it: all texts are the target's own."""
-    config = Path(__file__).parents[2] / "configs" / "bench" / "quick.yaml"
-    called("bench", "--config", config, "--out", tmp_path / "out", "--quiet")
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert all(s["identical"] == s["compared"] for group in found["groups"] for s in group["systems"])

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from specdec import SpecGenerator
 from tests.matrix import endless
 from tests.oracle import oracle
-from tests.test_exact import prompt_for
+from tests.test_exact import prompt_for, shifts
 from tests.tiny import tiny
 
 OPTIONS = endless(20, do_sample=True)
@@ -23,8 +23,7 @@ SCHEDULES = (("heuristic", 5), ("constant", 3), ("confidence", 8), ("cost", None
 COUPLED = (("coupled", None), ("coupled", 4), ("match", 4))
 
 
-@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_next", "t5"])
+@pytest.mark.parametrize(("name", "shift"), shifts("llama", "gpt2", "mistral", "qwen3_next", "t5"))
 def test_coupled_text_depends_on_the_seed_alone(name: str, shift: int) -> None:
     """The same seed gives the same text without a draft and with any draft, length and schedule.
 
@@ -108,12 +107,10 @@ def exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[i
 
 
 # The text of "coupled" and "match" is that of plain sampling (above), so the law of one run of them says it all.
-FEW = [("coupled", "cost", None), ("rejection", "constant", 3), ("block", "confidence", 1)]
-SETTINGS = [("constant", 1), ("constant", 3), ("heuristic", 1), ("confidence", 1), ("cost", None)]
+# That of "rejection" and "block" is enumerated in test_rejection.py.
 LAWS = [
-    pytest.param(sampling, *setting, marks=[pytest.mark.slow] * ((sampling, *setting) not in FEW))
-    for sampling in ("coupled", "match", "rejection", "block")
-    for setting in SETTINGS
+    *(("coupled", "cost", None), ("rejection", "constant", 3), ("block", "confidence", 1)),
+    *(pytest.param(sampling, "cost", None, marks=pytest.mark.slow) for sampling in ("rejection", "block")),
 ]
 
 

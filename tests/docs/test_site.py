@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import venv
 from pathlib import Path
 
 import pytest
@@ -113,23 +110,6 @@ def test_extras_exist() -> None:
     assert not [path for path in sources if "install 'specdec" in path.read_text(encoding="utf-8")]  # it is nowhere
     table = read("docs/start/install.md").split("## Extras")[1]
     assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))} == extras
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_extra_docs_builds_the_site(tmp_path: Path) -> None:
-    """`pip install '.[docs]' && mkdocs build` works alone."""
-    venv.create(tmp_path / "venv", with_pip=True)
-    python, site = tmp_path / "venv" / "bin" / "python", tmp_path / "site"
-    install = [python, "-m", "pip", "install", "--retries", "1", "-c", "constraints.txt", "-e", ".[docs]"]
-    installed = subprocess.run(install, cwd=ROOT, capture_output=True, text=True)
-    if installed.returncode:
-        pytest.skip(f"pip could not install them: {installed.stderr.strip().splitlines()[-1]}")
-    build = [python, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (site / "reference" / "options.html").is_file()
 
 
 def test_every_page_has_a_place() -> None:

@@ -25,8 +25,8 @@ LENGTH = 16
 BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
 
 
-QUICK = ("qwen2_5_vl", "gemma3", "paligemma")
-SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+QUICK, MORE = ("qwen2_5_vl", "gemma3", "paligemma"), ("qwen3_vl", "smolvlm")
+SOME = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
 
 
 @cache
@@ -156,8 +156,14 @@ def test_long_prompts_are_read_in_chunks(family: str) -> None:
     assert SpecGenerator(model, "suffix").generate(**row, **endless(8, **guided)).sequences.equal(plain.sequences)
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        *((family, "eager") for family in QUICK),
+        *(pytest.param(family, "eager", marks=pytest.mark.slow) for family in MORE),
+        pytest.param("qwen2_5_vl", "packed", marks=pytest.mark.slow),
+    ],
+)
 def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_path: Path) -> None:
     """Text needs none of their memory; a draft of the target's layers gets them as well."""
     model, inputs = model_of(family), batch(family, rows_of(family))

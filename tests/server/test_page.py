@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from specdec.options import bundled_models
-from tests.browser import launched
+from tests.browser import launched, needs_browser
 from tests.server.process import KEY, Process, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="the extra `test` is not installed: no playwright")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_browser]
 
 
 @pytest.fixture(scope="module")

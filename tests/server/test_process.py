@@ -25,7 +25,7 @@ from tests.server.served import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "def add(first, second):\n"
-MINUTES = float(os.environ.get("SPECDEC_LOAD_MINUTES", "2"))  # of the load test
+MINUTES = float(os.environ.get("SPECDEC_LOAD_MINUTES", "0.5"))  # of the load test
 _TELLING = 5.0  # minutes from which on the second half tells of growth
 
 

@@ -18,7 +18,7 @@ from transformers import (
     WhisperProcessor,
 )
 
-from recipes import functions, python_summary, speech_scores
+from recipes import functions, speech_scores
 from specdec import SpecGenerator, Transcriber
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
@@ -135,14 +135,3 @@ def test_drafts_save_passes_over_summaries(draft: str, most: float, summaries: d
     assert summaries[draft] == summaries["none"]
     passes, tokens = np.sum(summaries[f"{draft} passes"], axis=0)
     assert passes <= most * tokens
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # reads all of torch and transformers
-def test_the_summary_recipe_reads_what_it_says() -> None:
-    """No held-out function is trained on; no sentence is met often in the packages."""
-    material = python_summary.Material.prepare()
-    held = {tuple(source) for source, _ in material.held_out}
-    assert len(material.held_out) > 300
-    assert len(material.library) > 10_000
-    assert not any(tuple(source) in held for source, _ in material.installed)
