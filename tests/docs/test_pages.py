@@ -26,7 +26,6 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.decoding import strategies
 from specdec.options.fields import SAMPLING
 from specdec.options.load import QUANTIZATIONS
-from specdec.pipelines import PIPELINES
 from specdec.proposers import DRAFTS
 from tests.docs.hub import fill
 from tests.docs.pages import PAGES, ROOT, blocks, commands, run_python, run_shell, same
@@ -39,7 +38,7 @@ QUICK = {
     *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
     *("docs/guides/tools.md", "docs/extending.md"),
 }
-REGISTRIES: list[dict[str, Any]] = [DRAFTS, SCHEDULES, QUANTIZATIONS, PIPELINES, SAMPLING]
+REGISTRIES: list[dict[str, Any]] = [DRAFTS, SCHEDULES, QUANTIZATIONS, SAMPLING]
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 SERVED = "served"  # what stands before a block that a server answers
 FILES = {
