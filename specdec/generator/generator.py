@@ -265,8 +265,6 @@ class SpecGenerator:
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
             draft = scheduled.draft
-            if draft is not None and options.samples:
-                draft = draft.for_sampling(options.sampling)
             models = () if draft is None else draft.models
             state = self.target.state("target")
             exactness = self.target.exactness_of(state)
