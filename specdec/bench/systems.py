@@ -71,7 +71,7 @@ class Systems:
     def _model(self, name: str) -> Any:
         """A draft model or head, which its cells share."""
         if name not in self._models:
-            draft = loaded(bundled_models.locate(name, "draft"), *self._how.of_draft(self._draft_options))
+            draft = loaded(bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options))
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft

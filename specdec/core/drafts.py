@@ -339,10 +339,6 @@ class Draft(ABC):
     def start(self, vocab_size: int) -> Proposer:
         """A proposer without sequences, for a target with logits of this width."""
 
-    def for_sampling(self, sampling: str | None) -> Draft:
-        """The draft for a call that samples: by "rejection", "block", …, or None, which is "coupled"."""
-        return self
-
 
 def refuse_argument(argument: str | None, name: str) -> None:
     """Raises OptionError if the word for a draft, the caller's `name`, came with an argument."""

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
-from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
+from specdec.models.vocabulary import cut_as_saved
 from specdec.options.fields import COPYING, check_whole, is_whole
-from specdec.options.load import PASSES, Loading, Vocabulary
+from specdec.options.load import PASSES, Loading
 from specdec.parallel.load import load
 from specdec.proposers import (
     DRAFTS,
@@ -56,11 +55,10 @@ _KEPT = 2  # drafts named in calls; each may hold a model
 
 @dataclass(frozen=True)
 class HeadAt:
-    """A head by folder, hub id or word, which is loaded after its target."""
+    """A head by folder or hub id, which is loaded after its target."""
 
     source: str
     how: Loading
-    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Drafts:
             case str():
                 return self._registered(draft, name)
             case HeadAt():
-                return self._head(draft, tokenizer, name)
+                return HeadDraft(load_head(draft.source, self._target, draft.how, argument=name))
             case PreTrainedModel() if kind_of(draft, argument=name) is not None:
                 return HeadDraft(load_head(draft, self._target, self._how, argument=name))
             case LoadedModel() | PreTrainedModel() | LanguageModel():
@@ -158,14 +156,6 @@ class Drafts:
             got = type(made).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
         return made
-
-    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDraft:
-        target, wanted = self._target, draft.vocabulary
-        choose = None if wanted is None else chooser(target, wanted, tokenizer)
-        if is_word(draft.source):
-            made: HeadDraft = DRAFTS[draft.source].of(target, None, name, choose=choose)
-            return made
-        return HeadDraft(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
@@ -244,41 +234,22 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
     return load(model, how, name=name, change=None if name == "target" else cut_as_saved)
 
 
-def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None, *, name: str = "draft") -> Any:
-    """The caller's argument `name` with `LoadedModel` or `HeadAt` in place of ids and paths; both may be in a pair.
-
-    With a `vocabulary`, they guess these tokens only.
-    """
+def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
+    """The caller's argument `name` with `LoadedModel` or `HeadAt` in place of ids and paths; both may be in a pair."""
     if isinstance(draft, tuple | list):
-        return tuple(loaded(part, how, vocabulary, name=name) for part in draft)
+        return tuple(loaded(part, how, name=name) for part in draft)
     if not is_name(draft):
-        return HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft
+        return draft
     check_spelling(draft, name)
     if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
-        return HeadAt(str(draft), how, vocabulary)
+        return HeadAt(str(draft), how)
     beside = tokenizer_beside(str(draft), **how.beside)
-    return LoadedModel(load(draft, how, name=name, change=partial(_cut, str(draft), vocabulary, beside)), beside)
-
-
-def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: LanguageModel) -> None:
-    """Cuts a draft model's vocabulary to the given one, or to its checkpoint's."""
-    if vocabulary is None:
-        cut_as_saved(model)
-    elif getattr(model.config, "draft_vocabulary", None) is not None:
-        raise OptionError(f"`draft` {name!r} comes with its own vocabulary: leave `vocabulary` out")
-    else:
-        cut_vocabulary(model, vocabulary, tokenizer)
+    return LoadedModel(load(draft, how, name=name, change=cut_as_saved), beside)
 
 
 def names_model(draft: Any) -> bool:
     """Whether `draft` is, or contains, an id or path of a model."""
     return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
-
-
-def is_head(draft: Any) -> bool:
-    """Whether `draft` is the word for a head of the target's checkpoint."""
-    kind = DRAFTS.get(draft) if isinstance(draft, str) else None
-    return isinstance(kind, type) and issubclass(kind, HeadDraft)
 
 
 def check_spelling(draft: Any, name: str) -> None:

@@ -23,7 +23,6 @@ from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Drafts,
-    is_head,
     is_name,
     language_model,
     loaded,
@@ -110,20 +109,18 @@ class SpecGenerator:
 
         `options` are fields of `Loading`, for the target, and defaults of `generate`. The draft has the target's
         `dtype`, `backend`, `device_map` and `trust_remote_code`, and is never offloaded. `draft_options` override
-        these, and may hold a `vocabulary`, the tokens that the draft may guess: a number (the lowest ids), the path of
-        a text (its tokens), or a pair of both (the most frequent). With `tp_plan` this returns in the first process of
-        a job only, which has the draft; the others work for it and leave the program (SystemExit) when it ends, or
-        raise EngineError when they lose it. Raises OptionError, UnsupportedError and LoadError where something cannot
-        be loaded as asked.
+        these. With `tp_plan` this returns in the first process of a job only, which has the draft; the others work for
+        it and leave the program (SystemExit) when it ends, or raise EngineError when they lose it. Raises OptionError,
+        UnsupportedError and LoadError where something cannot be loaded as asked.
         """
         how, options = Loading.split(options)
         check_defaults(options)
-        draft_how, vocabulary = how.of_draft(draft_options)
+        draft_how = how.of_draft(draft_options)
         if leading(how) is not None:
             draft_how = on_own_device(draft_how)
-        if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
+        if draft_options and not names_model(draft):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
-        draft = loaded(draft, draft_how, vocabulary)
+        draft = loaded(draft, draft_how)
         model = language_model(target, "target", how)
         if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=model.sees, **how.beside)
@@ -268,8 +265,6 @@ class SpecGenerator:
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
             draft = scheduled.draft
-            if draft is not None and options.samples:
-                draft = draft.for_sampling(options.sampling)
             models = () if draft is None else draft.models
             state = self.target.state("target")
             exactness = self.target.exactness_of(state)

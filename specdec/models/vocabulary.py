@@ -6,8 +6,6 @@ The head is most of what a small draft reads in a pass, and most tokens are rare
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +14,6 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import PackedLinear
 from specdec.models.language_model import LanguageModel
-from specdec.options.load import Vocabulary
-
-Choose = Callable[[Collection[int]], Sequence[int]]
-"""From the tokens that a draft knows to those that it may guess."""
 
 
 def widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
@@ -35,7 +29,8 @@ def cut(head: Any, ids: Tensor) -> nn.Module:
         return head.cut(ids)
     if type(head) is not nn.Linear or head.weight.is_meta:
         raise UnsupportedError(
-            f"no rows can be taken out of a head of kind {type(head).__name__}: leave `vocabulary` out"
+            f"no rows can be taken out of a language head of kind {type(head).__name__}: load the model whole and "
+            "without `quantization`"
         )
     weight, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
     with torch.device("meta"):
@@ -59,71 +54,25 @@ class CutHead(nn.Module):
         return widened(self.head(hidden), self.ids, self.out_features)
 
 
-def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> None:
-    """Cuts the head of a loaded draft down to a vocabulary, before its passes are made.
-
-    Raises OptionError for more tokens than exist, UnsupportedError for models that cannot be cut.
-    """
-    model = language.model
-    if getattr(language.config, "final_logit_softcapping", None) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} caps its logits, so that no token can be ruled out: leave `vocabulary` out"
-        )
-    _cut_to(language, chooser(language, vocabulary, tokenizer)(range(language.vocab_size)))
-
-
 def cut_as_saved(language: LanguageModel) -> None:
     """Cuts the head of a loaded draft to the vocabulary in its config, if any."""
     ids = getattr(language.config, "draft_vocabulary", None)
     if ids is not None:
-        _cut_to(language, ids)
+        model, rows = language.model, torch.tensor(ids, device=language.device)
+        model.set_output_embeddings(CutHead(model.get_output_embeddings(), rows, language.vocab_size))
 
 
-def _cut_to(language: LanguageModel, ids: Sequence[int]) -> None:
-    model, width = language.model, language.vocab_size
-    model.set_output_embeddings(
-        CutHead(model.get_output_embeddings(), torch.tensor(ids, device=language.device), width)
-    )
-
-
-def chooser(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> Choose:
-    """Chooses the likeliest of known tokens, in order, with those that end a text.
-
-    Raises OptionError if a text is to be counted without a tokenizer.
-    """
-    counts: Counter[int] = Counter()
-    if vocabulary.text is not None:
-        if tokenizer is None:
-            raise OptionError(
-                "`vocabulary` counts the tokens of a text, which needs the draft's tokenizer beside it; a head needs "
-                "its target's"
-            )
-        counts.update(tokenizer(Path(vocabulary.text).read_text(encoding="utf-8"))["input_ids"])
-
-    def choose(known: Collection[int]) -> list[int]:
-        size = vocabulary.size or sum(token in known for token in counts)
-        if not size:
-            raise OptionError.of(
-                "vocabulary", f"a text of tokens that the draft knows, {len(known)} in all", vocabulary.text
-            )
-        return sorted(likeliest(language, counts, size, "vocabulary", known))
-
-    return choose
-
-
-def likeliest(
-    language: LanguageModel, counts: Counter[int], size: int, argument: str, known: Collection[int] | None = None
-) -> set[int]:
-    """The `size` most frequent `known` tokens (None: of all), filled up by the first ids, with those that end a text.
+def likeliest(language: LanguageModel, counts: Counter[int], size: int, argument: str) -> set[int]:
+    """The `size` most frequent tokens, filled up by the first ids, with those that end a text.
 
     Raises OptionError, naming `argument`, for more tokens than exist.
     """
-    known = range(language.vocab_size) if known is None else known
+    known = range(language.vocab_size)
     found = getattr(language.model.generation_config, "eos_token_id", None)
     ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
     if size > len(known):
         raise OptionError.of(argument, f"at most the {len(known)} tokens of the draft", size)
     often = [token for token, _ in counts.most_common() if token in known]
-    likely = [*often, *(token for token in sorted(known) if token not in counts)]
+    likely = [*often, *(token for token in known if token not in counts)]
     others = [token for token in likely if token not in ends]
     return {*ends, *others[: max(size - len(ends), 0)]}

@@ -60,30 +60,6 @@ QUANTIZATIONS: dict[str, Quantization] = {
 """Every quantization by its name."""
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The tokens that a draft may guess: the `size` most frequent in a `text` file, or without one the lowest ids.
-
-    Without a size: all tokens of the text.
-    """
-
-    size: int | None = None
-    text: str | None = None
-
-    @classmethod
-    def of(cls, given: Any) -> Vocabulary | None:
-        """From a number, the path of a text, or both; raises OptionError for other values and for a missing file."""
-        parts = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
-        size, text = parts if isinstance(parts[0], int) else (None, parts[0])
-        if given is None:
-            return None
-        if (size is not None and (isinstance(size, bool) or size < 1)) or not isinstance(text, str | PathLike | None):
-            raise OptionError.of("vocabulary", "a number of tokens, the path of a text, or a pair of both", given)
-        if text is not None and not Path(text).is_file():
-            raise OptionError.of("vocabulary", "the path of a text", str(text), "there is no such file")
-        return cls(size, None if text is None else fspath(text))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """How a checkpoint is loaded; the defaults leave it as it is.
@@ -194,19 +170,18 @@ class Loading:
         """The fields that locate other files of the checkpoint, such as its tokenizer."""
         return {name: getattr(self, name) for name in ("gguf_file", "revision", "trust_remote_code")}
 
-    def of_draft(self, options: Mapping[str, Any] | None) -> tuple[Loading, Vocabulary | None]:
-        """The loading of a draft whose target is loaded like this, and the `vocabulary` among its own `options`.
+    def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
+        """The loading of a draft whose target is loaded like this.
 
         It has the target's `dtype`, `backend`, `trust_remote_code` and, unless the target is offloaded, `device_map`,
-        where `options` do not set them; a draft is never offloaded. Raises OptionError for unknown options, a wrong
-        vocabulary, and `offload`.
+        where `options` do not set them; a draft is never offloaded. Raises OptionError for unknown options and
+        `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        vocabulary = Vocabulary.of(options.pop("vocabulary", None))
         if unknown := [name for name in options if name not in NAMES]:
-            raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}, vocabulary", unknown[0])
+            raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}", unknown[0])
         if "offload" in options:
             raise OptionError("`draft_options` cannot offload: a draft is read for every token and stays in memory")
         # A draft is loaded first: "auto" finds its device still free.
@@ -218,7 +193,7 @@ class Loading:
             "trust_remote_code": self.trust_remote_code,
             "device_map": place,
         }
-        return Loading(**{**taken, **options}), vocabulary
+        return Loading(**{**taken, **options})
 
 
 NAMES = tuple(field.name for field in fields(Loading))

@@ -24,8 +24,7 @@ from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one. That of a `HeadDraft`
-also takes `choose`, for a vocabulary of its own."""
+"""Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one."""
 
 
 def is_word(draft: object) -> bool:

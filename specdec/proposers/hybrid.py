@@ -48,9 +48,6 @@ class HybridDraft(WrappedDraft):
     def __repr__(self) -> str:
         return f"HybridDraft({self.text!r}, {self.model!r})"
 
-    def around(self, inner: Draft) -> HybridDraft:
-        return HybridDraft(self.text, inner)
-
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
         return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)

@@ -1,17 +1,13 @@
 """Drafts with another tokenizer than the target's: each sequence is kept in the draft's own tokens as well.
 
-A guess is translated through text, where a wrong translation is rejected by verification, or has only tokens that both
-vocabularies share.
+A guess is translated through text; a wrong translation is rejected by verification.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,7 +15,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.errors import VocabularyError
 from specdec.proposers.chains import cut, known_tokens
 from specdec.proposers.views import ReadSequence, best_branch
 
@@ -27,8 +22,6 @@ _WINDOW = 12  # tokens
 _SLACK = 8  # tokens by which a window may be longer
 _PARTIAL = "\ufffd"  # decoded from a part of a character
 _LONGEST_CHARACTER = 4  # tokens
-_UNSHARED = 2**40
-"""Added to target tokens that the draft lacks, which makes ids that no draft can read."""
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -39,14 +32,6 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of `ids`, with special tokens and all spaces."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
-
-
-class OtherTokenizerDraft(Draft):
-    """A draft of another vocabulary than the target's."""
-
-    def __init__(self, draft: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        self.inner, self.models, self.needs_encoder_inputs = draft, draft.models, draft.needs_encoder_inputs
-        self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
 
 @dataclass(slots=True)
@@ -64,25 +49,45 @@ class DraftSequence(ReadSequence):
         return tokens is before or tokens[: self.seen] == before[: self.seen]
 
 
-class OtherTokenizerProposer(Proposer):
-    """Runs a draft on sequences in its own tokens, and translates its guesses."""
+class _Likeliest(Sampler):
+    """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
 
-    def __init__(self, draft: OtherTokenizerDraft, draft_vocab_size: int, vocab_size: int) -> None:
-        self._inner, self._vocab_size = draft.inner.start(draft_vocab_size), vocab_size
+    Always computes the probability, as the translated guess gets the geometric mean.
+    """
+
+    needs_q = False
+
+    def pick(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
+        confidence, token = torch.softmax(logits.float(), -1).max(-1)
+        return int(token), float(confidence), None
+
+
+class TextBridge(Draft):
+    """Drafts through text with a draft of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
+
+    The draft guesses greedily, so its q is one-hot, which every way of sampling allows for.
+    """
+
+    def __init__(self, draft: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        self.inner, self.models, self.needs_encoder_inputs = draft, draft.models, draft.needs_encoder_inputs
+        self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
+
+    def __repr__(self) -> str:
+        return f"TextBridge({self.inner!r})"
+
+    def start(self, vocab_size: int) -> TextBridgeProposer:
+        return TextBridgeProposer(self, vocab_size)
+
+
+class TextBridgeProposer(Proposer):
+    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
+
+    def __init__(self, draft: TextBridge, vocab_size: int) -> None:
         self._target_tokenizer, self._draft_tokenizer = draft.target_tokenizer, draft.draft_tokenizer
+        self._inner, self._vocab_size = draft.inner.start(len(draft.draft_tokenizer)), vocab_size
         self._seqs: dict[int, DraftSequence] = {}
-
-    @abstractmethod
-    def task(self, seq: SequenceView) -> DraftTask:
-        """The draft's task, in place of the sequence's own."""
-
-    @abstractmethod
-    def read(self, seq: SequenceView, own: DraftSequence) -> None:
-        """Adds the new tokens of `seq` to `own`."""
-
-    @abstractmethod
-    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
-        """The draft's guess in the target's tokens."""
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         if not any(plan.limit > 0 for plan in plans):
@@ -91,7 +96,7 @@ class OtherTokenizerProposer(Proposer):
             seqs = [best_branch(seq) for seq in seqs]
             read = [self._read(seq) for seq in seqs]
             guesses = self._inner.propose(read, plans)
-            return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
+            return [self._translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.drop([seq.id for seq in seqs])
             raise
@@ -111,59 +116,17 @@ class OtherTokenizerProposer(Proposer):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            own = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
+            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seen=int(has_bos))
             self._seqs[seq.id] = own
         own.outer, own.remaining = seq, seq.remaining
-        self.read(seq, own)
+        self._extend(seq, own)
         return own
 
-
-class _Likeliest(Sampler):
-    """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
-
-    Always computes the probability, as the translated guess gets the geometric mean.
-    """
-
-    needs_q = False
-
-    def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
-    ) -> tuple[int, float, Tensor | None]:
-        confidence, token = torch.softmax(logits.float(), -1).max(-1)
-        return int(token), float(confidence), None
-
-
-class TextBridge(OtherTokenizerDraft):
-    """Drafts through text with a draft of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
-
-    The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts
-    more of `by_tokens`.
-    """
-
-    def __repr__(self) -> str:
-        return f"TextBridge({self.inner!r})"
-
-    @cached_property
-    def by_tokens(self) -> Draft:
-        """The same draft limited to shared tokens; raises VocabularyError if there are none."""
-        return VocabularyIntersection(self.inner, self.target_tokenizer, self.draft_tokenizer)
-
-    def for_sampling(self, sampling: str | None) -> Draft:
-        """Text for match verification, shared tokens for rejection."""
-        return self.by_tokens if sampling in ("rejection", "block") else self
-
-    def start(self, vocab_size: int) -> TextBridgeProposer:
-        return TextBridgeProposer(self, len(self.draft_tokenizer), vocab_size)
-
-
-class TextBridgeProposer(OtherTokenizerProposer):
-    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
-
-    def task(self, seq: SequenceView) -> DraftTask:
+    def _task(self, seq: SequenceView) -> DraftTask:
         end = self._draft_tokenizer.eos_token_id
         return replace(seq.task, sampler=_Likeliest(), ends=frozenset(() if end is None else (end,)))
 
-    def read(self, seq: SequenceView, own: DraftSequence) -> None:
+    def _extend(self, seq: SequenceView, own: DraftSequence) -> None:
         """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
         seen = own.seen
         known = seq.tokens[max(0, seen - _WINDOW) : seen]
@@ -177,7 +140,8 @@ class TextBridgeProposer(OtherTokenizerProposer):
             else:
                 own.tokens = own.tokens[:start] + tokens
 
-    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+        """The draft's guess in the target's tokens."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
         if ended:
@@ -234,96 +198,3 @@ def _complete(tokenizer: Tokenizer, known: list[int], new: list[int], most: int)
         if not text.endswith(_PARTIAL):
             return before, text, count
     return before, before, 0
-
-
-class VocabularyIntersection(OtherTokenizerDraft):
-    """Drafts with the shared tokens of both vocabularies (token-level intersection, arXiv 2502.05202, algorithm 4).
-
-    Shared tokens have equal strings, whichever sign stands for a leading space, and are special in both or in neither.
-    Raises VocabularyError if there are none.
-    """
-
-    def __init__(self, draft: Draft, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
-        super().__init__(draft, target_tokenizer, draft_tokenizer)
-        ours, theirs = _by_meaning(target_tokenizer), _by_meaning(draft_tokenizer)
-        self.to_draft = {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
-        if not self.to_draft:
-            raise VocabularyError("target and draft tokenizers have no token in common: use match verification")
-
-    def __repr__(self) -> str:
-        return f"VocabularyIntersection({self.inner!r}, {len(self.to_draft)} tokens)"
-
-    def start(self, vocab_size: int) -> IntersectionProposer:
-        """A proposer without sequences; samplers get logits over the target's vocabulary."""
-        return IntersectionProposer(self, {t: d for t, d in self.to_draft.items() if t < vocab_size}, vocab_size)
-
-
-def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
-    """(string with a plain leading space, special or not) -> id."""
-    special, ids = set(tokenizer.all_special_tokens), encode(tokenizer, " ")
-    sign = (tokenizer.convert_ids_to_tokens(ids[:1])[0] if ids else "")[:1]
-    sign = sign if sign in "Ġ▁ " else ""
-    return {
-        (" " + token[len(sign) :] if sign and token.startswith(sign) else token, token in special): token_id
-        for token, token_id in tokenizer.get_vocab().items()
-    }
-
-
-@dataclass(frozen=True)
-class _MappedSampler(Sampler):
-    """Lets the strategy's sampler pick in the target's vocabulary, and returns the draft's id."""
-
-    sampler: Sampler
-    proposer: IntersectionProposer
-
-    @property
-    def needs_q(self) -> bool:
-        return self.sampler.needs_q
-
-    def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
-    ) -> tuple[int, float, Tensor | None]:
-        """The sampler's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
-        assert isinstance(seq, DraftSequence)
-        assert seq.outer is not None
-        guessed, wide = self.proposer.in_target(guesses), self.proposer.widened(logits)
-        token, confidence, q = self.sampler.pick(seq.outer, guessed, wide, confident=confident)
-        return self.proposer.to_draft.get(token, _UNSHARED + token), confidence, q
-
-
-class IntersectionProposer(OtherTokenizerProposer):
-    """Maps texts, guesses and logits through the shared tokens `to_draft`."""
-
-    def __init__(self, draft: VocabularyIntersection, to_draft: dict[int, int], vocab_size: int) -> None:
-        super().__init__(draft, max(to_draft.values(), default=0) + 1, vocab_size)
-        self.to_draft = to_draft
-        self._to_target = {d: t for t, d in to_draft.items()}
-        self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
-
-    def task(self, seq: SequenceView) -> DraftTask:
-        ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
-        return replace(seq.task, sampler=_MappedSampler(seq.task.sampler, self), ends=ends)
-
-    def read(self, seq: SequenceView, own: DraftSequence) -> None:
-        """Adds shared tokens by id, and the others through their text."""
-        for shared, run in groupby(seq.tokens[own.seen :], key=self.to_draft.__contains__):
-            if shared:
-                own.tokens += map(self.to_draft.__getitem__, run)
-            else:
-                own.tokens += encode(self._draft_tokenizer, decode(self._target_tokenizer, list(run)))
-        own.seen = len(seq.tokens)
-
-    def translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
-        return replace(guess, tokens=self.in_target(guess.tokens))
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """The draft's `logits` as `[vocab of the target]`; tokens that are not shared have -inf."""
-        self._shared = self._shared.to(logits.device)
-        targets, drafts = self._shared
-        wide = logits.new_full((self._vocab_size,), float("-inf"))
-        wide[targets] = logits[drafts]
-        return wide
-
-    def in_target(self, guesses: list[int]) -> list[int]:
-        """The target's ids of guessed draft ids."""
-        return [guess - _UNSHARED if guess >= _UNSHARED else self._to_target[guess] for guess in guesses]

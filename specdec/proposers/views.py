@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,20 +54,6 @@ class WrappedDraft(Draft):
     def __init__(self, inner: Draft) -> None:
         self.inner, self.models, self.hidden_layers = inner, inner.models, inner.hidden_layers
         self.guesses_trees, self.needs_encoder_inputs = inner.guesses_trees, inner.needs_encoder_inputs
-        self._other: WrappedDraft | None = None
-
-    @abstractmethod
-    def around(self, inner: Draft) -> WrappedDraft:
-        """The same around another draft."""
-
-    def for_sampling(self, sampling: str | None) -> Draft:
-        """The same around the inner draft that serves this kind of sampling; one is kept."""
-        inner = self.inner.for_sampling(sampling)
-        if inner is self.inner:
-            return self
-        if self._other is None or self._other.inner is not inner:
-            self._other = self.around(inner)
-        return self._other
 
 
 class TextAloneDraft(WrappedDraft):
@@ -80,9 +65,6 @@ class TextAloneDraft(WrappedDraft):
 
     def __repr__(self) -> str:
         return repr(self.inner)
-
-    def around(self, inner: Draft) -> TextAloneDraft:
-        return TextAloneDraft(inner, self.places)
 
     def start(self, vocab_size: int) -> TextAloneProposer:
         return TextAloneProposer(self.inner.start(vocab_size), self.places)

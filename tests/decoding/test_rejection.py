@@ -6,7 +6,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import NoRepeatNGramLogitsProcessor, PreTrainedTokenizerFast, TemperatureLogitsWarper
 
 from specdec.core.tree import Tree
 from specdec.core.work import Logits
@@ -15,6 +17,7 @@ from specdec.decoding.processors import Processors, TopK
 from specdec.decoding.strategies import Block, Match, Rejection
 from specdec.decoding.strategies.sampling import child_weight, drawn_children, without_child
 from specdec.errors import OptionError
+from specdec.proposers import ModelDraft, TextBridge
 from tests.decoding.toys import (
     NOTHING,
     Branching,
@@ -29,7 +32,7 @@ from tests.decoding.toys import (
     wrong,
 )
 from tests.matrix import in_pairs
-from tests.proposers.fakes import FakeSequence
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence
 
 V = 3
 TARGET = table(1, V)
@@ -70,6 +73,32 @@ def test_guesses_leave_the_law_alone(monkeypatch, kind) -> None:
     guesses = lambda row, k: Tree.chain([len(row.tokens) % V, 1][:k])  # noqa: E731
     law = law_of(branching, lambda: decode(kind(NOTHING, 0), TARGET, None, length=3, k=2, guesses=guesses)[0])
     assert_law(law, target_law(TARGET, 3))
+
+
+def letters(*tokens: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of these tokens, the third of which joins the first two."""
+    model = BPE({token: i for i, token in enumerate(tokens)}, [tokens[:2]])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_law_with_a_draft_of_another_tokenizer(monkeypatch, kind) -> None:
+    """Guesses that come over the text bridge are one-hot: no law but the target's."""
+    branching, sizes = Branching(monkeypatch), set()
+    bridge = TextBridge(ModelDraft(FakeModel(V)), letters("a", "b", "ab"), letters("b", "a", "ba"))
+
+    def play():
+        proposer = bridge.start(V)
+
+        def guesses(row, k):
+            [tree] = proposer.propose([row], [FakePlan(k)])
+            sizes.add(len(tree))
+            return tree
+
+        return decode(kind(NOTHING, 0), TARGET, None, length=4, k=3, guesses=guesses)[0]
+
+    assert_law(law_of(branching, play), target_law(TARGET, 4))
+    assert sizes >= {1, 2, 3}
 
 
 @pytest.mark.parametrize("replace", [True, False])

@@ -15,8 +15,7 @@ import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
-from specdec.proposers import HybridDraft, NgramDraft, TextBridge
-from specdec.proposers.other_tokenizer import VocabularyIntersection
+from specdec.proposers import NgramDraft
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -168,40 +167,12 @@ def tokenizers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampling", ["rejection", "block"])
-def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
-    """Under rejection sampling the draft draws from q. (Inside a hybrid it went on guessing greedily, by text.)"""
-    target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
-    generator = SpecGenerator(target, ("suffix", model), **tokenizers())
-    draft = generator.draft
-    assert isinstance(draft, HybridDraft)
-    assert isinstance(draft.model, TextBridge)
-    suited = generator.draft.for_sampling(sampling)
-    assert isinstance(suited, HybridDraft)
-    assert isinstance(suited.model, VocabularyIntersection)
-    assert suited.text is draft.text
-    assert generator.draft.for_sampling(sampling) is suited
-    assert generator.draft.for_sampling("coupled") is draft
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_bridge_under_rejection_sampling(sampling: str, pair: bool) -> None:
+    """It guesses by text, alone and in a pair."""
+    target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH)
+    generator = SpecGenerator(target, ("suffix", model) if pair else model, **tokenizers())
     assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
-
-
-def test_a_pair_without_a_bridge_is_left_alone() -> None:
-    """What it learned about its model draft is not lost between two ways of sampling."""
-    generator = SpecGenerator(tiny("llama"), ("ngram", tiny("llama", seed=1)))
-    assert generator.draft.for_sampling("rejection") is generator.draft
-
-
-def test_bridges_are_let_go() -> None:
-    """The counterpart of a bridge for rejection does not outlive the bridge."""
-    generator = SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=byte_tokenizer())
-    seen = []
-    for seed in range(4):
-        model = tiny("llama", vocab=WIDTH, seed=seed)
-        seen.append(weakref.ref(model))
-        assistant = {"assistant_model": model, "assistant_tokenizer": byte_tokenizer(backwards=True)}
-        generator.generate("ab", **SAMPLED, sampling="rejection", **assistant)
-        del model, assistant
-    gc.collect()
-    assert [reference() is not None for reference in seen] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", Sleepy([]), ("suffix", Sleepy([]))])

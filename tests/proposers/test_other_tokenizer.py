@@ -1,11 +1,10 @@
-"""Drafts with another tokenizer: through text, and through the tokens that both vocabularies have."""
+"""Drafts with another tokenizer, through text."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,10 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
 from specdec.core.tree import Tree
-from specdec.errors import VocabularyError
-from specdec.proposers import ModelDraft, TextAloneDraft, TextBridge
-from specdec.proposers.other_tokenizer import VocabularyIntersection
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
+from specdec.proposers import ModelDraft, TextBridge
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, one
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
@@ -171,103 +168,3 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     rows[1].tokens += ours.encode(" dog")
     session.propose(rows[1:], plans[1:])
     assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
-
-
-def test_shared_tokens_go_by_string() -> None:
-    """Ids differ, order differs, the sign for a space differs: equal strings find each other, specials specials."""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("spaces-200")
-    shared = VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
-    assert len(shared) > 30
-    for a, b in shared.items():
-        left, right = ours.convert_ids_to_tokens(a), theirs.convert_ids_to_tokens(b)
-        assert left.replace("Ġ", " ") == right.replace("▁", " ")
-    assert shared[ours.eos_token_id] == theirs.eos_token_id
-    same = VocabularyIntersection(ModelDraft(FakeModel()), ours, ours).to_draft
-    assert same == {i: i for i in range(len(ours))}
-
-
-def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> None:
-    """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
-    model, width = FakeModel(len(theirs)), len(ours) + 5
-    draft = VocabularyIntersection(ModelDraft(model), ours, theirs)
-    session = draft.start(width)
-    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
-    for _ in range(3):
-        [tree] = session.propose([row], [FakePlan(4)])
-        assert tree.q is not None
-        assert tree.q.shape == (4, width)
-        assert set(tree.tokens) <= set(draft.to_draft)
-        read = [draft.to_draft[token] for token in row.tokens]
-        logits = model.logits(read)
-        for a, b in draft.to_draft.items():
-            if b < model.vocab_size:
-                expected = logits[b] - logits[list(draft.to_draft.values())].logsumexp(0)
-                assert float(tree.q[0, a].log()) == pytest.approx(float(expected), abs=1e-4)
-        torch.testing.assert_close(tree.q.sum(-1), torch.ones(4))
-        follow(session, row, tree.tokens, 2, 9)
-
-
-def test_ends_are_translated() -> None:
-    """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
-    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
-    draft = VocabularyIntersection(ModelDraft(FakeModel(len(theirs))), ours, theirs)
-    [free] = draft.start(len(ours)).propose([row], [FakePlan(6)])
-    end = free.tokens[2]
-    row.task = task(ends=frozenset({end}))
-    [tree] = draft.start(len(ours)).propose([row], [FakePlan(6)])
-    assert tree.tokens == free.tokens[: free.tokens.index(end) + 1]
-
-
-def test_intersection_reads_foreign_tokens_through_their_text() -> None:
-    """Text that the draft lacks tokens for is re-encoded; a forced foreign token is proposed and ends the chain."""
-    ours, theirs = tokenizer("bytes-420"), tokenizer("bytes-320")
-    foreign = next(
-        i for i in range(len(ours)) if i not in VocabularyIntersection(ModelDraft(FakeModel()), ours, theirs).to_draft
-    )
-
-    class Forced(Greedy):
-        def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]
-            assert row.tokens[-1] == foreign
-            return foreign, 1.0, None
-
-    seen: list[list[int]] = []
-
-    class Watched(FakeModel):
-        def logits(self, prefix, encoding=0):  # type: ignore[no-untyped-def]
-            seen.append(list(prefix))
-            return super().logits(prefix, encoding)
-
-    session = VocabularyIntersection(ModelDraft(Watched(len(theirs))), ours, theirs).start(len(ours))
-    row = FakeSequence([*ours.encode("a"), foreign], task=task(Forced()))
-    assert one(session, row) == [foreign]
-    assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
-    session.drop([0])
-    assert one(session, row) == [foreign]
-
-
-def test_intersection_of_nothing_raises() -> None:
-    """Vocabularies without a common token cannot be drafted across."""
-
-    class Alien:
-        all_special_tokens: tuple[str, ...] = ()
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"never seen": 0}
-
-        def encode(self, text: str, **options: object) -> list[int]:
-            return []
-
-    with pytest.raises(VocabularyError, match="common"):
-        VocabularyIntersection(ModelDraft(FakeModel()), tokenizer("bytes-320"), Alien())  # type: ignore[arg-type]
-
-
-def test_a_bridge_beside_pictures_goes_by_shared_tokens() -> None:
-    """Under rejection sampling, as one alone does. (It went on guessing by text.)"""
-    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
-    draft = TextAloneDraft(TextBridge(ModelDraft(FakeModel()), ours, theirs), [3])
-    suited = draft.for_sampling("rejection")
-    assert isinstance(suited, TextAloneDraft)
-    assert isinstance(suited.inner, VocabularyIntersection)
-    assert suited.places == draft.places
-    assert draft.for_sampling("block") is suited
-    assert draft.for_sampling(None) is draft

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from os import PathLike
 
@@ -10,7 +9,6 @@ from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
 from specdec.models.language_model import LanguageModel
-from specdec.models.vocabulary import Choose
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.proposers.heads.stage import Head
@@ -33,12 +31,11 @@ def load_head(
     how: Loading | None = None,
     *,
     argument: str = "draft",
-    choose: Choose | None = None,
 ) -> Head:
     """Loads the head at a folder or hub id, or a transformers assistant model, for this target.
 
-    `choose` selects the tokens that it may guess, `argument` names it in errors. Raises OptionError if it was made for
-    another target, UnsupportedError for an unknown kind, LoadError for a broken checkpoint.
+    `argument` names it in errors. Raises OptionError if it was made for another target, UnsupportedError for an unknown
+    kind, LoadError for a broken checkpoint.
     """
     how = how or Loading()
     if isinstance(source, PreTrainedModel):
@@ -52,7 +49,7 @@ def load_head(
     module, _, function = LOADERS[kind].partition(":")
     load = getattr(import_module(f"{__name__}.{module}"), function)
     with readable(checkpoint.source, argument):
-        return load(replace(checkpoint, choose=choose), target, how)
+        return load(checkpoint, target, how)
 
 
 __all__ = ["LOADERS", "Head", "kind_of", "load_head"]

@@ -21,7 +21,6 @@ from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedErro
 from specdec.models.hf.load_errors import check_folder, check_reached, explained
 from specdec.models.hf.private_api import cached
 from specdec.models.language_model import LanguageModel
-from specdec.models.vocabulary import Choose
 from specdec.options.fields import is_whole
 from specdec.options.load import Loading
 from specdec.proposers.heads.stage import Embedding, Stage
@@ -65,13 +64,12 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights; `argument` names it in errors, `choose` selects the tokens that it may guess."""
+    """A head's config and weights; `argument` names it in errors."""
 
     source: str
     config: Mapping[str, Any]
     weights: dict[str, Tensor]
     argument: str = "draft"
-    choose: Choose | None = None
 
     @classmethod
     def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
@@ -156,8 +154,6 @@ class Checkpoint:
         stage.load_state_dict(wanted, assign=True)
         stage.to(device)  # its buffers
         stage.inputs.to(dtype)
-        if self.choose is not None:
-            stage.narrow(self.choose)
 
     def read_layers(self, name: str, target: LanguageModel) -> list[int]:
         """The target's layers that the head reads: its config's field `name`, or the format's default."""

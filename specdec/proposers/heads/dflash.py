@@ -94,11 +94,6 @@ class DFlashStage(Stage):
         normed = self.norm(written[..., :-1])
         return (self._whole[0] or self.lm_head)(normed)
 
-    def cut(self, rows: Tensor) -> None:
-        """Limits its logits to `rows`; of the target's output layer it copies them."""
-        self.lm_head, self._whole = self._whole[0] or self.lm_head, (None,)
-        super().cut(rows)
-
     def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
         """`mask` `[rows, 1, nodes, end]`, in which the nodes of a `block` `[rows, nodes]` also see one another."""
         first = block.int().argmax(1)

@@ -68,7 +68,7 @@ class AssistantStage(Stage):
         self.post_projection = nn.Linear(self._hidden, self._state, bias=False)
         if given.get("use_ordered_embeddings"):
             self.masked_embedding: Clusters | None = Clusters(given, self._hidden, target.vocab_size)
-            self.lm_head = nn.Embedding(target.vocab_size, self._hidden)  # of which `Clusters` looks up rows
+            self.lm_head: nn.Module = nn.Embedding(target.vocab_size, self._hidden)  # of which `Clusters` looks up rows
         else:
             self.masked_embedding = None
             self.lm_head = nn.Linear(self._hidden, target.vocab_size, bias=False)
@@ -113,13 +113,6 @@ class AssistantStage(Stage):
         hidden = written[..., self._state : self._state + self._hidden]
         return self.lm_head(hidden) if self.masked_embedding is None else self.masked_embedding(hidden, self.lm_head)
 
-    def cut(self, rows: Tensor) -> None:
-        """Limits its logits to `rows`; clusters keep their weights."""
-        if self.masked_embedding is None:
-            super().cut(rows)
-        else:
-            self.masked_embedding.rows = rows
-
     def _keys_and_values(self, states: Tensor, positions: Tensor, cache: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Keys and values by kind, `[rows, heads, end, width]`; a node adds those of the token before it."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -153,15 +146,14 @@ class Clusters(nn.Module):
         self.centroids = nn.Linear(hidden, given["num_centroids"], bias=False)
         self.register_buffer("token_ordering", torch.zeros(vocab_size, dtype=torch.long))
         self.likeliest = given["centroid_intermediate_top_k"]
-        self.rows: Tensor | slice = slice(None)
 
     def forward(self, hidden: Tensor, table: nn.Module) -> Tensor:
-        """Logits `[..., rows]` of `hidden` `[..., width]` by `table`; -inf outside the likeliest clusters."""
+        """Logits `[..., vocab]` of `hidden` `[..., width]` by `table`; -inf outside the likeliest clusters."""
         clusters = self.centroids(hidden).topk(self.likeliest, dim=-1).indices
         tokens = self.token_ordering.view(self.centroids.out_features, -1)[clusters].flatten(-2)
         found = (table(tokens) @ hidden[..., None])[..., 0]
         whole = found.new_full((*found.shape[:-1], len(self.token_ordering)), float("-inf"))
-        return whole.scatter(-1, tokens, found)[..., self.rows]
+        return whole.scatter(-1, tokens, found)
 
 
 def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:

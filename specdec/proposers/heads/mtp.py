@@ -9,7 +9,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
@@ -22,7 +21,6 @@ from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
-from specdec.models.vocabulary import Choose, cut
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Embedding, Head, Stage
 
@@ -33,18 +31,16 @@ class MtpDraft(HeadDraft):
     """Drafts with the target's multi-token prediction; further guesses repeat the last of its layers."""
 
     @classmethod
-    def of(
-        cls, target: LanguageModel, argument: str | None, name: str = "draft", *, choose: Choose | None = None
-    ) -> MtpDraft:
-        """The draft `mtp`, whose tokens `choose` selects."""
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDraft:
+        """The draft `mtp`."""
         refuse_argument(argument, name)
-        return cls(load_mtp(target, argument=name, choose=choose), source="mtp")
+        return cls(load_mtp(target, argument=name), source="mtp")
 
 
 class MtpStage(Stage):
     """Layer number `depth` of a target's multi-token prediction."""
 
-    def __init__(self, model: Any, depth: int, vocab_size: int, vocabulary: Tensor | None = None) -> None:
+    def __init__(self, model: Any, depth: int, vocab_size: int) -> None:
         kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
         if kind not in _KINDS:
             raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
@@ -53,7 +49,7 @@ class MtpStage(Stage):
         vars(config).update(num_hidden_layers=1)  # bypasses setters that compare it with `layer_types`
         embedding = Embedding(model.embed_tokens, as_stored=False)
         kinds = (AttentionKind(kind, window),)
-        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
+        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self.shared_head = _SharedLinear(model.shared_head) if is_plain(model.shared_head) else model.shared_head
@@ -89,10 +85,10 @@ class MtpStage(Stage):
         return MtpModel._project_to_logits(self, written)
 
 
-def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
-    """Loads multi-token prediction from the target's checkpoint; `choose` selects the tokens that it may guess.
+def load_mtp(target: LanguageModel, *, argument: str = "draft") -> Head:
+    """Loads multi-token prediction from the target's checkpoint.
 
-    Raises UnsupportedError for a target without it, or whose output layer cannot be cut, LoadError for missing weights.
+    Raises UnsupportedError for a target without it, LoadError for missing weights.
     """
     name, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
     if not count or target.is_encoder_decoder:
@@ -109,11 +105,7 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
     with explained(name, argument):
         model = MtpModel.from_pretrained(inner, device_map={"": target.device})
     model.tie_with_main_model(target.model)
-    vocabulary = None
-    if choose is not None:
-        vocabulary = torch.tensor(choose(range(target.vocab_size)), device=target.device)
-        model.shared_head = cut(model.shared_head, vocabulary)
-    stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
+    stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
     return Head(stages, [target.num_layers], backend="auto" if target.backend == "eager" else target.backend)
 
 

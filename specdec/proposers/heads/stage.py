@@ -31,7 +31,7 @@ from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
-from specdec.models.vocabulary import Choose, cut, widened
+from specdec.models.vocabulary import widened
 
 
 class Stage(nn.Module, ABC):
@@ -44,7 +44,6 @@ class Stage(nn.Module, ABC):
 
     compiles: ClassVar[bool] = True
     vocabulary: Tensor | None
-    lm_head: Any
 
     def __init__(
         self,
@@ -76,17 +75,6 @@ class Stage(nn.Module, ABC):
     @abstractmethod
     def guess(self, written: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the next token, from the features that it wrote."""
-
-    def narrow(self, choose: Choose) -> None:
-        """Limits its vocabulary to the tokens that `choose` returns."""
-        known = torch.arange(self.vocab_size) if self.vocabulary is None else self.vocabulary.cpu()
-        chosen = torch.isin(known, torch.tensor(choose(set(known.tolist())))).to(self.inputs.blank.device)
-        self.cut(chosen.nonzero()[:, 0])
-        self.vocabulary = known.to(chosen.device)[chosen]
-
-    def cut(self, rows: Tensor) -> None:
-        """Limits its own logits to `rows`; raises UnsupportedError if its output layer cannot be cut."""
-        self.lm_head = cut(self.lm_head, rows)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -89,21 +89,6 @@ def test_guesses_are_those_of_transformers(unified: bool, proposals: Proposals, 
             assert tree.tokens == candidates(model, draft, text, len(tree))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unified", [False, True])
-def test_a_vocabulary_of_its_own(unified: bool, proposals: Proposals, tmp_path: Path) -> None:
-    """Tokens outside it are never guessed, clusters of tokens or not."""
-    for name, model in zip(("target", "draft"), pair(unified=unified), strict=True):
-        model.save_pretrained(tmp_path / name)
-    options = {"vocabulary": 20}
-    generator = SpecGenerator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), draft_options=options)
-    plain = SpecGenerator.from_pretrained(str(tmp_path / "target")).generate(IDS, **RUN)
-    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
-    guessed = {token for _, tree in proposals for token in tree.tokens}
-    assert len(guessed) > 1
-    assert max(guessed) < 20
-
-
 def test_what_does_not_fit(tmp_path: Path) -> None:
     """Targets of other families and widths, targets that are not all here, broken checkpoints."""
     model, draft = pair()
