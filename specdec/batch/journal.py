@@ -26,7 +26,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        self.path, self._journal_path = path, path.with_name(path.name + ".journal")
+        self._path, self._journal_path = path, path.with_name(path.name + ".journal")
         self._header = json.dumps(settings, sort_keys=True).encode() + b"\n"
         self._pending: dict[int, bytes] = {}  # row -> its line, which is in the journal alone
         self._dead = 0  # bytes of lines of the journal that are in the file
@@ -73,14 +73,14 @@ class Journal:
             self._pending[row] = line
 
     def entries(self) -> Iterator[tuple[int, bytes]]:
-        """Numbers and lines of finished rows; in order once all are finished."""
-        with self.path.open("rb") as file:
+        """Numbers and lines of finished rows, in any order."""
+        with self._path.open("rb") as file:
             yield from enumerate(file)
         yield from self._pending.items()
 
     def finish(self) -> None:
         """Deletes the journal: the file is complete."""
-        with writing(self.path):
+        with _writing(self._path):
             os.fsync(self._file.fileno())
         self._journal_path.unlink()
         self.close()
@@ -94,8 +94,8 @@ class Journal:
         """Raises an OptionError where the existing file is not of a run with these settings."""
         ways_out = "take another name for OUT, or pass --overwrite to begin anew"
         if not self._journal_path.exists():
-            if self.path.stat().st_size:
-                raise OptionError(f"{self.path} exists, and no unfinished run made it: {ways_out}")
+            if self._path.stat().st_size:
+                raise OptionError(f"{self._path} exists, and no unfinished run made it: {ways_out}")
             return
         try:
             with self._journal_path.open("rb") as journal:
@@ -106,7 +106,7 @@ class Journal:
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise OptionError(
-                    f"{self.path} was begun with `{name}`={before.get(name)!r}, and now it is {now.get(name)!r}: "
+                    f"{self._path} was begun with `{name}`={before.get(name)!r}, and now it is {now.get(name)!r}: "
                     f"go on with the former, {ways_out}"
                 )
 
@@ -117,7 +117,7 @@ class Journal:
             self._dead += len(line)
             self.next += 1
         if self._dead > _DEAD:
-            with writing(self.path):
+            with _writing(self._path):
                 os.fsync(self._file.fileno())
             self._journal.close()
             self._renew()
@@ -125,7 +125,7 @@ class Journal:
     def _renew(self) -> None:
         """Replaces the journal by one of the lines that are not in the file, and opens it."""
         new = self._journal_path.with_name(self._journal_path.name + ".new")
-        with writing(new), new.open("wb") as file:
+        with _writing(new), new.open("wb") as file:
             file.writelines([self._header, *(b"%d\t%s" % entry for entry in self._pending.items())])
             file.flush()
             os.fsync(file.fileno())
@@ -154,13 +154,13 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 def _write(file: BinaryIO, data: bytes) -> None:
     """Writes all bytes; the system may take fewer at a time."""
-    with writing(file.name):
+    with _writing(file.name):
         while data:
             data = data[file.write(data) :]
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def _writing(path: Path | str) -> Iterator[None]:
     """Turns an OSError, as of a full disk, into an EngineError that names the file."""
     try:
         yield

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
-from typing import TYPE_CHECKING, Any
 
-from specdec.batch.journal import Journal, writing
-from specdec.batch.rows import (
-    KINDS,
-    Row,
-    Source,
-    fitting,
-    kind_of,
-    parquet,
-    pyarrow_module,
-    schema_of,
-    windows,
-    write_parquet,
-)
+from specdec.batch.journal import Journal
+from specdec.batch.rows import KINDS, Row, Source, windows
 from specdec.batch.tasks import BatchSpec, OutputLine
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
 
-if TYPE_CHECKING:
-    import pyarrow
-
-OUT_KINDS = {suffix: kind for suffix, kind in KINDS.items() if kind != "text"}
 AT_ONCE = 32
 """The default number of rows that share passes."""
 _FAILURES = 3  # failed rows that `Progress` names
@@ -95,8 +79,8 @@ def run(
     `stop()` is true, no more rows start, and another run may resume. Raises OptionError for an `out` that is not of
     this run, and the errors of loading the models.
     """
-    output = Output(Path(out), source, spec, overwrite=overwrite)
-    spec, journal = output.spec, output.journal
+    spec = replace(spec, merges=spec.task != "openai")
+    journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:
         progress = Progress(source.rows, journal.done, journal.done)
         for number, line in journal.entries():
@@ -104,7 +88,7 @@ def run(
         tell(progress)
         if progress.done < progress.total:
             answers = (start or embedded())(spec)
-            missing = _misplaced((row for row in output.rows() if row.number not in journal), spec)
+            missing = _misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
             began = monotonic()
             for answer in answers(missing, stop):
                 journal.add(answer.number, answer.data)
@@ -113,77 +97,22 @@ def run(
                 progress = replace(progress, done=progress.done + 1, new_tokens=tokens, seconds=monotonic() - began)
                 tell(progress)
         if progress.done == progress.total:
-            output.finish()
+            journal.finish()
     finally:
         journal.close()
     return progress
 
 
-class Output:
-    """The output of a run: JSON lines as rows finish, Parquet once all are done."""
-
-    def __init__(self, path: Path, source: Source, spec: BatchSpec, *, overwrite: bool) -> None:
-        kind = kind_of(path, "OUT", OUT_KINDS)
-        if path.resolve() == source.path.resolve():
-            raise OptionError(f"{path} is the input too: take another name for OUT")
-        self._parquet, self._path, self._source = kind == "parquet", path, source
-        rows = path.with_name(path.name + ".rows") if self._parquet else path
-        if self._parquet:
-            pyarrow_module()
-            if overwrite:
-                path.unlink(missing_ok=True)
-            elif path.exists():
-                raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
-        self.spec = replace(spec, merges=not self._parquet and spec.task != "openai")
-        self._columns = self._own_columns() if self._parquet else None
-        settings = json.loads(json.dumps(asdict(self.spec), default=str))
-        del settings["folder"]  # files may move before a run resumes
-        self.journal = Journal(rows, {**settings, "input": source.digest}, overwrite=overwrite)
-
-    def rows(self) -> Iterator[Row]:
-        """The rows of the input; for Parquet, those that do not fit the columns are errors."""
-        rows = self._source.read(self.spec.input)
-        typed = self._source.kind == "parquet" or self.spec.task == "openai"
-        return fitting(rows) if self._parquet and not typed else rows
-
-    def finish(self) -> None:
-        """Completes the file once all rows are done."""
-        if self._columns is None:
-            return self.journal.finish()
-        new = self._path.with_name(self._path.name + ".new")
-        try:
-            answers = schema_of(self._answers())
-            kept = [column for column in self._columns if column.name not in answers.names]
-            with writing(new):
-                write_parquet(new, self._rows(answers.names), pyarrow_module().schema([*kept, *answers]))
-        except OptionError as error:
-            raise OptionError(f"{error}; the answers are in {self.journal.path}") from None
-        new.replace(self._path)
-        self.journal.finish()
-        self.journal.path.unlink()
-
-    def _own_columns(self) -> pyarrow.Schema:
-        """The columns of the input: a Parquet file's own, otherwise inferred from values."""
-        if self._source.kind == "parquet" and self.spec.task != "openai":
-            return parquet(self._source.path).schema_arrow
-        rows = (row.fields for row in self.rows())
-        return schema_of({"custom_id": row.get("custom_id")} if self.spec.task == "openai" else row for row in rows)
-
-    def _answers(self) -> Iterator[dict[str, Any]]:
-        """The answer of every row; all have lists if any has several texts."""
-        several = any(isinstance(json.loads(line).get("output"), list) for _, line in self.journal.entries())
-        for _, line in self.journal.entries():
-            answer = json.loads(line)
-            for name in ("output", "finish_reason") if several else ():
-                if isinstance(answer.get(name), str):
-                    answer[name] = [answer[name]]
-            yield answer
-
-    def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Every row with its answer, which replaces the fields `answered`."""
-        for row, answer in zip(self.rows(), self._answers(), strict=True):
-            own = {} if self.spec.task == "openai" else row.fields
-            yield {**{name: value for name, value in own.items() if name not in answered}, **answer}
+def _journal(out: Path, source: Source, spec: BatchSpec, *, overwrite: bool) -> Journal:
+    """The output of a run, JSON lines; raises OptionError for another kind of file, and for the input."""
+    if KINDS.get(out.suffix.lower()) != "jsonl":
+        expected = f"a file that ends in {' or '.join(suffix for suffix, kind in KINDS.items() if kind == 'jsonl')}"
+        raise OptionError.of("OUT", expected, str(out), "it gets JSON lines, so name it .jsonl")
+    if out.resolve() == source.path.resolve():
+        raise OptionError(f"{out} is the input too: take another name for OUT")
+    settings = json.loads(json.dumps(asdict(spec), default=str))
+    del settings["folder"]  # files may move before a run resumes
+    return Journal(out, {**settings, "input": source.digest}, overwrite=overwrite)
 
 
 def embedded(at_once: int = AT_ONCE) -> Start:

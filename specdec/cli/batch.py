@@ -40,7 +40,7 @@ OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
 def batch(
     ctx: typer.Context,
     source: Path = Argument(..., metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line."),
-    out: Path = Argument(..., metavar="OUT", help="The same rows with their answers: .jsonl or .parquet."),
+    out: Path = Argument(..., metavar="OUT", help="The same rows with their answers: .jsonl."),
     task: TaskName | None = Option(
         None, metavar="TASK", help="generate (default), chat, summarize or transcribe; none for OpenAI batch files."
     ),

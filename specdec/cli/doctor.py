@@ -39,7 +39,7 @@ _EXTRAS = {
     "bench": "reports with plots",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
-    "parquet": "Parquet files in specdec batch",
+    "parquet": "Parquet input of specdec batch",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
     "ray": "clusters: specdec batch --ray, the server on Ray Serve",
     "serve": "specdec serve",
