@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -26,7 +27,7 @@ from specdec.distill.teacher import CACHE_GIB, ExampleCache
 from specdec.distill.texts import Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
-from specdec.models.vocabulary import likeliest
+from specdec.models.language_model import LanguageModel
 from specdec.options.fields import check_whole, is_number
 
 STATE = "training"  # the folder beside the draft from which its training resumes
@@ -255,7 +256,7 @@ class Training:
         target, settings = self.generator.target, self.settings
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
-        ids = sorted(likeliest(target, dataset.counts(), size, "draft_vocabulary"))
+        ids = sorted(_likeliest(target, dataset.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         return Student(target, vocabulary, settings.layers)
 
@@ -307,3 +308,19 @@ class Training:
             self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
+
+
+def _likeliest(language: LanguageModel, counts: Counter[int], size: int, argument: str) -> set[int]:
+    """The `size` most frequent tokens, filled up by the first ids, with those that end a text.
+
+    Raises OptionError, naming `argument`, for more tokens than exist.
+    """
+    known = range(language.vocab_size)
+    found = getattr(language.model.generation_config, "eos_token_id", None)
+    ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
+    if size > len(known):
+        raise OptionError.of(argument, f"at most the {len(known)} tokens of the draft", size)
+    often = [token for token, _ in counts.most_common() if token in known]
+    likely = [*often, *(token for token in known if token not in counts)]
+    others = [token for token in likely if token not in ends]
+    return {*ends, *others[: max(size - len(ends), 0)]}

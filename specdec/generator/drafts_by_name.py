@@ -20,7 +20,6 @@ from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import closest_name
-from specdec.models.vocabulary import cut_as_saved
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import PASSES, Loading
 from specdec.parallel.load import load
@@ -231,7 +230,7 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load(model, how, name=name, change=None if name == "target" else cut_as_saved)
+    return load(model, how, name=name)
 
 
 def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
@@ -244,7 +243,7 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
         return HeadAt(str(draft), how)
     beside = tokenizer_beside(str(draft), **how.beside)
-    return LoadedModel(load(draft, how, name=name, change=cut_as_saved), beside)
+    return LoadedModel(load(draft, how, name=name), beside)
 
 
 def names_model(draft: Any) -> bool:

@@ -45,21 +45,15 @@ def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Te
     if weight.is_floating_point():
         values = packed_layout.rows(weight, flat, inputs)
     else:
-        values = quantized_rows(flat, weight, factors, scales, mins, inputs, group).weight()
+        values = Quantized(
+            packed_layout.rows(weight, flat, inputs),
+            bits=4 if weight.dtype == torch.uint8 else 8,
+            group=group or None,
+            scales=packed_layout.groups_of(scales, flat),
+            mins=packed_layout.groups_of(mins, flat),
+            factors=None if factors is None else factors[flat],
+        ).weight()
     return values.view(*ids.shape, inputs)
-
-
-def quantized_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Tensor | None, mins: Tensor | None,
-                   inputs: int, group: int) -> Quantized:  # fmt: skip
-    """Rows of a packed integer weight, unpacked; arguments as of `packed_rows`."""
-    return Quantized(
-        packed_layout.rows(weight, ids, inputs),
-        bits=4 if weight.dtype == torch.uint8 else 8,
-        group=group or None,
-        scales=packed_layout.groups_of(scales, ids),
-        mins=packed_layout.groups_of(mins, ids),
-        factors=None if factors is None else factors[ids],
-    )
 
 
 @torch.library.register_fake("specdec::store_nodes", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -111,14 +111,6 @@ class PackedLinear(nn.Module):
         """
         return self.packed.transpose(1, 2) if self.kind in FLOATS else None
 
-    def cut(self, ids: Tensor) -> PackedLinear:
-        """A layer of the outputs `ids` `[n]` alone."""
-        bias = None if self.bias is None else self.bias[ids]
-        if self.kind in FLOATS:
-            return PackedLinear(self.rows(ids), bias, self.way)
-        held = self.packed, self.factors, self.scales, self.mins
-        return PackedLinear(ops.quantized_rows(ids, *held, self.inputs, self.group), bias, self.way)
-
     def extra_repr(self) -> str:
         return f"{self.kind}, inputs={self.inputs}, outputs={self.outputs}, bias={self.bias is not None}"
 

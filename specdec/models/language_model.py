@@ -53,7 +53,7 @@ class LanguageModel:
     Compiled code returns no attentions.
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
-    pass, other rows, or branches. `change` is applied after the layers are in their backend, before passes are made.
+    pass, other rows, or branches.
     `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
     OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head, and
     for an impossible backend or exactness.
@@ -72,7 +72,6 @@ class LanguageModel:
         exactness: str = "auto",
         owned: bool = False,
         capability: Capability | None = None,
-        change: Callable[[LanguageModel], None] | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
@@ -100,8 +99,6 @@ class LanguageModel:
         )
         self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
         self.model = in_backend(model, backend, owned=owned)
-        if change is not None:
-            change(self)
         self._asked, self._is_packed = backend, is_packed(self.model)
         style, boundary = self.capability.positions, self.capability.boundary
         looks_up = self.capability.cache_kind == "kv" and style in STYLES

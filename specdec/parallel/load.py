@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ def load(
     how: Loading | None = None,
     *,
     name: str = "model",
-    change: Callable[[LanguageModel], None] | None = None,
 ) -> LanguageModel:
     """`specdec.models.load`; with `how.tp_plan`, rank 0's view of the model that all processes of the job share."""
     how = how or Loading()
@@ -32,7 +30,7 @@ def load(
     if ranks is None:
         if isinstance(source, str | PathLike):  # a job of one process shares nothing
             how = replace(how, tp_plan=None)
-        return load_alone(source, how, name=name, change=change)
+        return load_alone(source, how, name=name)
     from specdec.parallel.sharded import ShardedModel
 
     def read(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
@@ -41,7 +39,7 @@ def load(
         led: LanguageModel = part.lead(ranks, number)
         return led
 
-    return load_alone(source, how, name=name, change=change, read=read)
+    return load_alone(source, how, name=name, read=read)
 
 
 def leading(how: Loading) -> Ranks | None:

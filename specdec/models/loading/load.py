@@ -49,14 +49,12 @@ def load(
     how: Loading | None = None,
     *,
     name: str = "model",
-    change: Callable[[LanguageModel], None] | None = None,
     read: Callable[[str, str, Loading, str], LanguageModel] | None = None,
 ) -> LanguageModel:
     """Loads the model at a hub name, path, GGUF file or `zoo:NAME` as `how` says; wraps a given model.
 
     `name` is the caller's word for the argument: "model" and "target" mean the target of a zoo pair, others its draft.
-    `change` is applied to a loaded model before its passes are made. `read(source, folder, how, name)` replaces
-    `from_checkpoint`.
+    `read(source, folder, how, name)` replaces `from_checkpoint`.
 
     Raises OptionError for loading options other than `PASSES` with a given model, an unknown `dtype` or device, and
     sources that do not exist; UnsupportedError if a quantization, backend or exactness is impossible here; LoadError
@@ -91,11 +89,8 @@ def load(
         raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
     if read is not None:
-        language = read(str(source), folder, how, name)
-        if change is not None:
-            change(language)
-        return language
-    return from_checkpoint(LanguageModel, str(source), folder, how, name, change)
+        return read(str(source), folder, how, name)
+    return from_checkpoint(LanguageModel, str(source), folder, how, name)
 
 
 def unwrapped(model: Any, name: str) -> Any:
@@ -122,12 +117,11 @@ def from_checkpoint(
     folder: str,
     how: Loading,
     name: str,
-    change: Callable[[LanguageModel], None] | None = None,
 ) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     with explained(source, name):
         model = _read(folder, how, name)
-    language = kind(model, backend=how.backend, exactness=how.exactness, owned=True, change=change)
+    language = kind(model, backend=how.backend, exactness=how.exactness, owned=True)
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)
     return language

@@ -31,7 +31,6 @@ from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
-from specdec.models.vocabulary import widened
 
 
 class Stage(nn.Module, ABC):
@@ -122,8 +121,15 @@ class Stage(nn.Module, ABC):
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.guess(written[:, last])
         if self.vocabulary is not None and not trial:
-            logits = widened(logits, self.vocabulary, self.vocab_size)
+            logits = _widened(logits, self.vocabulary, self.vocab_size)
         return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
+
+
+def _widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
+    """Scatters `logits` `[..., ids]` of these tokens into `[..., width]`; the others are -inf."""
+    scattered = logits.new_full((*logits.shape[:-1], width), float("-inf"))
+    scattered[..., ids] = logits
+    return scattered
 
 
 class Blank(nn.Module):
