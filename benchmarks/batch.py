@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def main() -> None:
     loading = {"dtype": "float32"}
     generator = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), **loading)
     spec = BatchSpec("generate", str(pair.target), str(pair.draft), options=options, loading=loading)
-    ready = embedded(args.at_once)(replace(spec, merges=True))
+    ready = embedded(args.at_once)(spec)
     own, over = Paces(), Paces()
     batches: list[float] = []
     if args.ray:

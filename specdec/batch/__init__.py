@@ -11,9 +11,9 @@
 Ray and pyarrow are imported on first use.
 """
 
-from specdec.batch.ray import Pool, connect, map_batches, over_ray
+from specdec.batch.ray import Pool, connect, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run
 from specdec.batch.tasks import BatchSpec
 
-__all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "map_batches", "over_ray", "run"]
+__all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "over_ray", "run"]

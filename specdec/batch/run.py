@@ -79,7 +79,6 @@ def run(
     `stop()` is true, no more rows start, and another run may resume. Raises OptionError for an `out` that is not of
     this run, and the errors of loading the models.
     """
-    spec = replace(spec, merges=spec.task != "openai")
     journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:
         progress = Progress(source.rows, journal.done, journal.done)

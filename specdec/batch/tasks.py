@@ -34,8 +34,8 @@ class BatchSpec:
     """What to do with every row; picklable.
 
     `task`: one of `TASKS`; `field`: the field to read, by default the task's; `options`: of every call; `loading`: of
-    `from_pretrained`; `more`: of the task; `folder`: the base of relative paths in rows; `merges`: lines repeat the
-    fields of their rows; `row_stats`: lines have statistics of passes and drafts.
+    `from_pretrained`; `more`: of the task; `folder`: the base of relative paths in rows; `row_stats`: lines have
+    statistics of passes and drafts.
     """
 
     task: str
@@ -48,7 +48,6 @@ class BatchSpec:
     name: str = "model"
     field: str | None = None
     folder: str = "."
-    merges: bool = True
     row_stats: bool = False
 
     @property
@@ -236,7 +235,7 @@ class Worker:
         except Exception as error:  # of this row alone
             self._count(error)
             result = self._task.failure(row.fields, error, seed)
-        line = {**row.fields, **result} if self._spec.merges else result
+        line = result if self._spec.task == "openai" else {**row.fields, **result}
         return OutputLine(row.number, encoded(line), tokens)
 
     def _count(self, error: Exception) -> None:

@@ -18,9 +18,8 @@ import pytest
 
 import specdec
 from specdec import SpecGenerator
-from specdec.batch import BatchSpec, Pool, Source, connect, map_batches, over_ray
+from specdec.batch import BatchSpec, Pool, Source, connect, over_ray
 from specdec.batch import run as run_batch
-from specdec.decoding.noise import fold
 from specdec.options import bundled_models
 from specdec.server.ray_serve import application
 from tests.folders import saved_model
@@ -109,25 +108,6 @@ def test_a_batch_over_two_workers_one_of_which_is_killed(
     assert len(killed) == 1
     assert (done.done, done.failed) == (200, 1)
     assert out.read_bytes() == whole.read_bytes()
-
-
-def test_columns_of_a_dataset(cluster: None, models: tuple[str, str]) -> None:
-    """Answers stand behind a dataset's own columns; a sample depends on the row and not on its batch."""
-    rows = [{"n": n, "prompt": f"row {n}"} for n in range(20)]
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "num_cpus": 1, "id": "n"}
-    found = {}
-    for size in (3, 20):
-        dataset = map_batches(ray.data.from_items(rows), *models, workers="1", batch_size=size, **how)
-        found[size] = sorted(dataset.take_all(), key=lambda row: row["n"])
-    assert found[3] == found[20]
-    assert [row["n"] for row in found[3]] == list(range(20))
-    assert len({row["output"] for row in found[3]}) > 10
-    assert {row["error"] for row in found[3]} == {None}
-    plain = SpecGenerator.from_pretrained(models[0])
-    greedy = map_batches(ray.data.from_items(rows[:3]), *models, workers="1", num_cpus=1, max_new_tokens=6).take_all()
-    for row in greedy:
-        assert row["output"] == plain.generate(row["prompt"], max_new_tokens=6).texts[0]
-    assert fold(3, 0) != fold(3, 1)
 
 
 @pytest.fixture(scope="module")
