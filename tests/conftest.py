@@ -2,8 +2,6 @@
 
 What is known of model families is tried once per test run."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported

@@ -1,7 +1,5 @@
 """Tiny models saved with a byte-level tokenizer, as `from_pretrained` reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny random heads in the `speculators` format, and what they say, recomputed in the plainest way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What processes of a job run in tests: `torchrun -m tests.job WHAT FOLDER`; rank 0 prints what came of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Options that many tests share: calls that only their length ends, and one call of each strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafts that know the right answer, and tell all, half, or none of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

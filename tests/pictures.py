@@ -1,7 +1,5 @@
 """Tiny random models that see, one of each family, and the inputs that their processors would make."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny Whisper with windows of one second, its tokenizer and feature extractor, and sounds for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

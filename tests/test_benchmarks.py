@@ -1,7 +1,5 @@
 """Benchmarks and scripts of the documentation run on names that exist; one measures a server."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Greedy text is the target's own: equal to transformers and to plain decoding, with any draft, on any architecture."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

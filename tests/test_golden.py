@@ -1,7 +1,5 @@
 """Group, constrained and contrastive search are transformers 4.49's, the last to have all three (tests/golden)."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

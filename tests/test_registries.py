@@ -1,7 +1,5 @@
 """One file and one line: names come from the registries, and kinds are found by what they say about themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

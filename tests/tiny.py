@@ -1,7 +1,5 @@
 """Tiny random models, one per architecture, loud enough that a wrong mask or position shows in the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy

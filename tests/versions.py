@@ -1,7 +1,5 @@
 """Where older releases of transformers are no reference, because they go wrong themselves."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from packaging.version import Version

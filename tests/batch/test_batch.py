@@ -1,7 +1,5 @@
 """`specdec batch`: rows in, the same rows with their answers out, in order, whatever comes in between."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """The output in the making: whatever a kill leaves behind, the next run appends exactly what is missing."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The same work over Ray: the file of a run in one process, whatever becomes of the workers; a server in replicas."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Samples, results and lies made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specdec import SpecGenerator

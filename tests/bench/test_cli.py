@@ -1,7 +1,5 @@
 """`specdec bench`: flags, files, exit codes, and where output goes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompt sets of the package, and files in other benchmarks' formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

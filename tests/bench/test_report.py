@@ -1,7 +1,5 @@
 """The files of a report: every section is there, the page needs nothing else, and its figures are those of the run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """A run on tiny models: what is measured, kept, compared and resumed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a benchmark's configuration means, and what is wrong with others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

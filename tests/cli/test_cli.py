@@ -1,7 +1,5 @@
 """The command line: what it prints where, its exit codes, and that flags, files and errors mean what they say."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

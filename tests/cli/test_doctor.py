@@ -1,7 +1,5 @@
 """`specdec doctor`: findings in words, their way out, exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

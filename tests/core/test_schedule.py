@@ -1,7 +1,5 @@
 """How much is drafted: the rules one by one, and the promise that the cost rule never loses much."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Statistics as people read them."""
 
-from __future__ import annotations
-
 from specdec.core.stats import Stats
 
 

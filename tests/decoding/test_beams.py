@@ -1,7 +1,5 @@
 """Beam search is transformers', token by token and score by score, and no draft changes it."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

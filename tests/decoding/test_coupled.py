@@ -1,7 +1,5 @@
 """Greedy and coupled decoding: the same text with any draft; samplers that agree with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper

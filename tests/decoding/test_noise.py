@@ -1,7 +1,5 @@
 """The counter-based hash: uniform, independent of its neighbours, and the same in every implementation path."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

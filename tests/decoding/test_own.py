@@ -1,7 +1,5 @@
 """Own processors in place of transformers' say the same, bit for bit, after every text."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

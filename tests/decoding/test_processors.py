@@ -1,7 +1,5 @@
 """Every option's processor equals transformers' own, alone and together, padded or not."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """On an accelerator: how often a strategy reads a value and so waits for it, and that its texts are the same."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

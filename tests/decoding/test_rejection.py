@@ -1,7 +1,5 @@
 """Rejection and block verification give the target's law, by enumerating every random decision of the real code."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

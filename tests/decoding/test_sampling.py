@@ -1,7 +1,5 @@
 """Sampling: a function of the seed alone (coupled), and the target's own law (all kinds), with drafts that disagree."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the golden data does not show of beam, group, constrained and contrastive search: batches, drafts, errors."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A row ends at the token that ends it, also in the middle of an accepted block."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

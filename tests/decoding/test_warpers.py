@@ -1,7 +1,5 @@
 """Top-k and top-p keep what transformers' warpers keep, ties included, without writing to their input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper

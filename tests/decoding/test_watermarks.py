@@ -1,7 +1,5 @@
 """`watermarking_config`: the watermark of transformers, with any draft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

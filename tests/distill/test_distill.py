@@ -1,7 +1,5 @@
 """`distill`: drafts that learn from their target, serve as any other, and go on where they were left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

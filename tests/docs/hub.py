@@ -1,7 +1,5 @@
 """The models that the documents name, as tiny random ones in a cache of the hub: what loads them runs as printed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Pages of the documentation as programs: their blocks of code, and a shell that knows one command."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

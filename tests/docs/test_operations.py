@@ -1,7 +1,5 @@
 """What an operator and a researcher read: files to deploy, metrics, limits, variables, columns, what goes together."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The README and every page: their blocks run as printed, one after the other, and print what the pages say."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What the documents are made of: pictures and tables from results, reference pages from the code, links, extras."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts that were read before: what is reused, what is not, what gives way, and how much memory all of it takes."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import dataclass

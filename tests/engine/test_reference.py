@@ -1,7 +1,5 @@
 """The engine beside the loop in its plainest form: the same texts, by every strategy that has one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

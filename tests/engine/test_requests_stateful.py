@@ -1,7 +1,5 @@
 """Random schedules of requests that join, are cancelled, fail and finish: every text is the same as alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Several threads on one generator: they share its passes, and nothing that one of them does reaches another."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

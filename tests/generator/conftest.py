@@ -1,7 +1,5 @@
 """What tests of generators share: tokenizers without a library, and generators whose models must not run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specdec import SpecGenerator

@@ -1,7 +1,5 @@
 """Bad input, one by one: an error that names the argument and the way out, before any forward pass."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from types import SimpleNamespace

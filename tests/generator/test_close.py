@@ -1,7 +1,5 @@
 """What a closed generator ends and frees, and what it refuses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

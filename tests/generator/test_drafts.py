@@ -1,7 +1,5 @@
 """What a caller may name as a draft, by object, path or name: it works, is kept for a while, and is let go."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

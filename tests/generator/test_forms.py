@@ -1,7 +1,5 @@
 """Answers in a form: JSON of a schema, expressions, grammars and choices, with every draft the same."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

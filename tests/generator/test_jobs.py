@@ -1,7 +1,5 @@
 """What programs that serve others need of a generator: jobs that any thread may end, scores of tokens, penalties."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import closing

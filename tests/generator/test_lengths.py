@@ -1,7 +1,5 @@
 """Lengths that a call, a generation config and a checkpoint name: the same number of tokens as in transformers."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results in a notebook: text with what came from the draft in colour, and a line of figures."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from html import unescape

@@ -1,7 +1,5 @@
 """What comes back: every field with one entry per token, equal to transformers', assisted or not."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

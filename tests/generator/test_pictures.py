@@ -1,7 +1,5 @@
 """Pictures in prompts: what a generator refuses, and that one bad picture ends its own request alone."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

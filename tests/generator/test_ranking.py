@@ -1,7 +1,5 @@
 """Sample-and-rank: many samples of one prompt, the likeliest come back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every way to stop holds inside an accepted block, so that assisted text ends where plain text ends."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

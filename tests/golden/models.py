@@ -1,7 +1,5 @@
 """Four tiny models that are the same under every transformers version."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`model.generate(custom_generate=…)`: what transformers hands over is honoured or refused, and what it returns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Thread
 from typing import Any

@@ -1,7 +1,5 @@
 """The model for lm-evaluation-harness: the texts of its own `hf` model, in fewer passes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed linear layers: right, independent of their neighbours bit for bit, and built once."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A session driven step by step beside the model's own forward without a cache, for the tests of this folder."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Backends: packed layers say what the model says, models that were handed over stay as they are, "auto" measures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The second backend: one compiled function for all passes, made in a process of its own and kept on disk."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import math

@@ -1,7 +1,5 @@
 """When models are compiled by themselves, and the process that does so; most tests put a shell script in its place."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every architecture: what a session computes is what the model computes from scratch."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

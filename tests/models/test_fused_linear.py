@@ -1,7 +1,5 @@
 """Layers that share a call: the same numbers, bit for bit, over one copy of the weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """GGUF files: what transformers reads of them is what is computed, from packed blocks where the kernels know them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a description to a model: quantization, offload, and what is said and left behind where it fails."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """Passes that need other positions or angles leave no trace on the user's modules, and no other thread sees them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

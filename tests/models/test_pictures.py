@@ -1,7 +1,5 @@
 """Models that see write what `model.generate` writes: every family, with any draft, whatever shares their passes."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How models run: what is known of families is tried once, and remembered; others are found out by trying."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Passes over nodes in a line: whatever rows they belong to, each sees what it should, in one forward."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that share a model: what rank 0 does all do, in one process here, where every part is a whole model."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Sequence

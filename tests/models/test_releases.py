@@ -3,8 +3,6 @@
 torch is the one that is installed: another brings gigabytes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rotary scaling that depends on the length: the same text with any draft, batch or chunk, and transformers' own."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

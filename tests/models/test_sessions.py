@@ -1,7 +1,5 @@
 """What sessions promise beyond exact logits: cost, isolation, extras, errors."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import accumulate

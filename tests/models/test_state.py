@@ -1,7 +1,5 @@
 """Models that change between two calls: nothing that is remembered of a model outlives what it was remembered of."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 the same.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor

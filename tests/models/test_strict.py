@@ -1,7 +1,5 @@
 """`exactness`="strict": plain and assisted texts are equal bit for bit, in every dtype and quantization."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

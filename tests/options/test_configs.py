@@ -1,7 +1,5 @@
 """The presets in configs/: each names its source, is understood, and runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

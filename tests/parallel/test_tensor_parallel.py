@@ -1,7 +1,5 @@
 """Jobs of two processes under torchrun: one model shared by both, or texts of their own on weights that both gather."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tiny models of every family that summarises, with tokenizers that read and write text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

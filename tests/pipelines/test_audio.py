@@ -1,7 +1,5 @@
 """Sound from wherever it comes: every source, rate and channel count, and files that are none."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

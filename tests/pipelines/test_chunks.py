@@ -1,7 +1,5 @@
 """Long text in pieces: whole sentences, within the budget, nothing lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Subtitles, byte for byte."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.pipelines.speech.subtitles import srt, vtt

@@ -1,7 +1,5 @@
 """Summaries: transformers' own text for every family, whatever drafts; long texts piece by piece; clear errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

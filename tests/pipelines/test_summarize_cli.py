@@ -1,7 +1,5 @@
 """`specdec summarize`: files and stdin in, summaries on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Speech recognition: the tokens of transformers' own Whisper generation and pipeline, with and without drafts."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

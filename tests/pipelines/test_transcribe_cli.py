@@ -1,7 +1,5 @@
 """`specdec transcribe`, as it is typed."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Drafts that know only sequences, at work on searches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

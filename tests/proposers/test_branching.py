@@ -1,7 +1,5 @@
 """Branching drafts: trees hold the best nodes by joint probability, recomputed from scratch in every round."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Chains that grow in one call: the same proposals as pass by pass, and the same text in the cache."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

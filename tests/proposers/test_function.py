@@ -1,7 +1,5 @@
 """The adapter of the user's own function."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The model draft: what it proposes, what it feeds, and that its cache always is the text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The suffix automaton against a search by brute force."""
 
-from __future__ import annotations
-
 import time
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Drafts that copy from the text: prompt lookup, the suffix draft, and what they share."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

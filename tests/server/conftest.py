@@ -1,7 +1,5 @@
 """Tests that are coroutines run as they are."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Who asks, and how much a client may have: requests under way, new tokens, users behind a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`specdec serve`: flags over a file, and what does not go together."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Clients that hold connections: half heads, answers that nobody reads, more of them than there is room for."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

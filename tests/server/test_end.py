@@ -1,7 +1,5 @@
 """How a server begins and ends: models decode before it listens, balancers see it leave, and the drain is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """What a client is told of a request that does not go: a sentence in its own words, about a field that it knows."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

@@ -1,7 +1,5 @@
 """The page, in a real browser: typing, streaming, stopping, errors, an upload, keyboard, phone, light and dark."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns among clients, work in threads, grammars, recordings: the parts of a server."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

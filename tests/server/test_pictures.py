@@ -1,7 +1,5 @@
 """Pictures of clients: data URLs within limits, answered as the library answers; nothing else is opened or fetched."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server as people run it: the openai package, fuzzing from the schema, signals, clients that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Completions and chats: the text is the library's own, in OpenAI's shapes, whatever the draft and the options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tools in chats: what the model reads of them, calls that a grammar holds, and answers that are read back."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Spans of requests, as OpenTelemetry's own instrumentation makes them."""
 
-from __future__ import annotations
-
 import sys
 
 import httpx

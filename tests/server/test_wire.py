@@ -1,7 +1,5 @@
 """Streams that go from the decoder's thread to the socket: all of it, in order, whoever writes."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What went wrong in other servers, one test each; the docstrings name the advisory or the issue."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

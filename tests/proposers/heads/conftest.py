@@ -1,7 +1,5 @@
 """What tests of heads share: tiny targets with a head of every kind, and what heads propose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads that guess a whole block in one pass: DFlash and P-EAGLE."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

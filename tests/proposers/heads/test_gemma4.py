@@ -1,7 +1,5 @@
 """Gemma 4 assistants: the guesses of transformers' own, and the target's own text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

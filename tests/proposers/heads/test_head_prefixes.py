@@ -1,7 +1,5 @@
 """Heads of all kinds in all sorts of calls, beside and after others: prompts that begin alike, come late, in chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

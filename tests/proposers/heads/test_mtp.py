@@ -1,7 +1,5 @@
 """Multi-token prediction: the same guesses as transformers', and the target's own text."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

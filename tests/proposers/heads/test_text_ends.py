@@ -1,7 +1,5 @@
 """Features at the ends of texts: whatever happened to a text, a head guesses as if it had read all of it at once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
