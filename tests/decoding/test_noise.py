@@ -137,16 +137,6 @@ def test_hash_is_the_documented_arithmetic() -> None:
         assert u == (h * 2**20 + x % 2**20 + 0.5) / 2**52
 
 
-def test_processor_and_accelerator_draw_the_same_bits() -> None:
-    """32-bit arithmetic on the CPU and 64-bit tensors elsewhere agree on every id, and so do their Gumbel numbers."""
-    for n in range(8):
-        address = noise.key(n, noise.DRAW, n)
-        cpu = noise._hash_cpu(address, IDS.numpy().astype("uint32"))
-        for ours, theirs in zip(cpu, noise._hash(address, IDS), strict=True):
-            assert (ours == theirs.numpy()).all()
-        torch.testing.assert_close(torch.from_numpy(noise._gumbel_cpu(*cpu)), noise.gumbel(address, IDS))
-
-
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize(
     ("places", "value", "told"),
