@@ -9,9 +9,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
 from specdec.core.drafts import Draft
 from specdec.decoding.strategies import wanted
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.options.generate import Options, listed
@@ -64,6 +68,7 @@ def check_call(
 ) -> int:
     """The length limit of the call (`length_limit`); raises for options that its prompts or its target cannot serve."""
     rows = len(prompts.rows)
+    check_gathered(target.model, options.synced_gpus)
     if streamer is not None and options.at_the_end:
         raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
     if streamer is not None and rows > 1:
@@ -79,6 +84,16 @@ def check_call(
         raise OptionError.of("seed", f"one number, or one for each of {rows} rows", list(options.seed))
     _check_vocabulary(options, target)
     return limit
+
+
+def check_gathered(model: Any, synced: bool | None) -> None:
+    """Raises UnsupportedError where a pass would wait for those of other processes; `synced`: `synced_gpus`."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if synced or (synced is None and several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))):
+        raise UnsupportedError(
+            "`synced_gpus`, which FSDP and ZeRO-3 need, is not supported: gather the weights on every process, and "
+            "pass False"
+        )
 
 
 def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> int:
