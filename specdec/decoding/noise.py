@@ -14,12 +14,9 @@ output bit with probability near 1/2. `argmax(log p + G)` is a draw from p (Gumb
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec import kernels
@@ -33,13 +30,9 @@ _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 # Constants above 2^31 are written as their negative twins mod 2^32: products then fit into int64, nothing overflows.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
-_REACH = 41.0
-"""No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
 NONE_LEFT = "no token is left to choose: the options and processors of the call forbid all of them; loosen one"
 NOT_A_NUMBER = "the scores to sample from contain NaN"
 EMPTY, _BROKEN = -1, -2  # in place of a token: nothing left to choose, NaN among the scores; as in choice.cpp
-_HEAD = 4.0
-_FEW = 1024
 
 
 def _mix64(z: int) -> int:
@@ -68,13 +61,14 @@ def uniform(address: int) -> float:
 
 def _mix32(x: Tensor) -> Tensor:
     """Mixes the 32-bit numbers held in int64 `x`, in place."""
-    x ^= x >> 16
+    shifted = x >> 16  # one buffer for all: making them takes as long as filling them
+    x ^= shifted
     x *= _FIRST
     x &= _MASK32
-    x ^= x >> 15
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
     x *= _SECOND
     x &= _MASK32
-    x ^= x >> 15
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
     return x
 
 
@@ -86,7 +80,9 @@ def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
         low, high = address & _MASK32, address >> 32
     else:
         low, high = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device).T[..., None]
-    x = _mix32((ids * _GOLDEN + low) & _MASK32)
+    x = ids * _GOLDEN + low
+    x &= _MASK32
+    x = _mix32(x)
     return _mix32(x ^ high), x
 
 
@@ -109,56 +105,11 @@ def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
     return uniforms(address, ids).log_().neg_().log_().neg_()
 
 
-def _hash_cpu(address: int, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """`_hash` in 32-bit arithmetic, which torch lacks; takes a quarter of its time."""
-    x = ids * np.uint32(_GOLDEN & _MASK32)
-    x += np.uint32(address & _MASK32)
-    _mix32_cpu(x)
-    h = x ^ np.uint32(address >> 32)
-    _mix32_cpu(h)
-    return h, x
-
-
-def _mix32_cpu(x: NDArray[np.uint32]) -> None:
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(_FIRST)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(_SECOND & _MASK32)
-    x ^= x >> np.uint32(15)
-
-
-def _gumbel_cpu(h: NDArray[np.uint32], x: NDArray[np.uint32]) -> NDArray[np.float64]:
-    u = (h * 2.0**20 + (x & np.uint32(0xFFFFF)) + 0.5) * 2.0**-52
-    return -np.log(-np.log(u))
-
-
-def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
-    """The draw from `logits` `[vocab]`; computes logarithms only for tokens that can win it."""
-    top = logits.max()
-    if top == -np.inf:
-        raise OptionError(NONE_LEFT)
-    ids = np.flatnonzero(logits >= top - np.float32(_REACH)).astype(np.uint32)
-    if not len(ids):
-        raise SpecdecError(NOT_A_NUMBER)
-    h, x = _hash_cpu(address, ids)
-    if len(ids) > _FEW:
-        # Tokens within _HEAD of the top reach some best value; any other token needs loud noise to beat it.
-        kept = logits[ids]
-        near = kept >= top - np.float32(_HEAD)
-        best = float((_gumbel_cpu(h[near], x[near]) + kept[near]).max())
-        loud = math.exp(-math.exp(min(float(top) - _HEAD - best + 1e-3, 700.0)))  # the slack covers rounding
-        chosen = near | (h >= np.uint32(max(int(loud * 2.0**32) - 1, 0)))
-        ids, h, x = ids[chosen], h[chosen], x[chosen]
-    return int(ids[(_gumbel_cpu(h, x) + logits[ids]).argmax()])
-
-
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    if not device_reads.is_local(logits):
-        return checked(int(draws(logits[None], [address])))
-    if kernels.available():
+    if device_reads.is_local(logits) and kernels.available():
         return checked(int(kernels.draws(logits.detach().float()[None], [address])))
-    return _draw_cpu(logits.detach().float().numpy(), address)
+    return checked(int(draws(logits[None], [address])))
 
 
 def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
@@ -167,7 +118,8 @@ def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
     A token below 0 means that none could be drawn; `checked` raises then.
     """
     logits = device_reads.with_float64(logits)
-    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device)) + logits
+    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device))
+    noisy += logits
     best, tokens = noisy.max(dim=-1)
     return tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(best.isnan(), _BROKEN)
 
