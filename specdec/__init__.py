@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.core.drafts import Drafter
     from specdec.core.stats import Stats
-    from specdec.decoding.processors import HammingDiversityLogitsProcessor
     from specdec.decoding.strategies import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from specdec.errors import (
         CancelledError,
@@ -44,7 +43,6 @@ _HOMES = {
     "Event": "generator.generation",
     "Generation": "generator.generation",
     "Job": "generator.job",
-    "HammingDiversityLogitsProcessor": "decoding.processors",
     "LanguageModel": "models",
     "LoadError": "errors",
     "Loading": "options.load",
@@ -68,7 +66,6 @@ __all__ = [
     "EngineError",
     "Event",
     "Generation",
-    "HammingDiversityLogitsProcessor",
     "Job",
     "LanguageModel",
     "LoadError",

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from specdec import SpecGenerator, cli
 from tests.folders import saved
 from tests.heads import eagle_folder
 from tests.matrix import endless, some
-from tests.tiny import tiny
 
 IDS = [[5, 6, 7, 8, 9, 5, 6] * 3, [3, 4, 5]]  # long enough to be kept, and short
 RUN = endless(16)
@@ -66,36 +63,15 @@ def arrivals(gen: SpecGenerator) -> list[Any]:
     return found
 
 
-def synced(_: Path) -> dict[str, Any]:
-    """What processes write of which each has texts of its own, on weights that every pass gathers from all."""
-    dist.init_process_group("gloo")
-    rank, model = dist.get_rank(), tiny("llama")
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    gen = SpecGenerator(model, tiny("llama", seed=1), **RUN)
-    given: dict[str, Any] = {"max_new_tokens": 4 + 20 * rank}
-    out = [
-        gen.generate([IDS[rank]], synced_gpus=True, **given).sequences.tolist(),
-        gen.generate([IDS[1 - rank]], do_sample=True, seed=rank).sequences.tolist(),  # it is known that it must
-    ]
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, out)
-    dist.destroy_process_group()
-    return {"synced": every}
-
-
 def main(what: str, folder: str) -> int:
     torch.set_num_threads(1)
     if what == "command":
         Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
         prompt = ["-p", "abc", "--method", "suffix", "--max-new-tokens", "1500", "--set", "eos_token_id=[]"]
         return cli.commands.run(["generate", folder, "--tp-plan", "auto", *prompt])
-    found = texts(Path(folder), tp_plan="auto") if what == "texts" else synced(Path(folder))
+    found = texts(Path(folder), tp_plan="auto")
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)
-    if what == "synced":  # a thread of gloo that frees a tensor while the interpreter ends would abort it
-        os._exit(0)
     return 0
 
 

@@ -61,13 +61,14 @@ def uniform(address: int) -> float:
 
 def _mix32(x: Tensor) -> Tensor:
     """Mixes the 32-bit numbers held in int64 `x`, in place."""
-    x ^= x >> 16
+    shifted = x >> 16  # one buffer for all: making them takes as long as filling them
+    x ^= shifted
     x *= _FIRST
     x &= _MASK32
-    x ^= x >> 15
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
     x *= _SECOND
     x &= _MASK32
-    x ^= x >> 15
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
     return x
 
 
@@ -79,7 +80,9 @@ def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
         low, high = address & _MASK32, address >> 32
     else:
         low, high = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device).T[..., None]
-    x = _mix32((ids * _GOLDEN + low) & _MASK32)
+    x = ids * _GOLDEN + low
+    x &= _MASK32
+    x = _mix32(x)
     return _mix32(x ^ high), x
 
 
@@ -104,9 +107,9 @@ def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
 
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    local = device_reads.is_local(logits) and kernels.available()
-    drawn = kernels.draws(logits.detach().float()[None], [address]) if local else draws(logits[None], [address])
-    return checked(int(drawn))
+    if device_reads.is_local(logits) and kernels.available():
+        return checked(int(kernels.draws(logits.detach().float()[None], [address])))
+    return checked(int(draws(logits[None], [address])))
 
 
 def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
@@ -115,7 +118,8 @@ def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
     A token below 0 means that none could be drawn; `checked` raises then.
     """
     logits = device_reads.with_float64(logits)
-    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device)) + logits
+    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device))
+    noisy += logits
     best, tokens = noisy.max(dim=-1)
     return tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(best.isnan(), _BROKEN)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
@@ -73,8 +71,7 @@ class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
     `pacing`: its schedule. `state` and `exactness` are the target's. `grammar`: of the form that the
-    options set, copied for each row. `strategy` is the strategy's name. `caller_blocks`: as in `Request`. `in_step`: a
-    context in which the target's passes run in step with processes that wait for one another.
+    options set, copied for each row. `strategy` is the strategy's name. `caller_blocks`: as in `Request`.
     """
 
     target: LanguageModel
@@ -92,7 +89,6 @@ class Call:
     seqs: list[RunningSequence] = field(init=False)
     strategy: str = field(init=False)
     time_limit: MaxTimeCriteria | None = field(default=None, init=False)
-    in_step: AbstractContextManager[None] = field(default_factory=nullcontext, init=False)
 
     def __post_init__(self) -> None:
         target, prompts, extras, draft = self.target, self.prompts, self.extras, self.draft
@@ -108,8 +104,6 @@ class Call:
         o = self.options = self.options.model_copy(update=resolved)
         if o.max_time is not None:
             self.time_limit = MaxTimeCriteria(o.max_time)
-        if (dist.is_available() and dist.is_initialized()) or o.synced_gpus:
-            self.in_step = self._in_step()
         # transformers' criteria that look at more than the last token, then the caller's own
         criteria: list[Any] = [] if self.time_limit is None else [self.time_limit]
         if o.stop_strings is not None:
@@ -136,20 +130,6 @@ class Call:
         if self.reuses_prefixes and not self.request.traced and prompts.encoding is None:
             for r, seq in enumerate(self.seqs):
                 self._share(seq, prompts.rows[r], r // o.copies)
-
-    def _in_step(self) -> AbstractContextManager[None]:
-        if not (dist.is_available() and dist.is_initialized()):
-            way = "start the script with torchrun or accelerate, or leave it out"
-            raise OptionError(f"`synced_gpus`=True needs processes in a group of torch.distributed, got none: {way}")
-        if self.options.synced_gpus is False:
-            return nullcontext()
-        from specdec.parallel.synced import InStep, waits_for_others
-
-        if not waits_for_others(self.target, self.options.synced_gpus):
-            return nullcontext()
-        if self.draft is None:
-            return InStep(self.target)
-        return InStep(self.target, self.draft.models, reading=bool(self.draft.hidden_layers))
 
     def _encode(self) -> Encoding:
         """The encoder's output, or the caller's own."""

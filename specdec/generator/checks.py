@@ -5,15 +5,17 @@ What options contradict among themselves is refused by `specdec.options`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from specdec.core.drafts import Draft
 from specdec.decoding.strategies import wanted
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
+from specdec.models.hf.private_api import gathers_weights
 from specdec.options.generate import Options, listed
 from specdec.options.resolve import warn_of_idle
 
@@ -64,6 +66,7 @@ def check_call(
 ) -> int:
     """The length limit of the call (`length_limit`); raises for options that its prompts or its target cannot serve."""
     rows = len(prompts.rows)
+    check_gathered(target.model, options.synced_gpus)
     if streamer is not None and options.at_the_end:
         raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
     if streamer is not None and rows > 1:
@@ -81,11 +84,21 @@ def check_call(
     return limit
 
 
+def check_gathered(model: Any, synced: bool | None) -> None:
+    """Raises UnsupportedError where a pass would wait for those of other processes; `synced`: `synced_gpus`."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if synced or (synced is None and several and gathers_weights(model)):
+        raise UnsupportedError(
+            "`synced_gpus`, which FSDP and ZeRO-3 need, is not supported: gather the weights on every process, and "
+            "pass False"
+        )
+
+
 def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> int:
     """The most ids of a row, padding included, as transformers counts them.
 
     Raises OptionError for text without a limit, for a prompt that fills the limit, and where the text needs more
-    positions than the model has; warns where it needs more than a rotary model was trained for.
+    positions than the model has.
     """
     width = prompts.padded.shape[1]
     if options.max_new_tokens is not None:
@@ -109,25 +122,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
             "shorten the prompt or lower `max_new_tokens`"
         )
-    trained = getattr(target.config, "max_position_embeddings", None) if target.max_positions is None else None
-    if trained and needed > trained and (made_for := _made_for(target.config)) is not None and needed > made_for:
-        warnings.warn(
-            f"the prompt and its continuation may need {needed} positions, and the target was made for {made_for}: "
-            "beyond them its text is likely to fall apart",
-            stacklevel=2,
-        )
     return limit
-
-
-def _made_for(config: Any) -> int | None:
-    """The positions that a rotary model was trained for, times its scaling; None for other models."""
-    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
-    if not rope or not most or getattr(config, "alibi", False):
-        return None
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, Mapping)]
-    scaled = [kind for kind in kinds if kind.get("rope_type") in ("linear", "dynamic", "yarn")]
-    lengths = [(kind.get("original_max_position_embeddings") or most) * (kind.get("factor") or 1) for kind in scaled]
-    return int(max([most, *lengths]))
 
 
 def _check_vocabulary(options: Options, target: LanguageModel) -> None:

@@ -79,7 +79,7 @@ class Job:
         index: dict[int, int] = {}  # rows by the ids of sequences, which the engine gives when it admits them
         rounds = self._driver.rounds(call.request, stream=stream or streamer is not None)
         try:
-            with call.in_step, closing(rounds):
+            with closing(rounds):
                 for round_ in rounds:
                     for phase in _PHASES:
                         self._phases[phase] += getattr(round_, phase)

@@ -26,12 +26,11 @@ from transformers import (
 )
 from transformers.generation import utils
 from transformers.generation.logits_process import WhisperNoSpeechDetection
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import ModelOutput
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.checks import check_gathered
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import FEATURES, NAMES
 from specdec.options.fields import IDLE, REFUSED
@@ -47,7 +46,7 @@ OPTIONS = frozenset(
 _WITHOUT_EFFECT = tuple({**REFUSED, **IDLE})
 _GENERATE = inspect.unwrap(GenerationMixin.generate)
 _GUESSES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-_PASSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
+_PASSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus")
 
 
 def custom_generate(
@@ -204,12 +203,8 @@ def _arguments() -> dict[str, Any]:
 
 
 def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
-    """Raises for unsupported arguments of `generate`, and for weights sharded over processes, which run in step."""
-    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    several = several and torch.distributed.get_world_size() > 1
-    if asked["synced_gpus"] or (asked["synced_gpus"] is None and sharded and several):
-        raise UnsupportedError("`synced_gpus` is not supported: gather the weights on every process, and pass False")
+    """Raises for unsupported arguments of `generate`, and for weights that each pass gathers from all processes."""
+    check_gathered(model, asked["synced_gpus"])
     if config.eos_token_id is not None and any(type(one) is EosTokenCriteria for one in asked["stopping_criteria"]):
         raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=` instead")
     if asked["assistant_model"] is not None:

@@ -74,7 +74,7 @@ def test_gumbel_has_its_law() -> None:
     assert kstest(noise.gumbel(noise.key(1, 2, 3), IDS).numpy(), "gumbel_r").pvalue > FALSE_ALARM
 
 
-@pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
+@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in which the processor draws."""
     if request.param and not kernels.available():
@@ -98,7 +98,7 @@ def test_draws_follow_the_distribution() -> None:
 @pytest.mark.parametrize("vocab", [50, 3_000, 40_003])
 @pytest.mark.parametrize("kind", ["flat", "wide", "peaked", "masked", "half masked"])
 def test_shortcuts_find_the_same_winner(vocab, kind) -> None:
-    """Leaving out tokens that cannot win never changes the draw; the accelerators' path takes all of them."""
+    """Compiled code leaves out tokens that cannot win, which never changes the draw."""
     generator = torch.Generator().manual_seed(vocab)
     for n in range(20):
         logits = torch.randn(vocab, generator=generator) * {"flat": 0.01, "wide": 6.0}.get(kind, 2.0)

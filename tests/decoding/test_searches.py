@@ -10,7 +10,6 @@ from transformers import TextIteratorStreamer
 
 from specdec import (
     DisjunctiveConstraint,
-    HammingDiversityLogitsProcessor,
     LanguageModel,
     OptionError,
     PhrasalConstraint,
@@ -232,18 +231,6 @@ def test_processors_of_the_user_run_per_group() -> None:
 
     generate(tiny("llama", vocab=VOCAB), None, RAGGED[:1], KINDS["group"], logits_processor=[watch], max_new_tokens=2)
     assert seen == [(2, 3), (2, 3), (2, 4), (2, 4)]
-
-
-def test_hamming_diversity() -> None:
-    """As transformers 4.49 computes it: group 1 of 2 in a batch of 2 pays for what group 0 of its own row chose."""
-    processor = HammingDiversityLogitsProcessor(0.5, num_beams=4, num_beam_groups=2)
-    current = torch.tensor([3, 3, 0, 0, 1, 2, 0, 0])
-    scores = processor(None, torch.zeros(4, 5), current, 1)
-    assert scores.tolist() == [[0, 0, 0, -1, 0]] * 2 + [[0, -0.5, -0.5, 0, 0]] * 2
-    assert processor(None, torch.zeros(4, 5), current, 0).tolist() == torch.zeros(4, 5).tolist()
-    for wrong in ((0.0, 4, 2), (1.0, 4, 3), (1.0, 4, 1)):
-        with pytest.raises(OptionError):
-            HammingDiversityLogitsProcessor(*wrong)
 
 
 @pytest.mark.parametrize(

@@ -418,12 +418,12 @@ WARNED: dict[str, Any] = {
 WRONG: dict[str, Any] = {
     **{"assistant_ensemble_weight": 0.5, "cache_implementation": "quantized", "custom_generate": "a/place"},
     **{"dola_layers": "low", "is_assistant": True, "past_key_values": object(), "token_healing": True},
+    "synced_gpus": True,
     # without what they belong to, or where a text less would come back
     **{
         "constraints": [PhrasalConstraint([7])],
         "force_words_ids": [[7]],
         "num_return_sequences": 2,
-        "synced_gpus": True,
         "stop_strings": "x",
     },
 }
@@ -478,6 +478,19 @@ def test_fields_that_would_change_the_text(generator: SpecGenerator, name: str) 
             generator.generate(IDS, **COMMON, generation_config=config)
         with pytest.raises(AssertionError, match="forward pass"):
             generator.generate(IDS, **COMMON, **{name: REFUSED[name].neutral[0]})
+
+
+def test_models_whose_passes_wait_for_other_processes_are_refused(
+    generator: SpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a pass, which would wait for ever; unless the call says that the weights are gathered."""
+    monkeypatch.setattr(generator.target.model, "_is_fsdp_managed_module", True, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match="FSDP"):
+        generator.generate(IDS, **COMMON)
+    with pytest.raises(AssertionError, match="forward pass"):
+        generator.generate(IDS, **COMMON, synced_gpus=False)
 
 
 def test_names_that_others_use_lead_to_ours() -> None:

@@ -179,7 +179,7 @@ def test_streamers(wrong: PreTrainedModel) -> None:
         ({"assistant_model": "draft"}, "`assistant_model` beside `custom_generate`"),
         ({"past_key_values": DynamicCache()}, "`past_key_values` is not supported"),
         ({"position_ids": torch.arange(5)[None]}, "`position_ids` is not supported"),
-        ({"synced_gpus": True}, "`synced_gpus` is not supported"),
+        ({"synced_gpus": True}, "`synced_gpus`, which FSDP"),
         ({"is_assistant": True}, "`is_assistant`=True is not supported"),
         ({"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(7)])}, "pass its ids as `eos_token_id=`"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "takes no draft"),

@@ -17,7 +17,6 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.placement import parts
 from specdec.parallel.ranks import Follower, Job, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
-from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -240,22 +239,6 @@ def test_models_that_cannot_be_shared_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match=why):
         parts(tiny(name, **options).config, plan, name)
-
-
-def test_only_what_can_be_kept_in_step_is(tmp_path: Path) -> None:
-    """Decoders, layer by layer, beside drafts that do not look at weights which are elsewhere."""
-    language = LanguageModel(tiny("llama", num_hidden_layers=3))
-    InStep(language, [LanguageModel(tiny("llama", seed=1))])
-    for wrong in (
-        lambda: InStep(LanguageModel(tiny("t5"))),
-        lambda: InStep(language, [language.early_exit(1)]),
-        lambda: InStep(language, reading=True),
-    ):
-        with pytest.raises(UnsupportedError, match="synced_gpus"):
-            wrong()
-    gen = SpecGenerator(language, **RUN)
-    with pytest.raises(OptionError, match="processes in a group"):
-        gen.generate(IDS, synced_gpus=True)
 
 
 def slow(part: list[threading.Thread], ranks: Ranks) -> list[threading.Thread]:

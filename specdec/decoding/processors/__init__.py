@@ -1,11 +1,10 @@
 """Logits processors and warpers of one row: `(ids, logits) -> logits`."""
 
-from specdec.decoding.processors.own import HammingDiversityLogitsProcessor, Timestamps
+from specdec.decoding.processors.own import Timestamps
 from specdec.decoding.processors.pipeline import Processors, build_processors
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 
 __all__ = [
-    "HammingDiversityLogitsProcessor",
     "Processors",
     "Timestamps",
     "TopK",

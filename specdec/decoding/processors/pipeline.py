@@ -19,7 +19,6 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from specdec.core.drafts import Choice, Filter
 from specdec.decoding.processors import table
 from specdec.decoding.processors.own import (
-    HammingDiversityLogitsProcessor,
     MinLength,
     MinNewTokens,
     Suppress,
@@ -49,13 +48,10 @@ class Processors:
     def __repr__(self) -> str:
         return f"Processors({', '.join(type(item).__name__ for item in self.items)})"
 
-    def __call__(
-        self, ids: Tensor | None, logits: Tensor, *, texts: Sequence[list[int]] | None = None, **groups: Any
-    ) -> Tensor:
+    def __call__(self, ids: Tensor | None, logits: Tensor, *, texts: Sequence[list[int]] | None = None) -> Tensor:
         """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`.
 
         `texts`: the ids as lists, if the caller has them, so that `Timestamps` need not read them from a device.
-        `groups`: further arguments of `HammingDiversityLogitsProcessor`.
         """
         if not self.items:
             return logits.float()
@@ -63,12 +59,7 @@ class Processors:
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            extra: dict[str, Any] = {}
-            if isinstance(item, HammingDiversityLogitsProcessor):
-                extra = groups
-            elif isinstance(item, Timestamps):
-                extra = {"texts": texts}
-            made = item(ids, scores, **extra)
+            made = item(ids, scores, texts) if isinstance(item, Timestamps) else item(ids, scores)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
                 got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
                 raise OptionError(

@@ -12,7 +12,6 @@ from transformers.generation import logits_process as stock
 
 from specdec.decoding.processors.own import (
     EncoderPenalty,
-    HammingDiversityLogitsProcessor,
     MinLength,
     MinNewTokens,
     OutputPenalty,
@@ -104,11 +103,6 @@ Entry = tuple[str, Callable[..., Any], Callable[[ProcessorSetup, Any], Arguments
 PROCESSORS: tuple[Entry, ...] = (
     ("sequence_bias", stock.SequenceBiasLogitsProcessor, lambda r, v: (v,)),
     (
-        "diversity_penalty",
-        HammingDiversityLogitsProcessor,
-        lambda r, v: (v, r.options.num_beams, g) if (g := getattr(r.options, "num_beam_groups", 1) or 1) > 1 else None,
-    ),
-    (
         "encoder_repetition_penalty",
         EncoderPenalty,
         lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids),
@@ -173,8 +167,7 @@ LAST: tuple[Entry, ...] = (
 WITHOUT_IDS: frozenset[Any] = frozenset(
     {kind for _, kind, _ in (*WARPERS, *LAST[1:])}
     | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
-    | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor}
-    | {Suppress, stock.SuppressTokensLogitsProcessor}
+    | {stock.InfNanRemoveLogitsProcessor, Suppress, stock.SuppressTokensLogitsProcessor}
 )
 """Functions of the logits alone."""
 

@@ -146,8 +146,7 @@ class GroupSearch(PoolSearch):
     """`groups` beam searches of `num_beams / groups` beams, each of which pays for tokens that earlier ones chose.
 
     Source: Diverse Beam Search, arXiv 1610.02424. The beams of all groups are leaves of one search, so one target pass
-    serves them all. The penalty is a processor (`specdec.HammingDiversityLogitsProcessor`), which gets the tokens
-    chosen in this step.
+    serves them all.
     """
 
     diversity_penalty: float
@@ -194,20 +193,25 @@ class GroupSearch(PoolSearch):
     def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
         """The open groups' steps, each with penalties for the choices of earlier groups."""
         at, chosen = 0, list[int]()
-        for group, pool in enumerate(pools):
+        for pool in pools:
             if pool.done:
                 # As in transformers, the padding of finished texts counts as chosen too.
                 chosen += [self.pad_id] * self.size
                 continue
             mine = slice(at, at + self.size)
-            known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
             mine_ids = None if ids is None else ids[mine]
-            scores = self.processors(mine_ids, own[mine], current_tokens=known, beam_group_idx=group)
+            scores = self.processors(mine_ids, own[mine] - self._penalties(chosen, own))
             found = best_totals(totals(scores, pool.running), self.candidates(self.size))
             going, pool = self.walk(pool, found)
             best = found.part(going)
             yield Turn(self.step(pool, best, found.scores[0]), best, scores)
             chosen, at = chosen + best.tokens, at + self.size
+
+    def _penalties(self, chosen: Sequence[int], scores: Tensor) -> Tensor:
+        """What every token costs `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
+        vocab = scores.shape[1]
+        known = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long, device=scores.device)
+        return self.diversity_penalty * known.bincount(minlength=vocab)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

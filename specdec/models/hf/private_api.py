@@ -54,6 +54,14 @@ def gives_hidden_states(decoder: Any) -> bool:
     )
 
 
+def gathers_weights(model: Any) -> bool:
+    """Whether each pass gathers weights from all processes (FSDP, ZeRO-3), by helpers of transformers' trainer."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+
 def note_outputs(model: Any) -> None:
     """Lets an unpickled model return hidden states: constructors register what their class can record."""
     parts = [module for module in model.modules() if getattr(module, "_can_record_outputs", None)]
