@@ -8,14 +8,15 @@ positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' la
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import utils
+from transformers import modeling_gguf_pytorch_utils, utils
 from transformers.masking_utils import create_causal_mask
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -104,6 +105,16 @@ def whole_gguf() -> Any:
     """The config that dequantizes all GGUF weights; None before `GgufConfig`, when that was the only way."""
     config = getattr(transformers, "GgufConfig", None)
     return None if config is None else config(dequantize=True)
+
+
+@contextmanager
+def gguf_bars() -> Iterator[None]:
+    """Context in which transformers' `disable_progress_bar` also hides the bar over a GGUF file's tensors."""
+    tqdm, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, utils.logging.tqdm
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = tqdm
 
 
 def cached(name: str, file: str, revision: str | None) -> str:

@@ -20,7 +20,7 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
-from specdec.models.hf.private_api import cached, whole_gguf
+from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
@@ -57,7 +57,8 @@ class GgufFile(Quantizer):
     def reading(self) -> Iterator[None]:
         """Context that raises transformers' errors for unsupported files as UnsupportedError."""
         try:
-            yield
+            with gguf_bars():
+                yield
         except (ValueError, KeyError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"transformers cannot read `gguf_file`={self.name!r} ({error}): use another file, or the checkpoint in "
