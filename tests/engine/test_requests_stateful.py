@@ -224,8 +224,12 @@ def failing(kind: str, error: Trouble, at: int) -> dict[str, Any]:
 
 
 def check_keys_and_values(engine: Engine) -> None:
-    """What the target holds of the running rows gives the logits of a session that reads everything anew."""
+    """What the target holds of the running rows gives the logits of a session that reads everything anew.
+
+    A row whose nodes have all run, as after a check without a round between, has none to compare.
+    """
     rows = [row for running in engine.running for row in running.batch_seqs if row.cache_row is not None]
+    rows = [row for row in rows if num_pending(engine.session, row.cache_row) < max(len(row.tree), 1)]
     if not rows:
         return
     found = logits(
