@@ -195,6 +195,17 @@ def test_a_bound_that_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert "SPECDEC_COMPILED_BYTES must be a number of bytes, got '1G'" in caplog.text
 
 
+def test_low_priority(tmp_path: Path) -> None:
+    """Where Linux weighs sessions, the compiler's own has the low priority too."""
+    (tmp_path / "shown.py").write_text("import os; print(os.nice(0), open('/proc/self/autogroup').read())")
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("sessions have no priority here")
+    command = [sys.executable, "-c", compiler_module._TURN, "shown", "turn.lock"]
+    done = subprocess.run(command, cwd=tmp_path, start_new_session=True, capture_output=True, text=True, check=True)
+    nice, *_, session = done.stdout.split()
+    assert nice == session != "0"
+
+
 # --- with a compiler
 
 PROGRAM = """
