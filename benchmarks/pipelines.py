@@ -54,13 +54,13 @@ class Bench:
 
 
 class Encoders:
-    """The seconds that encoders of models have run, which no draft shortens."""
+    """The seconds that a target's encoder has run, which no draft shortens; made before generators, which copy it."""
 
-    def __init__(self, models: list[Any]) -> None:
+    def __init__(self, target: Any) -> None:
         self.seconds = self._began = 0.0
-        for encoder in {id(model): model.get_encoder() for model in models}.values():
-            encoder.register_forward_pre_hook(self._begin)
-            encoder.register_forward_hook(self._end)
+        encoder = target.get_encoder()
+        encoder.register_forward_pre_hook(self._begin)
+        encoder.register_forward_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
         self._began = time.perf_counter()
@@ -94,11 +94,6 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
     return found
 
 
-def listening(target: Any, own: dict[str, SpecGenerator]) -> Encoders:
-    """Over the encoders of the target, as it was loaded and as generators run it."""
-    return Encoders([target, *(generator.target.model for generator in own.values())])
-
-
 def language(target: Any) -> dict[str, str]:
     """The options of a multilingual Whisper, whose language need not be detected."""
     return {"language": "en", "task": "transcribe"} if target.generation_config.is_multilingual else {}
@@ -128,7 +123,7 @@ def summaries(args: argparse.Namespace) -> Bench:
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems["transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
-    own = generators(target, args)
+    encoders, own = Encoders(target), generators(target, args)
     systems |= {name: ours(generator) for name, generator in own.items()}
     read = (
         tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
@@ -137,7 +132,7 @@ def summaries(args: argparse.Namespace) -> Bench:
         long_enough(read, systems[PLAIN], args),
         systems,
         lambda result: tokenizer.decode(getattr(result, "sequences", result)[0], skip_special_tokens=True),
-        listening(target, own),
+        encoders,
     )
 
 
@@ -164,7 +159,7 @@ def speech(args: argparse.Namespace) -> Bench:
             input_features=case.features, decoder_input_ids=prompt, max_new_tokens=room, **GREEDY
         )
 
-    own = generators(target, args)
+    encoders, own = Encoders(target), generators(target, args)
     systems = {"transformers greedy": theirs()}
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
@@ -186,7 +181,7 @@ def speech(args: argparse.Namespace) -> Bench:
         text = found["text"] if isinstance(found, dict) else tokenizer.decode(found[0], skip_special_tokens=True)
         return str(text).strip()
 
-    return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of, listening(target, own))
+    return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of, encoders)
 
 
 def recordings(args: argparse.Namespace) -> Bench:
@@ -201,7 +196,7 @@ def recordings(args: argparse.Namespace) -> Bench:
     systems: dict[str, System] = {
         "transformers": lambda case: reference(case.copy(), return_timestamps=True, generate_kwargs=dict(how))
     }
-    own = generators(target, args)
+    encoders, own = Encoders(target), generators(target, args)
     for name, generator in own.items():
         if args.beams == 1 or name == PLAIN:
             transcriber = Transcriber(generator, **parts)
@@ -209,7 +204,7 @@ def recordings(args: argparse.Namespace) -> Bench:
                 case, return_timestamps=True, generate_kwargs=dict(how)
             )
     print(f"{len(case) / rate:.0f} s of sound, {args.beams} beams, backend {args.backend}")
-    return Bench([case], systems, lambda result: str(result["text"]).strip(), listening(target, own))
+    return Bench([case], systems, lambda result: str(result["text"]).strip(), encoders)
 
 
 @dataclass(frozen=True)
