@@ -2,8 +2,8 @@
 
     python benchmarks/start.py TARGET --dtype bfloat16
 
-Both load TARGET, read one prompt and write one token, in processes of their own. specdec has built its kernels and
-chosen its backend before, as after its first use on a machine.
+Both load TARGET and its tokenizer, read one prompt and write one token, in processes of their own. specdec has built
+its kernels and chosen its backend before, as after its first use on a machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ READY = "import sys, time; began = time.perf_counter(); target, dtype = sys.argv
 SYSTEMS = {
     "transformers": """
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(target)
 model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
 loaded = time.perf_counter()
 model.generate(torch.arange(3, 67)[None], do_sample=False, max_new_tokens=1)

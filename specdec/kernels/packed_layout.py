@@ -25,12 +25,17 @@ def packed(values: Tensor, dtype: torch.dtype, multiple: int = 0) -> Tensor:
     """
     outputs, inputs = values.shape
     columns = COLUMNS[dtype]
-    whole = F.pad(values, (0, -inputs % max(columns, multiple), 0, -outputs % BLOCK))
+    padding = 0, -inputs % max(columns, multiple), 0, -outputs % BLOCK
+    copies = any(padding) or values.storage_offset() % columns
+    whole = (F.pad(values, padding) if copies else values).contiguous()
     chunks = whole.view(-1, BLOCK, whole.shape[1] // columns, columns)
+    if dtype == torch.int8:
+        return chunks.permute(0, 2, 3, 1).contiguous()
     if dtype == torch.uint8:
         halves = chunks.to(torch.uint8)
         chunks = halves[..., _LOW] | halves[..., _HIGH] << 4
-    return chunks.permute((0, 2, 3, 1) if dtype == torch.int8 else (0, 2, 1, 3)).contiguous()
+    # The four bytes of a row in a chunk move as one number, three times as fast as column by column.
+    return chunks.view(torch.int32).transpose(1, 2).contiguous().view(dtype)
 
 
 def rows(packed: Tensor, ids: Tensor, inputs: int) -> Tensor:

@@ -128,6 +128,14 @@ def test_weight_comes_back(kind: str, options: dict, dtype: torch.dtype) -> None
         assert torch.equal(torch.stack(looked_up), expected[ids].flatten(0, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_within_other_tensors(dtype: torch.dtype) -> None:
+    """A weight may begin anywhere in its memory, and be transposed."""
+    whole = numbers(64 * 96 + 1, dtype=dtype)
+    for weight in (whole[:-1].view(64, 96), whole[1:].view(64, 96), whole[1:].view(96, 64).T):
+        assert torch.equal(pack(weight).weight(), weight)
+
+
 def test_memory() -> None:
     """A packed weight takes at most a tenth more than the plain one of its kind."""
     for kind, bits in (("float32", 32), ("bfloat16", 16), ("int8", 8), ("int4", 5)):
