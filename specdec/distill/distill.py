@@ -256,7 +256,7 @@ class Training:
         target, settings = self.generator.target, self.settings
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
-        ids = sorted(_likeliest(target, dataset.counts(), size, "draft_vocabulary"))
+        ids = sorted(_likeliest(target, dataset.counts(), size))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         return Student(target, vocabulary, settings.layers)
 
@@ -310,16 +310,16 @@ class Training:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
 
 
-def _likeliest(language: LanguageModel, counts: Counter[int], size: int, argument: str) -> set[int]:
+def _likeliest(language: LanguageModel, counts: Counter[int], size: int) -> set[int]:
     """The `size` most frequent tokens, filled up by the first ids, with those that end a text.
 
-    Raises OptionError, naming `argument`, for more tokens than exist.
+    Raises OptionError for more tokens than exist.
     """
     known = range(language.vocab_size)
     found = getattr(language.model.generation_config, "eos_token_id", None)
     ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
     if size > len(known):
-        raise OptionError.of(argument, f"at most the {len(known)} tokens of the draft", size)
+        raise OptionError.of("draft_vocabulary", f"at most the {len(known)} tokens of the draft", size)
     often = [token for token, _ in counts.most_common() if token in known]
     likely = [*often, *(token for token in known if token not in counts)]
     others = [token for token in likely if token not in ends]

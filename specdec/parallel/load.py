@@ -51,7 +51,7 @@ def leading(how: Loading) -> Ranks | None:
         return None
     from specdec.parallel.ranks import join
 
-    return join("tp_plan")
+    return join()
 
 
 def on_own_device(how: Loading) -> Loading:

@@ -297,15 +297,15 @@ def _lost(error: BaseException) -> str:
 _own: list[Ranks] = []  # this process's, if it is rank 0
 
 
-def join(option: str) -> Ranks | None:
+def join() -> Ranks | None:
     """Rank 0's control of the other processes; None for a job of one process.
 
-    The others never return: they run rank 0's commands, and raise SystemExit when it ends. Raises OptionError, naming
-    the caller's argument `option`, if no job was started, and EngineError in processes that lose rank 0.
+    The others never return: they run rank 0's commands, and raise SystemExit when it ends. Raises OptionError if no job
+    was started, and EngineError in processes that lose rank 0.
     """
     if _own:
         return _own[0]
-    _start(option)
+    _start()
     if dist.get_world_size() == 1:
         return None
     job = Job()
@@ -319,13 +319,13 @@ def join(option: str) -> Ranks | None:
     return ranks
 
 
-def _start(option: str) -> None:
+def _start() -> None:
     """Starts the job's process group, and selects this process's device."""
     if dist.is_initialized():
         return
     if missing := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]:
         raise OptionError(
-            f"`{option}` shares a model among the processes of a job, and this process was started alone ({missing[0]} "
+            f"`tp_plan` shares a model among the processes of a job, and this process was started alone ({missing[0]} "
             "is not set): start it with torchrun --nproc-per-node N"
         )
     device, place = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), None
