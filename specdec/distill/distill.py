@@ -24,7 +24,7 @@ from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
-from specdec.distill.texts import Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.texts import Texts, continued, divide, divide_prompts, encode_prompts, evaluations, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.language_model import LanguageModel
@@ -229,18 +229,18 @@ class Training:
         tokenizer, seconds = self.generator.tokenizer, 0.0
         streams: list[np.ndarray] = []
         held: list[list[int]] = []
-        writer = Writer(self.writer, self.folder / STATE / "continuations.jsonl", self.settings.seed)
         if texts:
             stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
             streams.append(stream)
         if prompts:
             learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
-            stream, seconds = writer.write(learned, self._may_write)
+            file = self.folder / STATE / "continuations.jsonl"
+            stream, seconds = continued(self.writer, learned, file, self.settings.seed, self._may_write)
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
-        return Texts(streams, writer.evaluations(held)), min(seconds, _WRITING_SHARE * self.length.seconds)
+        return Texts(streams, evaluations(self.writer, held)), min(seconds, _WRITING_SHARE * self.length.seconds)
 
     @property
     def _state(self) -> Path:

@@ -107,44 +107,40 @@ def _in_order(size: int, count: int, seed: int) -> int:
     return int(np.random.default_rng((seed, epoch)).permutation(size)[index])
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Lets the target continue prompts, and stores the continuations in a file, from which it resumes."""
+def continued(
+    generator: SpecGenerator, prompts: Sequence[list[int]], file: Path, seed: int, may_continue: MayContinue
+) -> tuple[np.ndarray, float]:
+    """Prompts with the target's continuations, some of them sampled, as one stream, and the seconds that they took.
 
-    generator: SpecGenerator
-    file: Path
-    seed: int
+    Stores the continuations in `file`, from which it resumes. Before every batch but the first,
+    `may_continue(done, total, seconds)` decides whether to go on.
+    """
+    lines = [json.loads(line) for line in _whole_lines(file)]
+    seconds = lines[-1]["seconds"] if lines else 0.0
+    while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
+        if not may_continue(done, len(prompts), seconds) and done:
+            break
+        start = time.perf_counter()
+        batch = list(prompts[done : done + _ROWS])
+        number = len(lines)
+        sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": seed + number}
+        how = sampled if number % _SAMPLED == _SAMPLED - 1 else {"do_sample": False}
+        out = generator.generate(batch, max_new_tokens=_NEW, **how)
+        texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
+        seconds += time.perf_counter() - start
+        lines.append({"seconds": seconds, "texts": texts})
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(lines[-1]) + "\n")
+    stream = np.array([token for line in lines for text in line["texts"] for token in text], dtype=np.int64)
+    return stream, seconds
 
-    def write(self, prompts: Sequence[list[int]], may_continue: MayContinue) -> tuple[np.ndarray, float]:
-        """Prompts with their continuations, some of them sampled, as one stream, and the seconds that they took.
 
-        Before every batch but the first, `may_continue(done, total, seconds)` decides whether to go on.
-        """
-        lines = [json.loads(line) for line in _whole_lines(self.file)]
-        seconds = lines[-1]["seconds"] if lines else 0.0
-        while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
-            if not may_continue(done, len(prompts), seconds) and done:
-                break
-            start = time.perf_counter()
-            batch = list(prompts[done : done + _ROWS])
-            number = len(lines)
-            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
-            how = sampled if number % _SAMPLED == _SAMPLED - 1 else {"do_sample": False}
-            out = self.generator.generate(batch, max_new_tokens=_NEW, **how)
-            texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
-            seconds += time.perf_counter() - start
-            lines.append({"seconds": seconds, "texts": texts})
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-        stream = np.array([token for line in lines for text in line["texts"] for token in text], dtype=np.int64)
-        return stream, seconds
-
-    def evaluations(self, prompts: Sequence[list[int]]) -> list[Evaluation]:
-        """Held-out prompts with the target's greedy continuations."""
-        prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:_EVALUATIONS]]
-        out = self.generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
-        pairs = zip(prompts, out.new_tokens(), strict=True)
-        return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+def evaluations(generator: SpecGenerator, prompts: Sequence[list[int]]) -> list[Evaluation]:
+    """Held-out prompts with the target's greedy continuations."""
+    prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:_EVALUATIONS]]
+    out = generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
+    pairs = zip(prompts, out.new_tokens(), strict=True)
+    return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
 
 
 def _whole_lines(file: Path) -> list[str]:
