@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer import Argument, Option
+from typer import Option
 
 from specdec.cli import chat as chat_
 from specdec.cli import flags
@@ -129,11 +129,8 @@ def root(
 )
 def generate(
     ctx: typer.Context,
-    target: str | None = Argument(
-        None,
-        metavar="TARGET",
-        help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
-        autocompletion=flags.bundled_pair,
+    target: str | None = flags.target(
+        "Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config."
     ),
     prompt: str | None = Option(None, "--prompt", "-p", help="Text to continue; - reads stdin."),
     chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),

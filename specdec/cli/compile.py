@@ -7,7 +7,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument
 
 from specdec.cli import flags
 from specdec.cli.request import passed
@@ -22,9 +21,7 @@ _SECONDS = 60.0  # per model, about
 @flags.takes("draft_model dtype quantization gguf_file trust_remote_code quiet")
 def compile_(
     ctx: typer.Context,
-    target: str = Argument(
-        ..., metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them)."
-    ),
+    target: str = flags.target("Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).", ...),
     *,
     draft_model: str | None,
     quiet: bool,

@@ -8,7 +8,7 @@ from shlex import join
 from typing import Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import passed
@@ -21,7 +21,7 @@ _ALL = 1_000_000  # prompts
 @flags.takes("dtype device_map trust_remote_code quiet")
 def distill(
     ctx: typer.Context,
-    target: str = Argument(..., metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them)."),
+    target: str = flags.target("Hub id, folder, or zoo:NAME (specdec zoo lists them).", ...),
     out: Path = Option(..., "--out", "-o", help="Folder for the draft; a training in it is resumed."),
     text: list[Path] | None = Option(None, help="Text file to train on; repeatable."),
     prompts: list[str] | None = Option(

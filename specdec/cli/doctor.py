@@ -17,7 +17,7 @@ import typer
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.style import Style
-from typer import Argument, Option
+from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import load, read_request
@@ -262,12 +262,7 @@ def _duels(
 )
 def doctor(
     ctx: typer.Context,
-    target: str | None = Argument(
-        None,
-        metavar="TARGET",
-        help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
-        autocompletion=flags.bundled_pair,
-    ),
+    target: str | None = flags.target("Model to examine: hub id, folder, GGUF file, or zoo:NAME."),
     prompt: list[str] | None = Option(
         None, "--prompt", "-p", help="Prompt of the estimate; repeatable; code by default."
     ),

@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from typer import Option
+from typer import Argument, Option
 
 from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES
@@ -27,6 +27,11 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 bundled_pair = one_of(f"zoo:{name}" for name in bundled_models.NAMES)
 """Completes the name of a pair of the package; the shell completes files."""
+
+
+def target(help: str, default: Any = None) -> Any:
+    """The argument TARGET of a command; by default it may be left out."""
+    return Argument(default, metavar="TARGET", help=help, autocompletion=bundled_pair)
 
 
 def takes(*words: str) -> Callable[[Command], Command]:

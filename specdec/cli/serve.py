@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
@@ -33,9 +33,7 @@ LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 )
 def serve(
     ctx: typer.Context,
-    target: str | None = Argument(
-        None, metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."
-    ),
+    target: str | None = flags.target("Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."),
     demo: bool = Option(False, "--demo", help="Serve the bundled pairs."),
     config: Path | None = Option(None, help="YAML file such as configs/serve.yaml; flags win."),
     name: str | None = Option(None, help="The model's name for clients; by default the end of its id."),
