@@ -317,8 +317,3 @@ def result(texts: Sequence[str], reasons: Sequence[str], usage: dict[str, int]) 
 def _message(message: Any) -> Any:
     """A message without the None that a table adds for other messages' fields."""
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message
-
-
-def is_request(fields: Fields) -> bool:
-    """Whether a row is a request of OpenAI's batch files."""
-    return "custom_id" in fields and "body" in fields

@@ -126,10 +126,9 @@ def read_task(params: Mapping[str, Any]) -> Request:
 def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
     """The task for every row; the first row shows whether the file has requests in OpenAI's form."""
     from specdec.batch import BatchSpec
-    from specdec.batch.tasks import is_request
 
     task = params["task"] or "generate"
-    if is_request(rows.first().fields):
+    if {"custom_id", "body"} <= rows.first().fields.keys():
         if params["task"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
