@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 import typer
 from typer import Option
@@ -57,19 +55,14 @@ def distill(
             is_stopped=lambda: interrupt.asked,
             **passed(ctx.params),
         )
-    for line in report(card):
-        print(line)
+    # the figures on held-out texts
+    print(f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)")
+    if card["loss"] is not None:
+        print(f"loss                    {card['loss']:.3f} nats")
+    print("agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"]))
+    print(f"acceptance length       {card['acceptance_length']:.2f} expected")
     print(f"to measure it           {join(['specdec', 'bench', target, '--draft', str(out)])}")
     if interrupt.asked:
         say(f"interrupted: the draft in {out} is usable, run the same command to train it further")
         return INTERRUPTED
     return OK
-
-
-def report(card: Mapping[str, Any]) -> Iterator[str]:
-    """The figures of a draft on held-out texts."""
-    yield f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)"
-    if card["loss"] is not None:
-        yield f"loss                    {card['loss']:.3f} nats"
-    yield "agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"])
-    yield f"acceptance length       {card['acceptance_length']:.2f} expected"
