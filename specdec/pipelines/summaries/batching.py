@@ -57,19 +57,18 @@ def decode(
     seeds: Sequence[int] | None,
 ) -> Decoded:
     """Decodes prompts of ids, `batch_size` at a time; `seeds` of all rows, and the call's other options (`given`)."""
-    found = Decoded([], [], Stats())
-    stats = []
+    decoded, starts, stats = [], [], []
+    rows = len(seeds) // len(prompts) if seeds else 0
     for first in range(0, len(prompts), batch_size):
         batch = list(prompts[first : first + batch_size])
-        rows = len(seeds) // len(prompts) if seeds else 0
         own = {"seed": list(seeds[first * rows : (first + len(batch)) * rows])} if seeds else {}
         out = generator.generate(batch, **{**given, **own})
         assert out.sequences is not None
         assert out.stats is not None
         new = out.new_tokens()
         copies = len(new) // len(batch)
-        found.new.extend(new[i : i + copies] for i in range(0, len(new), copies))
+        decoded.extend(new[i : i + copies] for i in range(0, len(new), copies))
         start = out.sequences.shape[1] - max(map(len, new))
-        found.starts.extend(out.sequences[::copies, :start].tolist())
+        starts.extend(out.sequences[::copies, :start].tolist())
         stats.append(out.stats)
-    return Decoded(found.new, found.starts, total(stats))
+    return Decoded(decoded, starts, total(stats))

@@ -85,7 +85,15 @@ class Summarizer:
             raise OptionError.of("template", f"text with {PLACE} in it", template)
         if chunk_tokens is not None:
             check_whole("chunk_tokens", chunk_tokens)
-        self.generator = _generator(target, draft, options)
+        if isinstance(target, SpecGenerator):
+            if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
+                raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
+            self.generator = target
+        else:
+            check_loaded("Summarizer", options)
+            self.generator = SpecGenerator(target, draft, task=TASK, **options)
+        if self.generator.tokenizer is None:
+            raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and has_template(self._tokenizer, self.generator.processor)
         self.template = template or self._default_template()
@@ -245,23 +253,6 @@ class Summarizer:
             return [text]
         parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
-
-
-def _generator(target: Any, draft: Any, options: Mapping[str, Any]) -> SpecGenerator:
-    """The generator that is `target`, or one made of these parts.
-
-    Raises OptionError for a generator without a tokenizer, and for parts beside a generator.
-    """
-    if isinstance(target, SpecGenerator):
-        if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
-            raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
-        generator = target
-    else:
-        check_loaded("Summarizer", options)
-        generator = SpecGenerator(target, draft, task=TASK, **options)
-    if generator.tokenizer is None:
-        raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
-    return generator
 
 
 def _checked(documents: Any) -> list[str]:
