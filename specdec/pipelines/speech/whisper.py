@@ -57,8 +57,7 @@ class Whisper:
             raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
         if task is not None and task not in TASK_IDS:
             raise OptionError.of("task", " or ".join(sorted(TASK_IDS)), task)
-        for name, table in (("language", "lang_to_id"), ("task", "task_to_id")):
-            asked = language if name == "language" else task
+        for name, asked, table in (("language", language, "lang_to_id"), ("task", task, "task_to_id")):
             if asked is not None and self.setting(table) is None:
                 raise UnsupportedError(
                     f"`{name}` needs a checkpoint whose generation config has `{table}`: leave it out"

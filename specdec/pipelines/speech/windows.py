@@ -154,7 +154,7 @@ class Listener:
         whisper: Whisper,
         settings: Settings,
         options: Mapping[str, Any],
-        progress: Callable[[float], None] | None = None,
+        progress: Callable[[float], None],
     ) -> None:
         self._generator, self._whisper, self._settings = generator, whisper, settings
         self._options, self._progress = dict(options), progress
@@ -190,8 +190,7 @@ class Listener:
             batch = whole.select(list(group))
             for i, heard in enumerate(self._heard(batch)):
                 self._advance(batch, i, heard)
-        if self._progress is not None:
-            self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
+        self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
 
     def _open(self, tracks: Sequence[Track], encoding: Encoding) -> None:
         """Sets language and task of new tracks by their first window."""
