@@ -1,15 +1,14 @@
-"""A summarizer's calls of its generator: checked options, seeds, and prompts decoded in batches."""
+"""A summarizer's calls of its generator: checked options, seeds, and what comes of decoded prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.core.stats import Stats, total
+from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError
-from specdec.generator.generator import SpecGenerator
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 
@@ -46,29 +45,3 @@ def row_seeds(options: Options, prompts: int) -> list[int] | None:
     if len(options.seed) != rows:
         raise OptionError.of("seed", f"one number, or one for each of {rows} rows", options.seed)
     return options.seed
-
-
-def decode(
-    generator: SpecGenerator,
-    prompts: Sequence[list[int]],
-    given: Mapping[str, Any],
-    *,
-    batch_size: int,
-    seeds: Sequence[int] | None,
-) -> Decoded:
-    """Decodes prompts of ids, `batch_size` at a time; `seeds` of all rows, and the call's other options (`given`)."""
-    decoded, starts, stats = [], [], []
-    rows = len(seeds) // len(prompts) if seeds else 0
-    for first in range(0, len(prompts), batch_size):
-        batch = list(prompts[first : first + batch_size])
-        own = {"seed": list(seeds[first * rows : (first + len(batch)) * rows])} if seeds else {}
-        out = generator.generate(batch, **{**given, **own})
-        assert out.sequences is not None
-        assert out.stats is not None
-        new = out.new_tokens()
-        copies = len(new) // len(batch)
-        decoded.extend(new[i : i + copies] for i in range(0, len(new), copies))
-        start = out.sequences.shape[1] - max(map(len, new))
-        starts.extend(out.sequences[::copies, :start].tolist())
-        stats.append(out.stats)
-    return Decoded(decoded, starts, total(stats))

@@ -19,7 +19,7 @@ from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
-from specdec.pipelines.summaries.batching import BATCH, Decoded, check_call, decode, row_seeds
+from specdec.pipelines.summaries.batching import BATCH, Decoded, check_call, row_seeds
 from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
@@ -192,8 +192,23 @@ class Summarizer:
         return Summaries(documents, total([*stats, out.stats]))
 
     def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> Decoded:
+        """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other options (`given`)."""
         prompts = self._ids(texts, plan.budget if plan.truncate else None)
-        return decode(self.generator, prompts, given, batch_size=plan.batch_size, seeds=seeds)
+        decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
+        rows = len(seeds) // len(prompts) if seeds else 0
+        for first in range(0, len(prompts), plan.batch_size):
+            batch = prompts[first : first + plan.batch_size]
+            own = {"seed": seeds[first * rows : (first + len(batch)) * rows]} if seeds else {}
+            out = self.generator.generate(batch, **{**given, **own})
+            assert out.sequences is not None
+            assert out.stats is not None
+            new = out.new_tokens()
+            copies = len(new) // len(batch)
+            decoded.extend(new[i : i + copies] for i in range(0, len(new), copies))
+            start = out.sequences.shape[1] - max(map(len, new))
+            starts.extend(out.sequences[::copies, :start].tolist())
+            stats.append(out.stats)
+        return Decoded(decoded, starts, total(stats))
 
     def _default_template(self) -> str:
         if not self._target.is_encoder_decoder:
