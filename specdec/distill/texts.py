@@ -87,24 +87,19 @@ class Texts:
     def chosen(self, step: int, seed: int) -> tuple[int, Tensor]:
         """The number and ids `[1, window + 1]` of a step's window, which depend on `step` and `seed` alone.
 
-        Steps take turns between the streams; each is read in another order each time. A step has one window, since many
-        small steps learn more from the same tokens than few large ones.
+        Steps take turns between the streams; each is read whole, in another order each time. A step has one window,
+        since many small steps learn more from the same tokens than few large ones.
         """
         turn, at = divmod(step, len(self.streams))
         windows = self.windows[at]
-        number = _in_order(len(windows), turn, seed + at)
+        epoch, index = divmod(turn, len(windows))
+        number = int(np.random.default_rng((seed + at, epoch)).permutation(len(windows))[index])
         return sum(map(len, self.windows[:at])) + number, torch.from_numpy(windows[number : number + 1])
 
     @property
     def size(self) -> int:
         """The number of windows."""
         return sum(map(len, self.windows))
-
-
-def _in_order(size: int, count: int, seed: int) -> int:
-    """Which of `size` windows follows `count` others: every epoch reads all of them, in an order of its own."""
-    epoch, index = divmod(count, size)
-    return int(np.random.default_rng((seed, epoch)).permutation(size)[index])
 
 
 def continued(
@@ -157,7 +152,6 @@ def _whole_lines(file: Path) -> list[str]:
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
     """Splits texts into one stream to train on and prompts from their held-out ends; raises OptionError for too few."""
-
     kept, held = [], []
     for text in ids:
         cut = len(text) - max(len(text) // _HELD_OUT, min(_LEAST, len(text) // 4))
