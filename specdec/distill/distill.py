@@ -204,7 +204,7 @@ class Training:
         muon, adam = _RATES
         optimizers = make_optimizers(student.stage, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
         file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
-        examples = ExampleCache(student.teacher.label, file, dataset.size, self.cache)
+        examples = ExampleCache(student.teacher.label, file, sum(map(len, dataset.windows)), self.cache)
         if self._state.exists():
             self._resume(student, optimizers)
         saved = time.perf_counter()
@@ -256,7 +256,7 @@ class Training:
         target, settings = self.generator.target, self.settings
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
-        ids = sorted(_likeliest(target, dataset.counts(), size))
+        ids = sorted(_likeliest(target, np.concatenate(dataset.streams), size))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         return Student(target, vocabulary, settings.layers)
 
@@ -310,12 +310,12 @@ class Training:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
 
 
-def _likeliest(language: LanguageModel, counts: Counter[int], size: int) -> set[int]:
-    """The `size` most frequent tokens, filled up by the first ids, with those that end a text.
+def _likeliest(language: LanguageModel, stream: np.ndarray, size: int) -> set[int]:
+    """The `size` tokens most frequent in `stream`, filled up by the first ids, with those that end a text.
 
     Raises OptionError for more tokens than exist.
     """
-    known = range(language.vocab_size)
+    known, counts = range(language.vocab_size), Counter[int](stream.tolist())
     found = getattr(language.model.generation_config, "eos_token_id", None)
     ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
     if size > len(known):

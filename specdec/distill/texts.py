@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,10 +73,6 @@ class Texts:
         """Tokens of a training window, without the one after it."""
         return int(min(_WINDOW, *(len(stream) - 1 for stream in self.streams)))
 
-    def counts(self) -> Counter[int]:
-        """The number of occurrences of each token."""
-        return Counter(np.concatenate(self.streams).tolist())
-
     @cached_property
     def windows(self) -> list[np.ndarray]:
         """The windows of each stream, `[windows, window + 1]`."""
@@ -95,11 +90,6 @@ class Texts:
         epoch, index = divmod(turn, len(windows))
         number = int(np.random.default_rng((seed + at, epoch)).permutation(len(windows))[index])
         return sum(map(len, self.windows[:at])) + number, torch.from_numpy(windows[number : number + 1])
-
-    @property
-    def size(self) -> int:
-        """The number of windows."""
-        return sum(map(len, self.windows))
 
 
 def continued(
