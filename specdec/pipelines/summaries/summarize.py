@@ -19,15 +19,16 @@ from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
-from specdec.pipelines.summaries.batching import BATCH, Decoded, check_call, row_seeds
 from specdec.pipelines.summaries.chunks import chunked
 
+BATCH = 8  # prompts decoded together
 TASK = "summarization"
 PLACE = "{text}"
 INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_NO_PLACE = ("streamer", "return_dict_in_generate")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class Summaries:
     """The summaries of several texts, and the statistics of all their calls."""
 
     documents: list[Summary]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """`new[prompt][copy]`: new ids; `starts[prompt]`: the prompt's ids, of encoder-decoder targets the decoder's."""
+
+    new: list[list[list[int]]]
+    starts: list[list[int]]
     stats: Stats
 
 
@@ -142,7 +152,7 @@ class Summarizer:
         texts = _checked(documents)
         if not isinstance(truncation, bool):
             raise OptionError.of("truncation", "True or False", truncation)
-        check_call(batch_size, options)
+        _check_call(batch_size, options)
         plan = self._plan(options, truncation, batch_size)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
             for number, length in enumerate(self._count(texts)):
@@ -162,10 +172,13 @@ class Summarizer:
     def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
         """Summarises parts, then their joined summaries, and so on until each text has one part."""
         counts, stats = [[len(pieces)] for pieces in parts], []
-        seeds = row_seeds(plan.options, len(parts))
+        seeds = _row_seeds(plan.options, len(parts))
         while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
             pieces = [piece for d in long for piece in parts[d]]
-            own = _piece_seeds(seeds, plan.options, [(d, i) for d in long for i in range(len(parts[d]))])
+            own = None
+            if seeds is not None:  # of each piece, by its text and its number in it
+                firsts = [fold(seeds[d * plan.options.copies], i + 1) for d in long for i in range(len(parts[d]))]
+                own = [fold(seed, sample) for seed in firsts for sample in range(plan.options.num_samples or 1)]
             out = self._decode(pieces, {**plan.given, "num_return_sequences": 1}, plan, own)
             stats.append(out.stats)
             texts = iter(self._text(new[0], plan).strip() for new in out.new)
@@ -191,7 +204,7 @@ class Summarizer:
         ]
         return Summaries(documents, total([*stats, out.stats]))
 
-    def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> Decoded:
+    def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Decoded:
         """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other options (`given`)."""
         prompts = self._ids(texts, plan.budget if plan.truncate else None)
         decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
@@ -208,7 +221,7 @@ class Summarizer:
             start = out.sequences.shape[1] - max(map(len, new))
             starts.extend(out.sequences[::copies, :start].tolist())
             stats.append(out.stats)
-        return Decoded(decoded, starts, total(stats))
+        return _Decoded(decoded, starts, total(stats))
 
     def _default_template(self) -> str:
         if not self._target.is_encoder_decoder:
@@ -294,9 +307,23 @@ def _context(target: Any, tokenizer: Any) -> int | None:
     return min((int(n) for n in lengths if n is not None and n < _UNKNOWN), default=None)
 
 
-def _piece_seeds(seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Seeds of the pieces, each by its text and its number in it."""
-    if seeds is None:
+def _check_call(batch_size: int, options: Mapping[str, Any]) -> None:
+    """Raises OptionError for a wrong batch size and for options whose outputs a summarizer does not return."""
+    check_whole("batch_size", batch_size)
+    if options.get("prediction") is not None:
+        raise OptionError("`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it")
+    for name, value in options.items():
+        if value and (name in _NO_PLACE or name.startswith("output_")):
+            raise OptionError(f"`{name}` has no place in a Summarizer's result: call SpecGenerator for it")
+
+
+def _row_seeds(options: Options, prompts: int) -> list[int] | None:
+    """One seed per row of all batches, so that a text does not depend on its batch; None without a seed."""
+    if options.seed is None:
         return None
-    own = [fold(seeds[d * options.copies], i + 1) for d, i in pieces]
-    return [fold(seed, sample) for seed in own for sample in range(options.num_samples or 1)]
+    rows = prompts * options.copies
+    if isinstance(options.seed, int):
+        return [fold(options.seed, row) for row in range(rows)]
+    if len(options.seed) != rows:
+        raise OptionError.of("seed", f"one number, or one for each of {rows} rows", options.seed)
+    return options.seed
