@@ -76,10 +76,6 @@ class Source:
             wrong = None if isinstance(found, dict) else f"the line must be a JSON object, got {type(found).__name__}"
             yield Row(number, error=wrong) if wrong else Row(number, found)
 
-    def first(self) -> Row:
-        """The first row."""
-        return next(self.read("text"))
-
 
 def windows(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """The rows in lists of `size`."""

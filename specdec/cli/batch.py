@@ -128,7 +128,7 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
     from specdec.batch import BatchSpec
 
     task = params["task"] or "generate"
-    if {"custom_id", "body"} <= rows.first().fields.keys():
+    if {"custom_id", "body"} <= next(rows.read("text")).fields.keys():
         if params["task"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
