@@ -134,13 +134,11 @@ class HttpProtocol(H11Protocol):
 
         self.app: Any = wired
         self._await_head()
-        if not self._all.add(self, self._whose()):
-            self._refuse(unavailable("all connections are taken: try again later"), noted=False)
-
-    def _whose(self) -> str:
-        """The client of the connection: its address; with a port for a trusted proxy, which has many clients."""
         host, port = self.client or ("", 0)
-        return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
+        # a trusted proxy has many clients, so each of its ports counts as one
+        client = f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
+        if not self._all.add(self, client):
+            self._refuse(unavailable("all connections are taken: try again later"), noted=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
