@@ -160,8 +160,8 @@ def generate(
     ),
     revision: str | None = Option(None, help="Branch, tag or commit of the target on the hub."),
     draft_dtype: str | None = Option(None, help="--dtype of the draft; by default the target's."),
-    draft_quantization: str | None = Option(None, help="--revision of the draft."),
-    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--revision of the draft."),
+    draft_quantization: str | None = Option(None, help="--quantization of the draft."),
+    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--gguf-file of the draft."),
     draft_revision: str | None = Option(None, help="--revision of the draft."),
     show_draft: bool = Option(
         False, "--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧."
