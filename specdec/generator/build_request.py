@@ -23,7 +23,7 @@ from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
-from specdec.generator.inputs import Prompts, RowPrompt, pad_id
+from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options, listed

@@ -23,7 +23,7 @@ from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
-from specdec.generator.inputs import pad_id
+from specdec.generator.inputs.prompts import pad_id
 from specdec.models import plain_modes
 
 _SUMMED = ("num_new_tokens", "cached_prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
