@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -27,11 +25,6 @@ def read(*parts: Tensor) -> list[list[float]]:
     """The values of several vectors of one length, in one transfer; float64 holds any float32 and token id exactly."""
     exact = torch.float64 if has_float64(parts[0]) else torch.float32
     return torch.stack([part.to(exact) for part in parts]).tolist()
-
-
-def as_ints(numbers: Sequence[float]) -> list[int]:
-    """Token ids from values that were read."""
-    return [int(number) for number in numbers]
 
 
 def first_best(values: Tensor) -> int:

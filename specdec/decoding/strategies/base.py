@@ -190,7 +190,7 @@ class TextStrategy(StrategyBase):
             else:
                 own, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                out.cache["decided"] = device_reads.as_ints(read), log_probs
+                out.cache["decided"] = list(map(int, read)), log_probs
         return out.cache["decided"]
 
     def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:

@@ -56,7 +56,7 @@ class Candidates(NamedTuple):
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
         """Candidates from tensors `[count]`, in one read."""
         values, beams, ids = device_reads.read(scores, parents, tokens)
-        return cls(values, device_reads.as_ints(beams), device_reads.as_ints(ids))
+        return cls(values, list(map(int, beams)), list(map(int, ids)))
 
     def part(self, kept: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -225,7 +225,7 @@ class Scoring(StrategyBase):
             values = values - logits.logsumexp(-1, keepdim=True)
         flat, numbers = device_reads.read(values.flatten(), ids.flatten())
         return [
-            (np.array(flat[i : i + count], dtype=np.float32), device_reads.as_ints(numbers[i : i + count]))
+            (np.array(flat[i : i + count], dtype=np.float32), list(map(int, numbers[i : i + count])))
             for i in range(0, len(flat), count)
         ]
 
