@@ -165,8 +165,7 @@ class TextStrategy(StrategyBase):
     def processed(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
         """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
         at = node - out.work.first
-        guides = out.unconditional is not None and self.guidance_scale is not None
-        if not (len(self.processors) or guides):
+        if not (len(self.processors) or out.unconditional is not None):
             return out.logits[at].float()
         is_small = not self.processors.reads_ids and out.logits.numel() <= SMALL
         if is_small or self.reads_once(out):

@@ -218,7 +218,7 @@ class Scoring(StrategyBase):
     def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
         """The `count` best tokens after each of `logits` `[leaves, vocab]`; the processors must read no ids."""
         count = min(count, logits.shape[-1])
-        if len(self.processors) or (unconditional is not None and self.guidance_scale is not None):
+        if len(self.processors) or unconditional is not None:
             values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
         else:  # normalise only the best
             values, ids = logits.topk(count, dim=-1)
