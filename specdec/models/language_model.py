@@ -188,10 +188,6 @@ class LanguageModel:
         }
         return state, [what for what, is_same in same.items() if not is_same]
 
-    def cross_bytes(self, frames: int) -> int:
-        """Bytes of one row's projections of `frames` encoder positions; 0 without an encoder."""
-        return frames * self.kv_bytes if self.is_encoder_decoder else 0
-
     @cached_property
     def forgets_order(self) -> bool:
         """Whether tokens see later ones where no mask is given, as UMT5's do in transformers 5.17."""
