@@ -157,7 +157,7 @@ class Job:
         """The statistics of the call, whose texts are the tokens `new`."""
         call = self.call
         draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
-        settings = {"strategy": call.strategy, "schedule": "none" if draft is None else schedule}
+        settings = {"strategy": call.seqs[0].strategy.name, "schedule": "none" if draft is None else schedule}
         settings["backend"] = call.target.backend
         if draft is not None and draft.models:
             settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))
