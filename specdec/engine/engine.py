@@ -59,7 +59,7 @@ class Engine:
         # An exception within `self._guard(seqs)` ends their requests: they take no further part in the round.
         self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._guard)
-        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open, self._requests, self._guard)
+        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts)
         self.session = self.scheduler.session
 
     @property
