@@ -226,7 +226,7 @@ def _encoder_decoder(
     """
     main = target.model.main_input_name
     if main in FEATURES and value is not None:
-        if _is_text(value):
+        if isinstance(value[0] if isinstance(value, list | tuple) and value else value, str):
             raise OptionError(
                 f"the prompt is text, and {type(target.model).__name__} reads `{main}`: for recordings there are "
                 "specdec.Transcriber and `specdec transcribe`"
@@ -250,11 +250,6 @@ def _encoder_decoder(
         return prompts
     rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
     return replace(prompts, rows=rows, is_text=ids.is_text)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether a prompt is text, or a list that begins with text."""
-    return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str)
 
 
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
