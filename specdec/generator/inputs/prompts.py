@@ -265,12 +265,8 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
                 "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
             )
         mask = inputs.get("attention_mask", given.get("attention_mask"))
-        fits = isinstance(mask, Tensor) and mask.shape == hidden.shape[:2]
-        kept = mask.to(target.device) if fits and mask is not None else None
-        named = outputs if isinstance(outputs, ModelOutput) else {}
-        outputs = Encoding(
-            hidden.to(target.device, target.dtype), kept, named.get("hidden_states"), named.get("attentions")
-        )
+        layers = outputs if isinstance(outputs, ModelOutput) else {}
+        outputs = Encoding.of(hidden.to(target.device, target.dtype), mask, layers)
     config = getattr(target.model.get_encoder(), "config", target.config)
     width = getattr(config, "d_model", None) or config.hidden_size
     if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:
