@@ -213,12 +213,12 @@ def is_name(draft: object) -> bool:
     return isinstance(draft, str | PathLike) and draft != "none" and not is_word(draft)
 
 
-def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
+def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
     """The model that is the argument `name`, or is loaded by it with `how`.
 
     Raises OptionError for other types, and for a `LanguageModel` in another backend or exactness than `how` has.
     """
-    how, model = how or Loading(), unwrapped(model, name)
+    model = unwrapped(model, name)
     if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
         for option in PASSES:
             wanted, own = getattr(how, option), getattr(model, option)
