@@ -170,7 +170,7 @@ class Drafts:
                 f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
                 "name a decoder-only model, or 'suffix'"
             )
-        shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
+        shared = target.shares_encoder_with(model)
         translates = assistant_tokenizer is not None and (
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
