@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: OpenDrafts) -> None:
         self.session = model.session()
         self._shares = self.session.keeps_prefixes and model.capability.boundary is None
-        keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
+        keeps = self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
         self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
         self._requests, self._guard = drafts.requests, drafts.guard
