@@ -71,10 +71,10 @@ class Request:
     def wanted(self, out: Logits) -> Logits:
         """The output of a pass with only those hidden states and attentions that it keeps."""
         layers = slice(None if self.output_hidden_states else -1, None)
-        keeps_hidden = (self.output_hidden_states or self.last_hidden) and out.hidden_states is not None
+        hidden = out.hidden_states if self.output_hidden_states or self.last_hidden else None
         return replace(
             out,
-            hidden_states=out.hidden_states[layers] if keeps_hidden and out.hidden_states is not None else None,
+            hidden_states=None if hidden is None else hidden[layers],
             attentions=out.attentions if self.output_attentions else None,
             cross_attentions=out.cross_attentions if self.output_attentions else None,
         )
