@@ -32,8 +32,3 @@ def first_best(values: Tensor) -> int:
     if is_local(values):  # numpy takes a tenth of torch's time for one row
         return int(values.detach().float().numpy().argmax())
     return int(values.argmax())
-
-
-def first_bests(values: Tensor) -> list[int]:
-    """The same for every row of local `values` `[rows, vocab]`."""
-    return values.detach().float().numpy().argmax(axis=-1).tolist()

@@ -237,7 +237,7 @@ class Greedy(TextStrategy):
                 return super().emit(seq, new, out, node)
             if out.logits.numel() > SMALL:
                 return Step(device_reads.first_best(out.logits[at]))
-            best = out.cache["best"] = device_reads.first_bests(out.logits)
+            best = out.cache["best"] = out.logits.detach().float().numpy().argmax(axis=-1).tolist()
         return Step(best[at])
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
