@@ -284,7 +284,7 @@ def with_images(text: str, files: Sequence[str]) -> Any:
     """A message's content: the text, after the pictures in these files; raises OptionError for broken ones."""
     if not files:
         return text
-    from specdec.generator.inputs import open_picture
+    from specdec.generator.inputs.pictures import open_picture
 
     return [*({"type": "image", "image": open_picture(Path(file))} for file in files), {"type": "text", "text": text}]
 

@@ -160,7 +160,7 @@ def accept(one: Outcome, out: Logits) -> None:
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
     children, state, traces = tree.children(), seq.state, out.hidden_states is not None or out.attentions is not None
     bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if traces else out
-    offset = out.work.num_text - out.first  # node n after the text has its logits in row offset + n
+    offset = out.work.num_text - out.work.first  # node n after the text has its logits in row offset + n
 
     def view(node: int) -> View:
         """The target's output at a node of `tree`, from this pass or an earlier one; -1 is the end of the text."""

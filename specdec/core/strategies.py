@@ -36,7 +36,7 @@ def trace_of(out: Logits, path: Sequence[int]) -> Trace:
     hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
     if hidden is None and attentions is None:
         return NO_TRACE
-    columns, size = out.work.path(path), len(out.tree)
+    columns, size = out.work.path(path), len(out.work.tree)
     own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
     return Trace(
         None if hidden is None else tuple(h[own] for h in hidden),

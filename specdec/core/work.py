@@ -96,13 +96,3 @@ class Logits:
     cross_attentions: tuple[Tensor, ...] | None = None
     passes: Sequence[int] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def tree(self) -> Tree:
-        """The nodes of the pass."""
-        return self.work.tree
-
-    @property
-    def first(self) -> int:
-        """The first node with logits."""
-        return self.work.first

@@ -69,7 +69,9 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
     [number], [sure] = device_reads.read(best.indices[None], prob[None])
-    return int(number), sure if confident else _unless_infinite(sure)
+    if not confident:
+        sure = 1.0 if math.isfinite(sure) else math.nan
+    return int(number), sure
 
 
 def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int, float]:
@@ -86,11 +88,6 @@ def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int,
     if not math.isfinite(top):
         return 0, math.nan
     return int(number), sure if confident else 1.0
-
-
-def _unless_infinite(value: float) -> float:
-    """1 for the score of a guess, NaN where that is not finite and so there is no guess."""
-    return 1.0 if math.isfinite(value) else math.nan
 
 
 def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:

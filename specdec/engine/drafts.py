@@ -60,7 +60,11 @@ class OpenDrafts:
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
-        self._model, self._requests, self._guard = model, requests, guard
+        self._model, self.requests, self.guard = model, requests, guard
+
+    def of(self, seq: RunningSequence) -> OpenDraft | None:
+        """The sequence's open draft, if it has one."""
+        return self.open.get(id(self.requests[seq.id].draft))
 
     def start(self, draft: Draft) -> None:
         """Starts a draft's proposer, which all its sequences share."""
@@ -80,12 +84,12 @@ class OpenDrafts:
         a draft that is instant or reads predictions is asked all the same: it learns how often it would be right.
         """
         proposals: dict[int, Tree] = {}
-        for opened, group in self._grouped(seqs):
+        for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
             plans: dict[int, Plan] = {}
-            for pacing, together in grouped(group, lambda seq: self._requests[seq.id].pacing):
-                with self._guard(together):
+            for pacing, together in grouped(group, lambda seq: self.requests[seq.id].pacing):
+                with self.guard(together):
                     plans |= _plans(pacing.schedule, together)
             learns = opened.draft.instant or opened.draft.reads_predictions
             if not learns and all(plan.limit <= 0 for plan in plans.values()):
@@ -94,9 +98,9 @@ class OpenDrafts:
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = [group]
             if opened.draft.instant:
-                calls = [own for _, own in grouped(group, lambda seq: self._requests[seq.id])]
+                calls = [own for _, own in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
-                with self._guard(together):
+                with self.guard(together):
                     proposals |= self._ask(opened.proposer, together, [plans[seq.id] for seq in together])
         return proposals
 
@@ -117,7 +121,7 @@ class OpenDrafts:
                 )
         found: dict[int, Tree] = {}
         for seq, plan, tree in zip(seqs, plans, trees, strict=True):
-            with self._guard([seq]):
+            with self.guard([seq]):
                 allowed = seq.task.allowed
                 if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
                     kept = allowed(seq.tokens, tree.tokens)
@@ -166,7 +170,7 @@ class OpenDrafts:
 
         `target`: its cache before the outcome is committed.
         """
-        draft = self._requests[one.seq.id].draft
+        draft = self.requests[one.seq.id].draft
         layers = () if draft is None else draft.hidden_layers
         if not (one.states or layers):
             return None
@@ -176,10 +180,10 @@ class OpenDrafts:
 
     def update(self, messages: Sequence[Commit]) -> None:
         """Gives drafts their messages of a round."""
-        own = {message.seq.id: message for message in messages}
-        for opened, group in self._grouped(message.seq for message in messages):
-            with self._guard(group):
-                opened.proposer.update([own[seq.id] for seq in group])
+        own: dict[Any, Commit] = {message.seq: message for message in messages}
+        for opened, group in grouped(own, self.of):
+            with self.guard(group):
+                opened.proposer.update([own[seq] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes sequences away from their proposers.
@@ -187,19 +191,14 @@ class OpenDrafts:
         One that cannot drop them is dropped itself; its other requests go on without a draft, as a new proposer has
         not followed their texts.
         """
-        for opened, group in self._grouped(seqs):
+        for opened, group in grouped(seqs, self.of):
             try:
                 opened.proposer.drop([seq.id for seq in group])
             except Exception as error:
                 _log.warning("%r could not drop ended texts and is left out from now on: %r", opened.draft, error)
                 del self.open[id(opened.draft)]
-                for request in self._requests.values():
+                for request in self.requests.values():
                     request.draft = None if request.draft is opened.draft else request.draft
-
-    def _grouped(self, seqs: Iterable[Any]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
-        """The sequences grouped by their drafts; those without one are left out."""
-        groups = grouped(seqs, lambda seq: self.open.get(id(self._requests[seq.id].draft)))
-        return [(opened, group) for opened, group in groups if opened is not None]
 
 
 def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
@@ -214,9 +213,9 @@ def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Pla
 
 
 def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:
-    """The items grouped by the identity of `of(item)`, groups in the order of their first item."""
+    """The items grouped by the identity of `of(item)`, in the order of their first item, without those of None."""
     groups: dict[int, tuple[Any, list[Item]]] = {}
     for item in items:
-        owner = of(item)
-        groups.setdefault(id(owner), (owner, []))[1].append(item)
+        if (owner := of(item)) is not None:
+            groups.setdefault(id(owner), (owner, []))[1].append(item)
     return list(groups.values())

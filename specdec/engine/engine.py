@@ -59,7 +59,7 @@ class Engine:
         # An exception within `self._guard(seqs)` ends their requests: they take no further part in the round.
         self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._guard)
-        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts.open, self._requests, self._guard)
+        self.scheduler = Scheduler(self.model, prefix_cache, self.drafts)
         self.session = self.scheduler.session
 
     @property
@@ -117,8 +117,7 @@ class Engine:
         rounds = self._commit(outcomes, proposals)
         phases = drafted - began, verified - drafted, selected - verified
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
-        if self._failed:
-            self._end_failed()
+        self._end_failed()
         if ended := [one.seq for one in outcomes if one.finish is not None]:
             self._release(ended)
 
@@ -220,8 +219,7 @@ class Engine:
             if self.budget is not None:
                 self._make_room(self.budget)
             self.scheduler.add(request)
-        if self._failed:
-            self._end_failed()
+        self._end_failed()
 
     def _make_room(self, budget: MemoryBudget) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
@@ -237,10 +235,8 @@ class Engine:
     def _prefill(self) -> None:
         """One pass over unread prompts."""
         seqs, chunk = self.scheduler.next_prompts(self.running)
-        if self._failed:
-            self._end_failed()
-            seqs = [seq for seq in seqs if seq.id in self._requests]
-        if seqs:
+        self._end_failed()
+        if seqs := [seq for seq in seqs if seq.id in self._requests]:
             self._round(seqs, chunk)
             self.running += self.scheduler.update(seqs)
 

@@ -70,8 +70,8 @@ class MemoryBudget:
     def bytes(self, requests: Sequence[Request]) -> int:
         """The most bytes of keys and values of these requests, in the target and in drafts."""
         rows, columns = self.bounds(requests)
-        total = rows * columns * self._model.kv_bytes
-        total += sum(len(request.seqs) * self._model.cross_bytes(request.frames) for request in requests)
+        crossed = sum(len(request.seqs) * request.frames for request in requests)
+        total = (rows * columns + crossed) * self._model.kv_bytes
         drafts = {id(request.draft): request.draft for request in requests if request.draft is not None}
         for draft in drafts.values():
             own = sum(len(request.seqs) for request in requests if request.draft is draft)

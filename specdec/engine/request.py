@@ -30,8 +30,8 @@ class Request:
     `encode` runs the encoder over `[inputs, ...]`; a sequence reads input number `seq.task.encoder_row`.
     `prefill_chunk`: the most prompt tokens of one pass; None: the engine's. `output_hidden_states` and
     `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
-    one pass. `frames`: positions of the encoder's output. `model_state`: the target's at the time of the call.
-    `caller_blocks`: the caller waits for the end, and so cannot change the model meanwhile.
+    one pass. `frames`: positions of the encoder's output, 0 without one. `model_state`: the target's at the time of the
+    call. `caller_blocks`: the caller waits for the end, and so cannot change the model meanwhile.
 
     `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
     come. `passes` counts target passes in which any of its sequences took part.
@@ -71,10 +71,10 @@ class Request:
     def wanted(self, out: Logits) -> Logits:
         """The output of a pass with only those hidden states and attentions that it keeps."""
         layers = slice(None if self.output_hidden_states else -1, None)
-        keeps_hidden = (self.output_hidden_states or self.last_hidden) and out.hidden_states is not None
+        hidden = out.hidden_states if self.output_hidden_states or self.last_hidden else None
         return replace(
             out,
-            hidden_states=out.hidden_states[layers] if keeps_hidden and out.hidden_states is not None else None,
+            hidden_states=None if hidden is None else hidden[layers],
             attentions=out.attentions if self.output_attentions else None,
             cross_attentions=out.cross_attentions if self.output_attentions else None,
         )

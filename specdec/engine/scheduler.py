@@ -8,7 +8,7 @@ common, it waits. Copies of a prompt within one request do so for every model, h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -16,7 +16,7 @@ from specdec.core.drafts import SavedState
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import common_length
 from specdec.core.work import CHUNK, SHARED_CHUNK
-from specdec.engine.drafts import Guard, OpenDraft
+from specdec.engine.drafts import OpenDraft, OpenDrafts
 from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
 from specdec.engine.request import Request
 from specdec.errors import DraftError
@@ -30,24 +30,17 @@ class Scheduler:
 
     `prefilling`: the sequences whose prompts are not read yet. `prefix_cache` keeps texts of sequences that have left.
     Sequences share keys and values only where the model's can be cut at any position and do not depend on the text
-    around them. `drafts`: the open drafts by the draft's identity. One that reads hidden states gets none of positions
-    that a sequence continues, so it must continue them as well. `requests` and `guard`: as in `OpenDrafts`.
+    around them. One of the open `drafts` that reads hidden states gets none of positions that a sequence continues, so
+    it must continue them as well.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        prefix_cache: PrefixCache | None,
-        drafts: Mapping[int, OpenDraft],
-        requests: Mapping[int, Request],
-        guard: Guard,
-    ) -> None:
+    def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: OpenDrafts) -> None:
         self.session = model.session()
         self._shares = self.session.keeps_prefixes and model.capability.boundary is None
-        keeps = prefix_cache is not None and self._shares and not model.is_encoder_decoder
+        keeps = self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
         self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
-        self._requests, self._guard = requests, guard
+        self._requests, self._guard = drafts.requests, drafts.guard
         self.prefilling: list[RunningSequence] = []
         self._others_first = False
         self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
@@ -144,7 +137,7 @@ class Scheduler:
             stays = copies or other.max_length - len(other.tokens) > 1  # else it leaves with its first token
             if stays and common >= length + (1 if copies else _WORTH_WAITING):
                 return False
-        opened = self._drafts.get(id(self._requests[seq.id].draft))
+        opened = self._drafts.of(seq)
         if length and opened is not None and opened.draft.hidden_layers:
             length = self._joined(seq, source, length, opened)
             if seq.pictures is not None and length < seq.pictures.length:
@@ -251,7 +244,7 @@ class Scheduler:
         fits = len(ids) * self._kv_bytes <= min(kept.limit, kept.room)
         if not fits or not (request.caller_blocks or context.model == state()):
             return
-        opened = self._drafts.get(id(request.draft))
+        opened = self._drafts.of(seq)
         if opened is not None and opened.draft.hidden_layers and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
                 saved, key = opened.proposer.save(seq, len(ids)), kept.key_of(opened.draft, context)

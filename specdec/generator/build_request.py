@@ -23,7 +23,7 @@ from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
-from specdec.generator.inputs import Prompts, RowPrompt, pad_id
+from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options, listed
@@ -70,8 +70,8 @@ class Extras:
 class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
-    `pacing`: its schedule. `state` and `exactness` are the target's. `grammar`: of the form that the
-    options set, copied for each row. `strategy` is the strategy's name. `caller_blocks`: as in `Request`.
+    `pacing`: its schedule. `state` and `exactness` are the target's. `grammar`: of the form that the options set,
+    copied for each row. `caller_blocks`: as in `Request`.
     """
 
     target: LanguageModel
@@ -87,7 +87,6 @@ class Call:
     caller_blocks: bool = False
     request: Request = field(init=False)
     seqs: list[RunningSequence] = field(init=False)
-    strategy: str = field(init=False)
     time_limit: MaxTimeCriteria | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -112,8 +111,6 @@ class Call:
         count, serial = len(prompts.rows), next(_SERIAL)
         seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
         self.seqs = [self._sequence(r, serial, seed, criteria) for r, seed in enumerate(seeds)]
-        strategies = [seq.strategy for seq in self.seqs]
-        self.strategy = strategies[0].name
         self.request = Request(
             seqs=self.seqs,
             pacing=self.pacing,
@@ -122,7 +119,7 @@ class Call:
             prefill_chunk=o.prefill_chunk_size,
             output_hidden_states=bool(o.output_hidden_states),
             output_attentions=bool(o.output_attentions),
-            last_hidden=any(strategy.needs_hidden for strategy in strategies),
+            last_hidden=any(seq.strategy.needs_hidden for seq in self.seqs),
             frames=self._frames() if target.is_encoder_decoder else 0,
             model_state=self.state.digest,
             caller_blocks=self.caller_blocks,

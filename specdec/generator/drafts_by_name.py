@@ -170,7 +170,7 @@ class Drafts:
                 f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
                 "name a decoder-only model, or 'suffix'"
             )
-        shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
+        shared = target.shares_encoder_with(model)
         translates = assistant_tokenizer is not None and (
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
@@ -213,12 +213,12 @@ def is_name(draft: object) -> bool:
     return isinstance(draft, str | PathLike) and draft != "none" and not is_word(draft)
 
 
-def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
+def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
     """The model that is the argument `name`, or is loaded by it with `how`.
 
     Raises OptionError for other types, and for a `LanguageModel` in another backend or exactness than `how` has.
     """
-    how, model = how or Loading(), unwrapped(model, name)
+    model = unwrapped(model, name)
     if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
         for option in PASSES:
             wanted, own = getattr(how, option), getattr(model, option)

@@ -30,8 +30,9 @@ from specdec.generator.drafts_by_name import (
     names_model,
 )
 from specdec.generator.generation import Event, Generation
-from specdec.generator.inputs import NAMES as MODEL_INPUTS
-from specdec.generator.inputs import Prompt, Prompts, read_prompts, split, with_predictions
+from specdec.generator.inputs.pictures import split
+from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
+from specdec.generator.inputs.prompts import Prompt, Prompts, read_prompts, with_predictions
 from specdec.generator.job import Job
 from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside

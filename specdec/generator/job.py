@@ -23,7 +23,7 @@ from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
-from specdec.generator.inputs import pad_id
+from specdec.generator.inputs.prompts import pad_id
 from specdec.models import plain_modes
 
 _SUMMED = ("num_new_tokens", "cached_prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
@@ -157,7 +157,7 @@ class Job:
         """The statistics of the call, whose texts are the tokens `new`."""
         call = self.call
         draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
-        settings = {"strategy": call.strategy, "schedule": "none" if draft is None else schedule}
+        settings = {"strategy": call.seqs[0].strategy.name, "schedule": "none" if draft is None else schedule}
         settings["backend"] = call.target.backend
         if draft is not None and draft.models:
             settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))

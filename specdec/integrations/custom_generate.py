@@ -32,7 +32,7 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_gathered
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs import FEATURES, NAMES
+from specdec.generator.inputs.prompts import FEATURES, NAMES
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options, listed
 

@@ -2,7 +2,6 @@
 
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session
-from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
@@ -12,7 +11,6 @@ from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, see
 
 __all__ = [
     "PICTURES",
-    "Capability",
     "Encoding",
     "LanguageModel",
     "ModelState",

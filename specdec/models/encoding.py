@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ class Encoding:
     mask: Tensor | None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def of(cls, hidden: Tensor, mask: Any, layers: Mapping[str, Any]) -> Encoding:
+        """With the `mask` of its inputs if that fits: audio encoders shorten their input, and so have other frames."""
+        kept = mask.to(hidden.device) if isinstance(mask, Tensor) and mask.shape == hidden.shape[:2] else None
+        return cls(hidden, kept, layers.get("hidden_states"), layers.get("attentions"))
 
     def __len__(self) -> int:
         return self.hidden.shape[0]

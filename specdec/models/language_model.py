@@ -188,10 +188,6 @@ class LanguageModel:
         }
         return state, [what for what, is_same in same.items() if not is_same]
 
-    def cross_bytes(self, frames: int) -> int:
-        """Bytes of one row's projections of `frames` encoder positions; 0 without an encoder."""
-        return frames * self.kv_bytes if self.is_encoder_decoder else 0
-
     @cached_property
     def forgets_order(self) -> bool:
         """Whether tokens see later ones where no mask is given, as UMT5's do in transformers 5.17."""
@@ -263,12 +259,7 @@ class LanguageModel:
             one_by_one = torch.split(given["input_features"], 1)
             return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
         output = encoder(**given, **extras, return_dict=True)
-        hidden = output.last_hidden_state
-        mask = inputs.get("attention_mask")
-        # Audio encoders shorten their input: its mask does not fit their frames.
-        fits = mask is not None and mask.shape == hidden.shape[:2]
-        kept = mask.to(self.device) if fits and mask is not None else None
-        return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
+        return Encoding.of(output.last_hidden_state, inputs.get("attention_mask"), output)
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
         """Raises UnsupportedError where attentions of chains (`drafted`) or trees (`branched`) are unavailable."""

@@ -150,10 +150,10 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     ]
     for trees, keep, committed in steps:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
-            for node in range(out.first, len(out.tree)):
-                tokens = texts[row] + [out.tree.tokens[n] for n in out.tree.path(node)]
+            for node in range(out.work.first, len(out.work.tree)):
+                tokens = texts[row] + [out.work.tree.tokens[n] for n in out.work.tree.path(node)]
                 own = reference(language, tokens, encodings[row])
-                yield out.logits[node - out.first], own
+                yield out.logits[node - out.work.first], own
         session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
             text += [tree.tokens[node] for node in path]

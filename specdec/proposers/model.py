@@ -47,7 +47,7 @@ class ModelDraft(Draft):
         return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelProposer:
-        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, sees=self.sees)
+        return ModelProposer(self, vocab_size)
 
 
 class ModelProposer(Proposer):
@@ -59,18 +59,10 @@ class ModelProposer(Proposer):
 
     keeps_guesses = True
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        vocab_size: int,
-        source: str,
-        *,
-        shared_encoder: bool = False,
-        sees: bool = False,
-    ) -> None:
-        self._model, self._vocab_size, self._source = model, vocab_size, source
-        self._shared_encoder, self._sees = shared_encoder, sees
-        self._session: Session = model.session()
+    def __init__(self, draft: ModelDraft, vocab_size: int) -> None:
+        self._model, self._vocab_size, self._source = draft.model, vocab_size, draft.source
+        self._shared_encoder, self._sees = draft.shared_encoder, draft.sees
+        self._session: Session = draft.model.session()
         self._cached: dict[int, CachedText] = {}
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}

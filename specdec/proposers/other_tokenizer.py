@@ -45,7 +45,7 @@ class DraftSequence(ReadSequence):
 
     def begins(self, tokens: list[int]) -> bool:
         """Whether the target's `tokens` begin with those that it was made of."""
-        before = [] if self.outer is None else self.outer.tokens
+        before = self.outer.tokens
         return tokens is before or tokens[: self.seen] == before[: self.seen]
 
 
@@ -116,7 +116,7 @@ class TextBridgeProposer(Proposer):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seen=int(has_bos))
+            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, seen=int(has_bos))
             self._seqs[seq.id] = own
         own.outer, own.remaining = seq, seq.remaining
         self._extend(seq, own)

@@ -21,6 +21,7 @@ class ReadSequence:
     tokens: list[int]
     prompt_length: int
     task: DraftTask
+    outer: SequenceView
     remaining: int = 2**31
     encoder_tokens: list[int] | None = None
     encoding: object | None = None
@@ -28,11 +29,9 @@ class ReadSequence:
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     leaf_scores: Sequence[float] = (0.0,)
-    outer: SequenceView | None = None
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        device = None if self.outer is None else self.outer.prefix().device
-        return torch.tensor([[*self.tokens, *extra]], device=device)
+        return torch.tensor([[*self.tokens, *extra]], device=self.outer.prefix().device)
 
 
 def best_branch(seq: SequenceView) -> SequenceView:
@@ -40,7 +39,7 @@ def best_branch(seq: SequenceView) -> SequenceView:
     if not seq.tree.tokens:
         return seq
     tokens, inputs = seq.tokens + branch_tokens(seq, seq.leaves[0]), (seq.encoder_tokens, seq.encoding, seq.prediction)
-    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs, outer=seq)
+    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq, seq.remaining, *inputs)
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:

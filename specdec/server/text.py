@@ -16,8 +16,8 @@ from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import StopTexts
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs import NAMES
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
+from specdec.generator.inputs.prompts import NAMES
 from specdec.generator.job import Delta
 from specdec.generator.tokenizers import Detokenizer, decode
 from specdec.options.generate import Form, listed

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdec.core.draft_schedules import WIDEST, Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
-from specdec.core.draft_schedules.cost import CostPlan
+from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
+from specdec.core.draft_schedules.cost import WIDEST, CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step

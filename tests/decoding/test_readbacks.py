@@ -16,7 +16,8 @@ from specdec.core.tree import Tree
 from specdec.decoding import device_reads
 from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
 from specdec.decoding.stopping import Stopping
-from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
+from specdec.decoding.strategies import BeamSearch, Block, Coupled, Greedy, Match, Rejection
+from specdec.decoding.strategies.beam_scoring import Beams
 from tests.decoding.toys import NOTHING, Table, ToyPlan, logits_of, propose, sprout, table, verify, walk
 from tests.matrix import in_pairs
 from tests.proposers.fakes import FakeSequence

@@ -90,7 +90,7 @@ def logits_of(tree: Tree, logits: torch.Tensor, unconditional: torch.Tensor | No
 
 def walk(selector: Any, row: FakeSequence, out: Logits) -> tuple[list[int], int]:
     """The tokens of one round, and how many of them were proposed."""
-    children, node, new = out.tree.children(), 0, []
+    children, node, new = out.work.tree.children(), 0, []
     while True:
         new.append(selector.emit(row, new, out, node).token)
         child = children.get((node, new[-1]))

@@ -56,11 +56,11 @@ class Twin:
         return max((self.off(row, out) for row, out in enumerate(outputs)), default=0.0)
 
     def off(self, row: int, out: Logits) -> float:
-        worst, tree = 0.0, out.tree
-        for node in range(out.first, len(tree)):
+        worst, tree = 0.0, out.work.tree
+        for node in range(out.work.first, len(tree)):
             tokens = self.texts[row] + [tree.tokens[n] for n in tree.path(node)]
             own = reference(self.language, tokens, self.encodings[row])
-            worst = max(worst, float((own - out.logits[node - out.first]).abs().max()))
+            worst = max(worst, float((own - out.logits[node - out.work.first]).abs().max()))
         return worst
 
     def commit(self, trees: Sequence[Tree], paths: Sequence[list[int]], final: bool = True) -> None:

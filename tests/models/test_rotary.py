@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.models import Capability
+from specdec.models.capability import Capability
 from specdec.models.hf.positions import Scaling
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
-from specdec.models.loading.streamed_layers import StreamedForward, stream
+from specdec.models.loading.streamed_layers import run_layer, stream
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
@@ -56,7 +56,7 @@ def in_memory(model: Any) -> int:
 
 def in_buffers(model: Any) -> int:
     """Bytes of the buffers of a streamed model that has not run."""
-    found = {f._reader for m in model.modules() if isinstance(f := vars(m).get("forward"), StreamedForward)}
+    found = {f.args[0] for m in model.modules() if getattr(f := vars(m).get("forward"), "func", None) is run_layer}
     sides = [side for reader in found for buffer in reader._free for side in (buffer.raw, buffer.ready)]
     return sum(side.nbytes for side in sides if side is not None)
 

@@ -85,7 +85,10 @@ def choosing(width: int) -> dict[str, GreedySampler]:
 
 class FakeSequence(ReadSequence):
     def __init__(self, tokens: list[int], id: int = 0, *, prompt_length: int = 1, **more: Any) -> None:
-        super().__init__(id, tokens, prompt_length, more.pop("task", None) or task(), **more)
+        super().__init__(id, tokens, prompt_length, more.pop("task", None) or task(), None, **more)  # type: ignore[arg-type]
+
+    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
+        return torch.tensor([[*self.tokens, *extra]])
 
 
 class FakeModel:

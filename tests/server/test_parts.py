@@ -197,7 +197,7 @@ def test_answers_in_a_form(name: str) -> None:
 def test_every_character_may_be_in_a_choice() -> None:
     """One of them was an error that named the grammar within."""
     points = [*range(0x300), 0x2028, 0xFEFF, 0xFFFD, 0x1F600, 0x10FFFF]
-    grammar = Grammar(Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), VOCABULARY, 0)
+    grammar = Grammar(Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), VOCABULARY)
     for point in points:
         ids = TOKENIZER(f"{chr(point)}x", add_special_tokens=False)["input_ids"]
         assert grammar.allowed([], ids) == len(ids), hex(point)
@@ -217,7 +217,7 @@ def test_the_schema_tells_of_forms() -> None:
 
 def test_a_grammar_goes_back() -> None:
     """A draft asks about texts that never come true; the mask depends on the text alone."""
-    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), VOCABULARY, 2)
+    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), VOCABULARY).copy(2, 1)
     ids = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcx"}
 
     def allowed(text: str) -> set[str]:

@@ -177,7 +177,7 @@ def test_free_text_with_calls(mark: str) -> None:
     source = call_grammar(format_of(template(mark), "m"), chat, {"<s>": 1, "</s>": 2}, [2])
     tokenizer = byte_tokenizer()
     vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(tokenizer, WIDTH)
-    grammar = Grammar(Form("grammar", source, "tools"), vocabulary, 0)
+    grammar = Grammar(Form("grammar", source, "tools"), vocabulary)
 
     def allowed(text: str) -> str:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from specdec.core.draft_schedules.cost import WIDEST, Cost
+from specdec.core.draft_schedules.cost import Cost
 from specdec.core.draft_schedules.fixed import (
     Confidence,
     Constant,
@@ -117,15 +117,8 @@ def kind_of(options: Any) -> type[NamedSchedule] | None:
 
 __all__ = [
     "SCHEDULES",
-    "WIDEST",
-    "Auto",
-    "Confidence",
-    "Constant",
-    "Cost",
-    "Heuristic",
     "Limit",
     "Schedule",
-    "ScheduleSetup",
     "kind_of",
     "make_schedule",
 ]

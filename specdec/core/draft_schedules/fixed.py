@@ -125,8 +125,7 @@ class Constant:
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.branches is not None:
-            check_nodes(self.k, self.branches)
+        check_nodes(self.k, self.max_branches)
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Constant:
@@ -166,7 +165,7 @@ class Heuristic(Constant):
 
     def after(self, round: Round) -> Heuristic:
         """With the lengths after this round; sequences without a proposal keep theirs."""
-        lengths, most = dict(self.lengths), MOST_NODES // (self.branches or 1)
+        lengths, most = dict(self.lengths), MOST_NODES // self.max_branches
         for seq in round.seqs:
             if seq.finish is not None:
                 lengths.pop(seq.id, None)

@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A logits processor that allows the tokens of a form, for all `rows` of one prompt of `begin` tokens.
+    """A logits processor that allows the tokens of a form, from the first token on; for prompts it is copied.
 
-    Every row has a matcher, which advances and rolls back with its text.
+    Every row of a prompt has a matcher, which advances and rolls back with its text.
     """
 
     pure = True  # a function of ids and logits
 
-    def __init__(self, form: Form, vocabulary: LLTokenizer, begin: int = 0, rows: int = 1) -> None:
+    def __init__(self, form: Form, vocabulary: LLTokenizer) -> None:
         compiled = form.compiled()
         from llguidance import LLMatcher
 
-        self._form, self._begin = form, begin
+        self._form, self._begin = form, 0
         first = deeply(lambda: LLMatcher(vocabulary, compiled, log_level=0))
         if first.is_error():
             raise form.wrong(first.get_error())
-        self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
+        self._matchers = [_Follower(first)]
         self._ends = torch.tensor(vocabulary.eos_tokens)
 
     def copy(self, begin: int, rows: int) -> Grammar:
-        """The same of another prompt; this one must not have been called."""
+        """The same for all `rows` of a prompt of `begin` tokens; this one must not have been called."""
         made = copy(self)
         made._begin = begin
         made._matchers = [_Follower(self._matchers[0].matcher.deep_copy()) for _ in range(rows)]

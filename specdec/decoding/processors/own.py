@@ -21,13 +21,15 @@ _NEVER = -torch.inf
 
 
 class Suppress:
-    """Suppresses `tokens` everywhere; ids beyond the vocabulary are ignored."""
+    """Suppresses `tokens` after texts of `first` to before `end` ids; ids beyond the vocabulary are ignored."""
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 
-    def __init__(self, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu", first: int = 0, end: float = math.inf
+    ) -> None:
         self.tokens = sorted({int(token) for token in tokens})
-        self._device = device
+        self._device, self._first, self._end = device, first, end
         self._known: dict[int, Tensor] = {}  # by the size of the vocabulary
 
     def __repr__(self) -> str:
@@ -35,7 +37,7 @@ class Suppress:
 
     def acts_on(self, length: int) -> tuple[float, float]:
         """The range of tokens after a text of `length` where it suppresses: first, and one past the last, from 0."""
-        return 0, math.inf
+        return max(self._first - length, 0), self._end - length
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` with the tokens at -inf; the same tensor where it does not suppress."""
@@ -54,11 +56,7 @@ class SuppressAtBegin(Suppress):
     stands_for = stock.SuppressTokensAtBeginLogitsProcessor
 
     def __init__(self, tokens: Iterable[int] | Tensor, begin: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(tokens, device)
-        self.begin = begin
-
-    def acts_on(self, length: int) -> tuple[float, float]:
-        return self.begin - length, self.begin - length + 1
+        super().__init__(tokens, device, begin, begin + 1)
 
 
 class MinLength(Suppress):
@@ -67,11 +65,7 @@ class MinLength(Suppress):
     stands_for = stock.MinLengthLogitsProcessor
 
     def __init__(self, least: int, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu") -> None:
-        super().__init__(tokens, device)
-        self.least = least
-
-    def acts_on(self, length: int) -> tuple[float, float]:
-        return 0, self.least - length
+        super().__init__(tokens, device, end=least)
 
 
 class MinNewTokens(MinLength):

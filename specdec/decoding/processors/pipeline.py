@@ -166,8 +166,8 @@ _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
     MinLength: _suppressed,
     MinNewTokens: _suppressed,
     stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
-    TopK: lambda item, text: [Filter("top", (item.k, 1.0, 1))],
-    TopP: lambda item, text: [Filter("top", (0, item.p, item.min_tokens_to_keep))],
-    TopKTopP: lambda item, text: [Filter("top", (item.top_k.k, item.top_p.p, item.top_p.min_tokens_to_keep))],
+    **dict.fromkeys(
+        (TopK, TopP, TopKTopP), lambda item, text: [Filter("top", (item.k, item.p, item.min_tokens_to_keep))]
+    ),
     Timestamps: _timestamps,
 }

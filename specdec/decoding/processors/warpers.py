@@ -15,67 +15,57 @@ from specdec.decoding import device_reads
 _NEVER = float("-inf")
 
 
-def _compiled(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
-    """The filtered logits, by compiled code where that applies (it computes no gradients)."""
-    fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
-    if fits and kernels.available():
-        return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
-    return None
+class TopKTopP:
+    """Keeps the `k` largest logits and all ties of the last, and of these the largest until their mass reaches `p`.
+
+    The one that crosses `p` stays (arXiv 1904.09751); the rest becomes -inf. 0 for `k` and 1 for `p` keep all. Compiled
+    code, which computes no gradients, applies both in one pass over the vocabulary.
+    """
+
+    def __init__(self, k: int, p: float, *, min_tokens_to_keep: int = 1) -> None:
+        if not isinstance(k, int) or k < 0:
+            raise ValueError("`top_k` must be a positive integer")
+        if not 0 <= p <= 1:
+            raise ValueError("`top_p` must be between 0 and 1")
+        self.k, self.p = max(k, min_tokens_to_keep) if k else 0, float(p)
+        self.min_tokens_to_keep = min_tokens_to_keep
+
+    def __repr__(self) -> str:
+        return f"TopKTopP({self.k}, {self.p})"
+
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
+        if fits and kernels.available():
+            return kernels.keep_top(logits, self.k, self.p, self.min_tokens_to_keep)  # type: ignore[no-any-return]
+        if self.k:
+            last = logits.topk(min(self.k, logits.shape[-1]), dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < last, _NEVER)
+        if self.p < 1:
+            # A stable sort leaves the highest id last among equals; here it comes first.
+            places = logits.argsort(dim=-1, stable=True).flip(-1)
+            probs = device_reads.with_float64(torch.softmax(logits, dim=-1).gather(-1, places)).double()
+            kept = probs.cumsum(-1) - probs < self.p
+            kept[:, : self.min_tokens_to_keep] = True
+            kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept.to(logits.device))
+            logits = logits.masked_fill(~kept, _NEVER)
+        return logits
 
 
-class TopK:
-    """Keeps the `k` largest logits and all ties of the last of them; the rest becomes -inf."""
+class TopK(TopKTopP):
+    """Top-k alone."""
 
     def __init__(self, k: int, *, min_tokens_to_keep: int = 1) -> None:
-        if not isinstance(k, int) or k <= 0:
-            raise ValueError("`top_k` must be a positive integer")
-        self.k = max(k, min_tokens_to_keep)
+        super().__init__(k, 1.0, min_tokens_to_keep=min_tokens_to_keep)
 
     def __repr__(self) -> str:
         return f"TopK({self.k})"
 
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        if (found := _compiled(logits, self.k, 1.0, 1)) is not None:
-            return found
-        last = logits.topk(min(self.k, logits.shape[-1]), dim=-1).values[:, -1:]
-        return logits.masked_fill(logits < last, _NEVER)
 
-
-class TopP:
-    """Keeps the largest logits until their mass reaches `p`, the one that crosses included (arXiv 1904.09751)."""
+class TopP(TopKTopP):
+    """Top-p alone."""
 
     def __init__(self, p: float, *, min_tokens_to_keep: int = 1) -> None:
-        if not 0 <= p <= 1:
-            raise ValueError("`top_p` must be between 0 and 1")
-        self.p = float(p)
-        self.min_tokens_to_keep = min_tokens_to_keep
+        super().__init__(0, p, min_tokens_to_keep=min_tokens_to_keep)
 
     def __repr__(self) -> str:
         return f"TopP({self.p})"
-
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        if (found := _compiled(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
-            return found
-        # A stable sort leaves the highest id last among equals; here it comes first.
-        places = logits.argsort(dim=-1, stable=True).flip(-1)
-        probs = device_reads.with_float64(torch.softmax(logits, dim=-1).gather(-1, places)).double()
-        kept = probs.cumsum(-1) - probs < self.p
-        kept[:, : self.min_tokens_to_keep] = True
-        kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept.to(logits.device))
-        return logits.masked_fill(~kept, _NEVER)
-
-
-class TopKTopP:
-    """`TopK` followed by `TopP`; compiled code applies both in one pass over the vocabulary."""
-
-    def __init__(self, k: int, p: float, *, min_tokens_to_keep: int = 1) -> None:
-        self.top_k = TopK(k, min_tokens_to_keep=min_tokens_to_keep)
-        self.top_p = TopP(p, min_tokens_to_keep=min_tokens_to_keep)
-
-    def __repr__(self) -> str:
-        return f"TopKTopP({self.top_k.k}, {self.top_p.p})"
-
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        if (found := _compiled(logits, self.top_k.k, self.top_p.p, self.top_p.min_tokens_to_keep)) is not None:
-            return found
-        return self.top_p(ids, self.top_k(ids, logits))

@@ -11,7 +11,6 @@ from typing import Any
 from specdec.core.strategies import Strategy
 from specdec.decoding.strategies.base import Greedy, StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
-from specdec.decoding.strategies.beam_scoring import Beams
 from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
 from specdec.decoding.strategies.contrastive import Contrastive
 from specdec.decoding.strategies.legacy_beams import ConstrainedSearch, GroupSearch
@@ -44,15 +43,9 @@ def make_strategy(setup: StrategySetup) -> Strategy:
 
 __all__ = [
     "STRATEGIES",
-    "BeamSearch",
-    "Beams",
-    "Block",
     "Constraint",
-    "Coupled",
     "DisjunctiveConstraint",
-    "Greedy",
     "PhrasalConstraint",
-    "Rejection",
     "StrategySetup",
     "make_strategy",
     "wanted",

@@ -130,7 +130,7 @@ class TextStrategy(StrategyBase):
         self, seq: SequenceView, state: tuple[Tensor, ...] | None, views: Sequence[View], steps: Sequence[Step]
     ) -> Advance:
         [view], new = views, [step.token for step in steps]
-        step = self.emit(seq, new, view.out, view.out.first + view.at)
+        step = self.emit(seq, new, view.out, view.out.work.first + view.at)
         if step.scores is not None:
             state = (*(state or ()), step.scores[None])
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
@@ -147,10 +147,10 @@ class TextStrategy(StrategyBase):
         raise NotImplementedError
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        """The step with the token after `node`, an index in `out.tree`; `new`: this round's earlier tokens."""
+        """The step with the token after `node`, an index in `out.work.tree`; `new`: this round's earlier tokens."""
         processed = self.processed(seq, new, out, node)
         if self.reads_once(out):
-            token = noise.checked(self._decided(seq, out)[0][node - out.first])
+            token = noise.checked(self._decided(seq, out)[0][node - out.work.first])
         else:
             token = self.choose(seq, new, out, node, processed)
         return self.step(token, out, node, processed)
@@ -164,9 +164,8 @@ class TextStrategy(StrategyBase):
 
     def processed(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
         """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
-        at = node - out.first
-        guides = out.unconditional is not None and self.guidance_scale is not None
-        if not (len(self.processors) or guides):
+        at = node - out.work.first
+        if not (len(self.processors) or out.unconditional is not None):
             return out.logits[at].float()
         is_small = not self.processors.reads_ids and out.logits.numel() <= SMALL
         if is_small or self.reads_once(out):
@@ -190,14 +189,14 @@ class TextStrategy(StrategyBase):
             else:
                 own, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                out.cache["decided"] = device_reads.as_ints(read), log_probs
+                out.cache["decided"] = list(map(int, read)), log_probs
         return out.cache["decided"]
 
     def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
             return Step(token)
-        at, log_prob, top = node - out.first, None, None
+        at, log_prob, top = node - out.work.first, None, None
         logits = out.logits[at].float()
         if self.ranked:
             tokens, log_probs = out.cache.get("decided", (None, None))
@@ -215,8 +214,8 @@ class TextStrategy(StrategyBase):
 
 def paths(out: Logits) -> list[list[int]]:
     """The tokens from the sequence's text to each node with logits, its own included."""
-    tree, found = out.tree, {out.first: list[int]()}
-    for node in range(out.first + 1, len(tree)):
+    tree, found = out.work.tree, {out.work.first: list[int]()}
+    for node in range(out.work.first + 1, len(tree)):
         found[node] = [*found[tree.parents[node]], tree.tokens[node]]
     return list(found.values())
 
@@ -231,14 +230,14 @@ class Greedy(TextStrategy):
         return not (options.samples or options.num_beams > 1 or options.penalty_alpha)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        at, best = node - out.first, out.cache.get("best")
+        at, best = node - out.work.first, out.cache.get("best")
         if best is None:
             plain = not (self.keeps or self.processors.items or out.unconditional is not None)
             if not (plain and device_reads.is_local(out.logits)):
                 return super().emit(seq, new, out, node)
             if out.logits.numel() > SMALL:
                 return Step(device_reads.first_best(out.logits[at]))
-            best = out.cache["best"] = device_reads.first_bests(out.logits)
+            best = out.cache["best"] = out.logits.detach().float().numpy().argmax(axis=-1).tolist()
         return Step(best[at])
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:

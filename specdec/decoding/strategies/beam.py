@@ -87,7 +87,7 @@ class BeamSearch(Scoring):
 
     def _scores(self, ids: Tensor | None, views: Sequence[View]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where unprocessed logits give the same order."""
-        guides = views[0].unconditional is not None and self.guidance_scale is not None
+        guides = views[0].unconditional is not None
         if not (len(self.processors) or guides or self.keep_scores or self.seed is not None):
             return None
         return self.processors(ids, self.log_probs(views, self.num_beams))

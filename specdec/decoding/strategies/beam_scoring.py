@@ -56,7 +56,7 @@ class Candidates(NamedTuple):
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
         """Candidates from tensors `[count]`, in one read."""
         values, beams, ids = device_reads.read(scores, parents, tokens)
-        return cls(values, device_reads.as_ints(beams), device_reads.as_ints(ids))
+        return cls(values, list(map(int, beams)), list(map(int, ids)))
 
     def part(self, kept: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -218,14 +218,14 @@ class Scoring(StrategyBase):
     def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
         """The `count` best tokens after each of `logits` `[leaves, vocab]`; the processors must read no ids."""
         count = min(count, logits.shape[-1])
-        if len(self.processors) or (unconditional is not None and self.guidance_scale is not None):
+        if len(self.processors) or unconditional is not None:
             values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
         else:  # normalise only the best
             values, ids = logits.topk(count, dim=-1)
             values = values - logits.logsumexp(-1, keepdim=True)
         flat, numbers = device_reads.read(values.flatten(), ids.flatten())
         return [
-            (np.array(flat[i : i + count], dtype=np.float32), device_reads.as_ints(numbers[i : i + count]))
+            (np.array(flat[i : i + count], dtype=np.float32), list(map(int, numbers[i : i + count])))
             for i in range(0, len(flat), count)
         ]
 

@@ -96,7 +96,7 @@ class Rejection(Coupled):
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""
-        tree, place, left = out.tree, (generated(seq), len(new)), processed
+        tree, place, left = out.work.tree, (generated(seq), len(new)), processed
         for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: the residual's log-probabilities
             token = tree.tokens[child]
             p, q = torch.softmax(left, dim=-1), q.to(left.device)
@@ -108,8 +108,8 @@ class Rejection(Coupled):
 
     def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
         """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
-        tree, start, depths = out.tree, generated(seq), [len(path) for path in paths(out)]
-        children = [drawn_children(tree, out.first + at) for at in range(len(processed))]
+        tree, start, depths = out.work.tree, generated(seq), [len(path) for path in paths(out)]
+        children = [drawn_children(tree, out.work.first + at) for at in range(len(processed))]
         left = device_reads.with_float64(processed).clone()
         chosen = torch.full((len(left),), -1, device=left.device)
         for order in range(max(map(len, children))):
@@ -192,8 +192,8 @@ class Block(Rejection):
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         verdict: _Verdict | None = out.cache.get("verdict")
         if verdict is None:
-            after = range(node + 1, len(out.tree))
-            if not after or any(draft_distribution(out.tree, one) is None for one in after):
+            after = range(node + 1, len(out.work.tree))
+            if not after or any(draft_distribution(out.work.tree, one) is None for one in after):
                 return super().emit(seq, new, out, node)
             out.cache["verdict"] = verdict = self._judge(seq, new, out, node)
         at = len(new) - verdict.base
@@ -203,7 +203,7 @@ class Block(Rejection):
         # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
         # judged already and may not be used again.
         key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
-        near = processed if verdict.copies is None else verdict.copies[node - out.first]
+        near = processed if verdict.copies is None else verdict.copies[node - out.work.first]
         return self.step(noise.draw(near, key), out, node, processed)
 
     def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> _Verdict:
@@ -212,15 +212,15 @@ class Block(Rejection):
         The path goes down to first children, and back up where it does not end. Each step depends on values of the one
         before, so logits on an accelerator are copied first, in one read.
         """
-        tree, start, verdict = out.tree, generated(seq), _Verdict(len(new))
+        tree, start, verdict = out.work.tree, generated(seq), _Verdict(len(new))
         if self.reads_once(out):
             kinds = [self.all_processed(seq, out), *([out.logits.float()] if self.ranked else [])]
-            tree, verdict.copies, *own = _copied(tree, out.first, kinds)
+            tree, verdict.copies, *own = _copied(tree, out.work.first, kinds)
             out.cache.update(zip(["own"], own, strict=False))
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
             near = verdict.copies
-            left = self.processed(seq, new + path, out, node) if near is None else near[node - out.first]
+            left = self.processed(seq, new + path, out, node) if near is None else near[node - out.work.first]
             return _Stop(node, weight, iter(drawn_children(tree, node)), left, torch.softmax(left, dim=-1))
 
         way, path = [stop(root, 1.0, [])], list[int]()

@@ -226,7 +226,7 @@ def _encoder_decoder(
     """
     main = target.model.main_input_name
     if main in FEATURES and value is not None:
-        if _is_text(value):
+        if isinstance(value[0] if isinstance(value, list | tuple) and value else value, str):
             raise OptionError(
                 f"the prompt is text, and {type(target.model).__name__} reads `{main}`: for recordings there are "
                 "specdec.Transcriber and `specdec transcribe`"
@@ -252,11 +252,6 @@ def _encoder_decoder(
     return replace(prompts, rows=rows, is_text=ids.is_text)
 
 
-def _is_text(value: Any) -> bool:
-    """Whether a prompt is text, or a list that begins with text."""
-    return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str)
-
-
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
     """The caller's `encoder_outputs`, an `Encoding` or as transformers returns them, with their mask."""
     outputs = given.get("encoder_outputs")
@@ -270,12 +265,8 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
                 "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
             )
         mask = inputs.get("attention_mask", given.get("attention_mask"))
-        fits = isinstance(mask, Tensor) and mask.shape == hidden.shape[:2]
-        kept = mask.to(target.device) if fits and mask is not None else None
-        named = outputs if isinstance(outputs, ModelOutput) else {}
-        outputs = Encoding(
-            hidden.to(target.device, target.dtype), kept, named.get("hidden_states"), named.get("attentions")
-        )
+        layers = outputs if isinstance(outputs, ModelOutput) else {}
+        outputs = Encoding.of(hidden.to(target.device, target.dtype), mask, layers)
     config = getattr(target.model.get_encoder(), "config", target.config)
     width = getattr(config, "d_model", None) or config.hidden_size
     if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:

@@ -84,15 +84,13 @@ class KvBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers of a session; `prepare` sets where the next pass writes.
 
     Full buffers double, never beyond `bounds` (rows, columns) unless passes need more, and shrink when most of them is
-    unused. `lazy` buffers without bounds reserve far more than they use, so that they are seldom copied. A column takes
-    `column_bytes` in all layers; `held()` is one past the last column in use.
+    unused. On the CPU, buffers without bounds reserve far more than they use, so that they are seldom copied. A column
+    takes `column_bytes` in all layers; `held()` is one past the last column in use.
     """
 
-    def __init__(
-        self, layers: int, *, column_bytes: int = 0, lazy: bool = False, held: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, layers: int, column_bytes: int, device: torch.device, held: Callable[[], int]) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
-        self._held, self._column_bytes, self._lazy = held, column_bytes, lazy
+        self._held, self._column_bytes, self._lazy = held, column_bytes, device.type == "cpu"
         self._allocated: list[int] = []  # per row, one past the last column that the system has handed out
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
@@ -110,7 +108,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers; of lazy ones, of the pages that were written."""
+        """Bytes of the buffers; of those on the CPU, of the pages that were written."""
         sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers()]
         total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
         if not total or not is_lazy or min(sizes) < _PAGES:

@@ -53,9 +53,9 @@ class CrossAttention:
         self._encodings: list[Encoding] = []  # by their row of the buffers
         self.buffers = KvBuffers(
             language.num_layers,
-            column_bytes=language.kv_bytes,
-            lazy=language.device.type == "cpu",
-            held=lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
+            language.kv_bytes,
+            language.device,
+            lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
         )
         self.encoder_rows: list[int] = []  # of every row of the session
         self._takes_mask = "attention_mask" in language.input_names

@@ -41,9 +41,9 @@ class KvCache(Session):
         self.cache_reset_length = language.capability.cache_reset_length
         self.buffers = KvBuffers(
             language.num_layers,
-            column_bytes=language.kv_bytes,
-            lazy=language.device.type == "cpu",
-            held=lambda: max((row.columns.top for row in self.rows), default=0),
+            language.kv_bytes,
+            language.device,
+            lambda: max((row.columns.top for row in self.rows), default=0),
         )
         self.cross = CrossAttention(language) if language.is_encoder_decoder else None
         self.rows: list[Row] = []  # by their index in the buffers

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,16 +151,11 @@ class Reader:
             raise
 
 
-class StreamedForward:
-    """Replaces a layer's `forward`; the layer has its weights while it runs."""
-
-    def __init__(self, reader: Reader, number: int) -> None:
-        self._reader, self._number, self._module = reader, number, reader.layers[number].module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        with self._reader.at_hand(self._number):
-            return type(module).forward(module, *args, **kwargs)
+def run_layer(reader: Reader, number: int, /, *args: Any, **kwargs: Any) -> Any:
+    """What replaces a layer's `forward`; the layer has its weights while it runs."""
+    module = reader.layers[number].module()
+    with reader.at_hand(number):
+        return type(module).forward(module, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -192,7 +188,7 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
     for layer, number in numbers.items():
         for weight in layer.weights:
             weight.take()
-        layer.module().forward = StreamedForward(reader, number)
+        layer.module().forward = partial(run_layer, reader, number)
 
 
 def _layers_and_rest(model: nn.Module) -> tuple[list[list[Layer]], list[Weight]]:

@@ -79,10 +79,10 @@ def _close(files: dict[str, BinaryIO]) -> None:
         file.close()
 
 
-def away(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of parameters and buffers that are not in memory."""
+def away(model: nn.Module) -> Iterator[tuple[str, Tensor, Home | None]]:
+    """Names and tensors of parameters and buffers that are not in memory, and where accelerate has them."""
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return ((name, tensor) for name, tensor in tensors if tensor.is_meta)
+    return ((name, tensor, home(model, name)) for name, tensor in tensors if tensor.is_meta)
 
 
 def find(model: nn.Module) -> dict[str, Stored]:
@@ -92,8 +92,7 @@ def find(model: nn.Module) -> dict[str, Stored]:
     missing, broken or too short, or holds a weight of another shape.
     """
     header, found = cache(_header), {}
-    for name, tensor in away(model):
-        place = home(model, name)
+    for name, tensor, place in away(model):
         if place is None:
             raise UnsupportedError(
                 f"weight {name!r} is not managed by accelerate: load the model with accelerate's disk offloading"
@@ -110,8 +109,7 @@ def check(model: nn.Module) -> None:
     """Raises LoadError if a weight that accelerate will load is missing, or has another shape in its file."""
     header = cache(_header)
     keys: dict[int, set[str]] = {}  # of each loader
-    for name, tensor in away(model):
-        place = home(model, name)
+    for name, tensor, place in away(model):
         if place is None:
             continue  # not managed by accelerate
         if place.entry is not None:

@@ -28,7 +28,7 @@ The last two are transformers' own formats, of block-guessing and Gemma 4 assist
 def load_head(
     source: str | PathLike[str] | PreTrainedModel,
     target: LanguageModel,
-    how: Loading | None = None,
+    how: Loading,
     *,
     argument: str = "draft",
 ) -> Head:
@@ -37,7 +37,6 @@ def load_head(
     `argument` names it in errors. Raises OptionError if it was made for another target, UnsupportedError for an unknown
     kind, LoadError for a broken checkpoint.
     """
-    how = how or Loading()
     if isinstance(source, PreTrainedModel):
         checkpoint = Checkpoint(type(source).__name__, source.config.to_dict(), dict(source.state_dict()), argument)
     else:

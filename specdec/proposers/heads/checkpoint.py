@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -28,6 +28,7 @@ from specdec.proposers.heads.stage import Embedding, Stage
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
 _GEMMA = r"gemma4\w*_assistant"  # the `model_type` of those of Gemma 4
+_OWN = {"embed_tokens.weight", "d2t", "t2d"}  # of a head beside its stage
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used in training
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
@@ -141,9 +142,14 @@ class Checkpoint:
             raise self.broken("`t2d` contradicts `d2t`")
         return ids.to(target.device)
 
-    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device) -> None:
-        """Loads a stage's weights; raises LoadError for missing ones and other shapes."""
+    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device, *, beside: Collection[str] = ()) -> None:
+        """Loads a stage's weights; raises LoadError for missing ones and other shapes.
+
+        Raises UnsupportedError if the checkpoint has others than these, its embeddings, its vocabulary and `beside`.
+        """
         wanted = stage.state_dict()
+        if unread := sorted(self.weights.keys() - wanted.keys() - _OWN - set(beside)):
+            raise self.broken(f"it has unknown weights {', '.join(unread[:3])}…", UnsupportedError)
         if missing := [name for name in wanted if name not in self.weights]:
             raise self.broken(f"{len(missing)} weights are missing, {missing[0]}…")
         for name, tensor in wanted.items():
@@ -168,11 +174,6 @@ class Checkpoint:
         return OptionError(
             f"`{self.argument}` {self.source!r} is of another target, this one has {target.num_layers} layers: {why}"
         )
-
-    def check_used(self, names: set[str]) -> None:
-        """Raises UnsupportedError if the checkpoint has weights beside those of `names`."""
-        if unread := sorted(self.weights.keys() - names - {"d2t", "t2d"}):
-            raise self.broken(f"it has unknown weights {', '.join(unread[:3])}…", UnsupportedError)
 
     def check_target(self, target: LanguageModel, *, width: int, vocab_size: int) -> None:
         """Raises OptionError, with the reason, if the head was made for another target."""

@@ -176,7 +176,6 @@ def _head(
         stage = DFlashStage(config, embedding, target.vocab_size, hidden=len(layers), **options)
     masks = checkpoint.count(size, "block_size", 1 if anchor else 2) - 1
     token = checkpoint.mask_token(embedding)
-    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
     block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
     return Head([stage], layers, backend=how.backend, block=block)

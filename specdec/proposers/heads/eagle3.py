@@ -155,8 +155,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
             norms=norms,
             vocabulary=vocabulary,
         )
-    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight", "mask_hidden"})
-    checkpoint.fill(stage, dtype, target.device)
+    checkpoint.fill(stage, dtype, target.device, beside=["mask_hidden"])
     return Head([stage], layers, backend=how.backend, block=_block(checkpoint, stage, len(layers)))
 
 

@@ -182,9 +182,7 @@ def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
         weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])  # tied
     with torch.device("meta"):
         stage = AssistantStage(text, given, target, {kind: target.decoder.layers[i] for kind, i in numbers.items()})
-    renamed = replace(checkpoint, weights=weights)
-    renamed.check_used({*stage.state_dict(), "embed_tokens.weight"})
-    renamed.fill(stage, checkpoint.dtype(how, target), target.device)
+    replace(checkpoint, weights=weights).fill(stage, checkpoint.dtype(how, target), target.device)
     return Head([stage], [target.num_layers, *numbers.values()], backend=how.backend)
 
 

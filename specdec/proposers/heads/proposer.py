@@ -30,9 +30,10 @@ class HeadDraft(Draft):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
     guesses_trees = True
+    shared_encoder = sees = False
 
     def __init__(self, head: Head, *, source: str = "head") -> None:
-        self.head, self.source = head, source
+        self.head, self.model, self.source = head, head, source
         self.models, self.hidden_layers = head.stages, head.hidden_layers
 
     def __repr__(self) -> str:
@@ -40,7 +41,7 @@ class HeadDraft(Draft):
 
     def start(self, vocab_size: int) -> HeadProposer:
         kind = HeadProposer if self.head.block is None else BlockProposer
-        return kind(self.head, vocab_size, self.source)
+        return kind(self, vocab_size)
 
 
 @dataclass(eq=False, slots=True)
@@ -106,9 +107,9 @@ class HeadProposer(ModelProposer):
 
     keeps_guesses = False
 
-    def __init__(self, head: Head, vocab_size: int, source: str) -> None:
-        super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
-        self._head = head
+    def __init__(self, draft: HeadDraft, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size)  # type: ignore[arg-type]
+        self._head = head = draft.head
         # A token is fed with the feature of the token this far before it.
         self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}

@@ -140,7 +140,7 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
                 tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
                 [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
                 node = work.num_text + cached.branch_of[leaf]
-                torch.testing.assert_close(said.logits[node - said.first], expected, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(said.logits[node - said.work.first], expected, rtol=1e-3, atol=1e-4)
                 compared += 1
         return scores
 
