@@ -77,7 +77,7 @@ struct Top : Filter {
 };
 
 // first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens: Whisper's
-// rules, as in specdec/decoding/processors/suppress.py.
+// rules, as in specdec/decoding/processors/own.py.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;
