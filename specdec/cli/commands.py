@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -24,7 +23,7 @@ from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
-from specdec.cli.show import Printer, print_text, report, show_stats, write
+from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
@@ -35,6 +34,7 @@ from specdec.cli.terminal import (
     USAGE,
     abandon_stdout,
     fail,
+    is_beside,
     notes,
     say,
     stop_on_interrupt,
@@ -61,8 +61,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
-    # whether another process of the same job does the printing
-    beside = os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
+    beside = is_beside(arguments)
     quiet = beside or "--quiet" in arguments or "-q" in arguments
     with warnings.catch_warnings(), notes(quiet=quiet):
         warnings.showwarning = _show_warning(quiet=quiet)
@@ -193,9 +192,7 @@ def generate(
         found = report(out, request, interrupted=interrupt.asked)
         write(Console(), json.dumps(found, ensure_ascii=False) + "\n")
     elif not live:
-        texts = out.texts or []
-        for number, one in enumerate(texts, 1):
-            print_text(one, f"{number}/{len(texts)}" if len(texts) > 1 else None)
+        print_texts(out.texts or [])
     if stats and out.stats is not None:
         show_stats(out.stats)
     if interrupt.asked:

@@ -85,6 +85,11 @@ class Printer:
         write(self._out, text, ACCEPTED if accepted else TARGET)
 
 
+def print_texts(texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts, 1):
+        print_text(text, f"{number}/{len(texts)}" if len(texts) > 1 else None)
+
+
 def print_text(text: str, heading: str | None) -> None:
     """Prints a text and a line end, under its heading if given."""
     out = Console()

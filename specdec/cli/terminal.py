@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,11 @@ EXAMPLES = {
     "zoo": "specdec zoo",
 }
 """An example for the help of each command; all but that of `chat` work offline."""
+
+
+def is_beside(arguments: Sequence[str]) -> bool:
+    """Whether another process of the same job does the printing."""
+    return os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
 
 
 def fail(message: str, code: int) -> int:
