@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: prompts, transformers' assistant, a server, interleaved timing, and a table."""
+"""What the benchmark scripts share: prompts, assistants, clocks of encoders, a server, interleaved timing, a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from specdec.bench import prompts
 from specdec.bench.machine import Watch
 
-__all__ = ["Watch", "assistant", "interleaved", "ratio", "read_prompts", "served", "table"]
+__all__ = ["Encoders", "Watch", "assistant", "interleaved", "ratio", "read_prompts", "served", "table"]
 
 _PATIENCE = 120.0  # seconds until a server listens
 
@@ -33,6 +33,22 @@ def assistant(draft: Any) -> Any:
     settings = {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.0}
     helper.generation_config.update(num_assistant_tokens=5, **settings)
     return helper
+
+
+class Encoders:
+    """The seconds that a target's encoder has run, which no draft shortens; made before generators, which copy it."""
+
+    def __init__(self, target: Any) -> None:
+        self.seconds = self._began = 0.0
+        encoder = target.get_encoder()
+        encoder.register_forward_pre_hook(self._begin)
+        encoder.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 @contextmanager

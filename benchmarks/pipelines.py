@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from measure import Watch, assistant, interleaved, ratio, read_prompts, table
+from measure import Encoders, Watch, assistant, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import SpecGenerator, Transcriber
@@ -53,22 +52,6 @@ class Bench:
     encoders: Encoders
 
 
-class Encoders:
-    """The seconds that a target's encoder has run, which no draft shortens; made before generators, which copy it."""
-
-    def __init__(self, target: Any) -> None:
-        self.seconds = self._began = 0.0
-        encoder = target.get_encoder()
-        encoder.register_forward_pre_hook(self._begin)
-        encoder.register_forward_hook(self._end)
-
-    def _begin(self, *_: Any) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-
 def load(kind: Any, args: argparse.Namespace) -> list[Any]:
     """The target and, where one is named, the draft."""
     dtype = getattr(torch, args.dtype)
@@ -80,7 +63,8 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
 
     def generator(draft: Any = None, **options: Any) -> SpecGenerator:
         made = SpecGenerator(target, draft, backend=args.backend, prefix_cache=False, **options)
-        made.wait_until_compiled()
+        if not made.wait_until_compiled() and args.backend == "compiled":
+            raise SystemExit("the passes are not compiled: see the line above")
         return made
 
     found = {PLAIN: generator(), "specdec suffix, cost": generator("suffix", schedule="cost")}

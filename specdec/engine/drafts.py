@@ -213,7 +213,10 @@ def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Pla
 
 
 def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:
-    """The items grouped by the identity of `of(item)`, in the order of their first item, without those of None."""
+    """The items grouped by the identity of `of(item)`, groups in the order of their first item.
+
+    Items whose `of(item)` is None are left out.
+    """
     groups: dict[int, tuple[Any, list[Item]]] = {}
     for item in items:
         if (owner := of(item)) is not None:

@@ -30,8 +30,8 @@ class Scheduler:
 
     `prefilling`: the sequences whose prompts are not read yet. `prefix_cache` keeps texts of sequences that have left.
     Sequences share keys and values only where the model's can be cut at any position and do not depend on the text
-    around them. One of the open `drafts` that reads hidden states gets none of positions that a sequence continues, so
-    it must continue them as well.
+    around them. An open draft that reads hidden states gets none for positions that a sequence continues, so it must
+    continue them as well.
     """
 
     def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: OpenDrafts) -> None:

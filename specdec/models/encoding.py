@@ -25,7 +25,10 @@ class Encoding:
 
     @classmethod
     def of(cls, hidden: Tensor, mask: Any, layers: Mapping[str, Any]) -> Encoding:
-        """With the `mask` of its inputs if that fits: audio encoders shorten their input, and so have other frames."""
+        """An encoding with the `mask` of its inputs, unless the encoder shortens its input, as those of audio do.
+
+        `layers`: `hidden_states` and `attentions` of all layers, if kept.
+        """
         kept = mask.to(hidden.device) if isinstance(mask, Tensor) and mask.shape == hidden.shape[:2] else None
         return cls(hidden, kept, layers.get("hidden_states"), layers.get("attentions"))
 

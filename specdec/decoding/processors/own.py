@@ -21,7 +21,7 @@ _NEVER = -torch.inf
 
 
 class Suppress:
-    """Suppresses `tokens` after texts of `first` to before `end` ids; ids beyond the vocabulary are ignored."""
+    """Suppresses `tokens` after texts of at least `first` and fewer than `end` ids, those that the vocabulary has."""
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 

@@ -39,13 +39,13 @@ _MOST = 2**30  # bytes of all code
 _TURN = """
 import fcntl, os, runpy, sys
 nice = os.nice(10)
-try:
-    with open("/proc/self/autogroup", "w") as file:  # where Linux weighs sessions, `nice` counts only within one
+turn = open(sys.argv.pop(), "w")
+fcntl.flock(turn, fcntl.LOCK_EX)
+try:  # where Linux weighs sessions, `nice` counts only within one; it refuses two changes within a tenth of a second
+    with open("/proc/self/autogroup", "w") as file:
         file.write(str(nice))
 except OSError:
     pass
-turn = open(sys.argv.pop(), "w")
-fcntl.flock(turn, fcntl.LOCK_EX)
 runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 """  # one compiler at a time: the others wait before they load torch
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # sizes of the traced pass, all different
