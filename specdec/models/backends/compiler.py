@@ -38,13 +38,14 @@ _FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
 _MOST = 2**30  # bytes of all code
 _TURN = """
 import fcntl, os, runpy, sys
-nice = os.nice(10)
 turn = open(sys.argv.pop(), "w")
 fcntl.flock(turn, fcntl.LOCK_EX)
-try:  # where Linux weighs sessions, `nice` counts only within one; it refuses two changes within a tenth of a second
-    with open("/proc/self/autogroup", "w") as file:
-        file.write(str(nice))
-except OSError:
+os.nice(19)
+try:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with open("/proc/self/autogroup", "w") as file:  # where Linux weighs sessions, the others count only within one
+        file.write("19")
+except (AttributeError, OSError):  # not on Linux, or refused
     pass
 runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 """  # one compiler at a time: the others wait before they load torch
