@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def demo(
     if options["do_sample"]:
         options |= {"seed": seed, "temperature": temperature}
     pair = bundled_models.pair()
+    os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
         from specdec.bench.duel import duel, prompt
@@ -68,7 +70,7 @@ def demo(
             write(out, words, style)
     with Console(stderr=True, quiet=quiet).status("measuring both in turn"):
         result = duel(assisted, plain, text, watch=watch, **options)
-    assisted.compile()  # not before, as that would disturb the measurement
+    assisted.compile()
     for parts in time_spent(result):
         for words, style in parts:
             write(out, words, style)

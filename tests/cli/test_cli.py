@@ -689,6 +689,8 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "python-code", Path(target), Path(draft), {"target_parameters": 1234, "greedy_agreement": 0.5}
     )
     monkeypatch.setattr(bundled_models, "pair", lambda name="python-code": found)
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "")  # restored after the demo has set it
+    monkeypatch.delenv("SPECDEC_COMPILE_AFTER")
 
 
 @pytest.mark.usefixtures("pair")
@@ -706,6 +708,7 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, called: Any) 
     assert "\x1b" not in out
     last = out.splitlines()[-1]
     assert all(words in last for words in ("plain", "assisted", "tokens/s", "mean acceptance length", "identical: yes"))
+    assert os.environ["SPECDEC_COMPILE_AFTER"] == "inf"  # nothing is compiled before the end of the measurement
 
 
 @pytest.mark.usefixtures("pair")
