@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from specdec.core.outcome import Round
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import release_helpers
+from specdec.engine.openmp import Threads, release_helpers
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
@@ -166,8 +166,9 @@ class Driver:
     def _drive(self, wanted: Callable[[], bool]) -> None:
         """Takes steps while `wanted()`; an exception ends all requests."""
         try:
-            with plain_modes():
+            with plain_modes(), Threads() as threads:
                 while wanted():
+                    threads.adapt()
                     if self.engine.idle and not (self._arrived or self._cancelled):
                         raise EngineError("a request was lost: this is a defect of specdec, please report it")
                     while self._arrived:

@@ -68,7 +68,7 @@ def is_held(path: Path, variable: str) -> bool:
 
     with _opened(path, variable) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others may ask at the same time
         except BlockingIOError:
             return True
     return False

@@ -1,5 +1,6 @@
 """Models and their passes: sessions, capabilities, loading."""
 
+from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session
 from specdec.models.encoding import Encoding
@@ -15,6 +16,7 @@ __all__ = [
     "LanguageModel",
     "ModelState",
     "Session",
+    "compiler_is_running",
     "free_bytes",
     "load",
     "needs_eyes",

@@ -35,6 +35,7 @@ WRITTEN = 8  # numbers: the compiler writes tensors up to this size into the cod
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
 _FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
+_LOCK = "turn.lock"  # which the compiler that runs holds
 _MOST = 2**30  # bytes of all code
 _TURN = """
 import fcntl, os, runpy, sys
@@ -57,8 +58,7 @@ class KeptCode:
     """The compiled code of one structure, which `key` names, and what is known of it; raises Lack without a folder."""
 
     def __init__(self, key: str) -> None:
-        named = os.environ.get(_FOLDER)
-        self.folder = (Path(named) if named else kernels.folder() / "compiled").absolute() / key
+        self.folder = _root() / key
         self.code, self.constants = self.folder / _CODE, self.folder / _CONSTANTS
         self._failed, self._seconds = self.folder / "failed", self.folder / "seconds"
 
@@ -124,8 +124,7 @@ class KeptCode:
             known |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)}
             known |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
             known |= {"CXX": _program(program, folder), _FOLDER: str(self.folder.parent)}
-            turn = self.folder.with_name("turn.lock")
-            command = [sys.executable, "-c", _TURN, str(folder), str(lock.fileno()), __name__, str(turn)]
+            command = [sys.executable, "-c", _TURN, str(folder), str(lock.fileno()), __name__, str(_root() / _LOCK)]
             subprocess.run(  # a shell that ends at once, so that the process is nobody's child
                 ["/bin/sh", "-c", '"$@" &', "sh", *command],
                 stdin=subprocess.DEVNULL,
@@ -154,6 +153,14 @@ class KeptCode:
             self.fail(_explained(traceback.format_exc()))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_running() -> bool:
+    """Whether a compiler runs, of this program or another one."""
+    try:
+        return kernels.is_held(_root() / _LOCK, _FOLDER)
+    except kernels.Lack:
+        return False
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -236,6 +243,12 @@ def _explained(errors: str) -> str:
     if any(name in errors for name in ("InvalidCxxCompiler", "CppCompileError")):
         return f"{shlex.join(kernels.compiler())} does not compile: mend it, or name another compiler in CXX"
     return errors
+
+
+def _root() -> Path:
+    """The folder of all compiled code; raises Lack without a home folder."""
+    named = os.environ.get(_FOLDER)
+    return (Path(named) if named else kernels.folder() / "compiled").absolute()
 
 
 def _lock(folder: Path) -> Path:
