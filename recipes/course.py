@@ -48,12 +48,12 @@ class Course:
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the weights in bfloat16 as safetensors, tied ones once; the model itself is not changed."""
+    """Writes the weights in bfloat16 as safetensors, tied ones once, to load in float32; the model stays as it is."""
     first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
     state = {k: v.bfloat16() for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = "bfloat16"
+    config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -254,8 +254,8 @@ def record() -> dict[str, Any]:
     from specdec import SpecGenerator
     from specdec.options import bundled_models
 
-    target = SpecGenerator.from_pretrained("zoo:python-code", dtype="float32")
-    small = SpecGenerator.from_pretrained(str(bundled_models.pair().draft), dtype="float32")
+    target = SpecGenerator.from_pretrained("zoo:python-code")
+    small = SpecGenerator.from_pretrained(str(bundled_models.pair().draft))
     rounds: list[list[int]] = []
 
     def guess(tokens: list[int], k: int) -> list[int]:

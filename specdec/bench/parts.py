@@ -24,8 +24,7 @@ class Part(BaseModel):
 class Mode(Part):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own. The package's
-    pair has `dtype` float32 by default, others the checkpoint's.
+    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own.
     """
 
     name: str = ""

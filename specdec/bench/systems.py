@@ -28,8 +28,6 @@ class Systems:
 
     def __init__(self, target: str, mode: Mode) -> None:
         how = mode.loading
-        if target.startswith("zoo:"):
-            how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
         self.plain.compile()
         self.plain.wait_until_compiled()  # programs run on those passes after their first minute

@@ -48,7 +48,7 @@ def demo(
         from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
-        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32")
+        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft))
         plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
         text = prompt(seed)
         for generator in (plain, assisted):  # the first passes of a process are slow

@@ -85,8 +85,6 @@ def read_request(
         raise OptionError(
             f"options of loading a draft were given, and method {method} uses no draft model: leave them out"
         )
-    if target.startswith("zoo:"):
-        loading.setdefault("dtype", "float32")
     return Request(target, draft, method, options, loading)
 
 

@@ -178,7 +178,7 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
 
 
 def read_speech(params: Mapping[str, Any]) -> Request:
-    """The models and the options; a target of the package brings its draft, and is loaded in float32.
+    """The models and the options; a target of the package brings its draft.
 
     `params` may lack flags.
     """
@@ -186,7 +186,7 @@ def read_speech(params: Mapping[str, Any]) -> Request:
 
     model, draft, how = params["model"], params["draft_model"], passed(params)
     if model.startswith("zoo:"):
-        draft, how = draft or model, {"dtype": "float32", **how}
+        draft = draft or model
     target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
     given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}

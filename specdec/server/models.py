@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,15 +97,16 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
     unknown = [name for name in settings.loading if name not in (*LOADING, "draft_options")]
     if unknown:
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
-    how = {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
     target = bundled_models.locate(settings.target, "target")
-    is_speech = _is_speech(settings, target, how)
+    is_speech = _is_speech(settings, target)
     if is_speech:
         check_readers()
     memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     kind = Transcriber if is_speech else SpecGenerator
     try:
-        made: Any = kind.from_pretrained(target, _draft(settings.draft), **memory, **how, **settings.options)
+        made: Any = kind.from_pretrained(
+            target, _draft(settings.draft), **memory, **settings.loading, **settings.options
+        )
         (made.generator if is_speech else made).compile()
     finally:
         release_helpers()
@@ -122,12 +122,13 @@ def _draft(draft: Draft) -> Any:
     return draft and bundled_models.locate(draft, "draft")
 
 
-def _is_speech(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> bool:
+def _is_speech(settings: ModelSettings, target: str) -> bool:
     """What the settings say, or the checkpoint's config; not of one that cannot be read, whose error loading will
     raise. Raises LoadError where the hub cannot be reached.
     """
     if settings.task != "auto":
         return settings.task == "speech"
+    how = settings.loading
     if how.get("gguf_file") or is_gguf(Path(target)):
         return False
     hub = {"revision": how.get("revision"), "trust_remote_code": bool(how.get("trust_remote_code"))}

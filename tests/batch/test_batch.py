@@ -249,7 +249,7 @@ def test_recordings(tmp_path: Path) -> None:
     flags = ["--task", "transcribe", "--model", "zoo:speech", "--set", "return_timestamps=true"]
     assert batch(source, out, *flags) == 1
     heard, missing = read(out)
-    alone = Transcriber.from_pretrained("zoo:speech", dtype="float32")(str(path), return_timestamps=True)
+    alone = Transcriber.from_pretrained("zoo:speech")(str(path), return_timestamps=True)
     assert (heard["audio"], heard["output"], heard["seconds"]) == ("here.wav", alone["text"], round(alone.duration, 3))
     assert heard["chunks"] == json.loads(json.dumps(alone["chunks"]))
     assert "none.wav" in missing["error"]

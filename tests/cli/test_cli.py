@@ -314,12 +314,12 @@ def test_methods(flags: dict[str, Any], file: str, expected: tuple[str, Any], tm
 
 
 def test_a_target_of_the_zoo_brings_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`zoo:python-code` defaults to the pair's own draft and to float32."""
+    """`zoo:python-code` defaults to the pair's own draft."""
     monkeypatch.setattr(
         bundled_models, "pair", lambda name: bundled_models.Pair(name, Path("/zoo/target"), Path("/zoo/draft"), {})
     )
     request = read_request(params(target="zoo:python-code"))
-    assert (request.method, request.draft, request.loading["dtype"]) == ("draft", "/zoo/draft", "float32")
+    assert (request.method, request.draft) == ("draft", "/zoo/draft")
     assert read_request(params(target="zoo:python-code", method="hybrid")).draft == ("suffix", "/zoo/draft")
     assert read_request(params(target="zoo:python-code", method="none")).draft is None
 

@@ -56,7 +56,7 @@ def test_pairs_of_the_zoo() -> None:
     pytest.importorskip("lm_eval")
     from specdec.integrations.lm_eval import SpecdecLM
 
-    model = SpecdecLM(pretrained="zoo:python-code", draft="zoo:python-code", device="cpu", dtype="float32")
+    model = SpecdecLM(pretrained="zoo:python-code", draft="zoo:python-code", device="cpu")
     [text] = model.generate_until(requests("generate_until", ("def mean(values):\n", {"until": ["\n\n"]})))
     assert text
     assert model.runs[0].num_accepted_draft_tokens > 0

@@ -275,7 +275,7 @@ def test_chunks_equal_the_pipeline(options: dict[str, Any]) -> None:
 def test_sound_that_two_chunks_share_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that copies finds a chunk's beginning at the end of the chunk before; the text is the same."""
     sounds = [read_audio(str(path), RATE).samples for path, _ in bundled_models.recordings()]
-    transcriber = Transcriber.from_pretrained("zoo:speech", "suffix", dtype="float32")
+    transcriber = Transcriber.from_pretrained("zoo:speech", "suffix")
     told = transcriber(np.concatenate(sounds), chunk_length_s=8)
     monkeypatch.setattr(Track, "expected", property(lambda _: []))
     untold = transcriber(np.concatenate(sounds), chunk_length_s=8)

@@ -47,9 +47,9 @@ def samples_of(file: Path) -> np.ndarray:
 
 
 def test_pipelines_take_names_of_the_zoo() -> None:
-    transcriber = Transcriber.from_pretrained("zoo:speech", dtype="float32")
+    transcriber = Transcriber.from_pretrained("zoo:speech")
     assert "key" in transcriber(str(bundled_models.recordings()[0][0]))["text"]
-    summarize = Summarizer.from_pretrained("zoo:python-summary", dtype="float32")
+    summarize = Summarizer.from_pretrained("zoo:python-summary")
     text = bundled_models.functions()["is_prime"]
     assert summarize(text, max_new_tokens=40)[0]["summary_text"].startswith(text.splitlines()[0])
 
