@@ -37,9 +37,10 @@ class MemoryBudget:
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that does not even fit alone."""
         if (needed := self.bytes([request])) > self.limit:
+            chains = "draft chains (`num_assistant_branches`=1), " if request.pacing.schedule.max_branches > 1 else ""
             raise OptionError(
                 f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
-                "lower `max_new_tokens`, shorten the prompt, pass fewer rows, or raise `kv_budget`"
+                f"lower `max_new_tokens`, shorten the prompt, pass fewer rows, {chains}or raise `kv_budget`"
             )
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:

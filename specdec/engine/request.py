@@ -64,9 +64,10 @@ class Request:
         """The most nodes of one of its sequences in one pass, without its prompt."""
         if self.draft is None:
             return seq.width
-        widest = self.pacing.schedule.max_branches
+        schedule, new = self.pacing.schedule, seq.max_length - seq.prompt_length
+        depth, widest = min(schedule.max_tokens, new - 1), schedule.max_branches
         level = 2 * max(seq.width, widest) if seq.is_search or widest > 1 else 1
-        return seq.width + min(level * (seq.max_length - seq.prompt_length), MOST_NODES)
+        return seq.width + max(depth, min(level * depth, MOST_NODES))
 
     def wanted(self, out: Logits) -> Logits:
         """The output of a pass with only those hidden states and attentions that it keeps."""

@@ -279,7 +279,7 @@ class SpecGenerator:
             pacing = scheduled.pacing(
                 options,
                 offloaded=self.target.is_offloaded,
-                trees=self.target.capability.cache_kind == "kv",
+                trees=draft is not None and draft.guesses_trees and self.target.capability.cache_kind == "kv",
                 lookup_tokens=named.get("prompt_lookup_num_tokens"),
             )
             return Call(

@@ -255,6 +255,22 @@ def test_chains_of_a_batch_end_together() -> None:
     assert [plan.limit for plan in sure.plan([Key(0), Key(1)])] == [16, 16]
 
 
+def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
+    """Rounding made it so where the seconds grow faster than the nodes, and the plan of a batch its logarithm."""
+    line = LinearFit(
+        weight=6.731591374218749,
+        nodes=17.220557748437496,
+        seconds=0.1481613565085003,
+        squares=47.613240496874994,
+        products=0.4753102562585435,
+    )
+    assert line.at(0) == 0
+    passes = LinearFit().add(3, 1.0).add(6, 1.01).add(3, 1.0)
+    plain = LinearFit().add(3, 1.0).add(3, 1.0).add(3, 1.0)
+    cost = Cost(drafts={"model": line}, measured_rounds=5, passes=passes, plain=plain)
+    assert cost.plan([Key(0), Key(1), Key(2)])[0].limit > 0
+
+
 def test_cost_tries_again_when_passes_get_dearer() -> None:
     """Drafting that lost beside fast passes is tried again soon after they become slow, as when files turn cold."""
     schedule = tried(Cost(), 200, 3, 0.5, accepted=1, belief=0.7, hidden=0.5)

@@ -431,6 +431,24 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     assert SpecGenerator(model, kv_budget=0.5).engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
+def test_a_budget_has_room_for_what_is_drafted() -> None:
+    """For as many tokens as the schedule drafts, fewer in a short text, and trees only where the draft has them."""
+    model = tiny("llama")
+    bytes_, call = LanguageModel(model).kv_bytes, {**COMMON, "max_new_tokens": 60, "schedule": "auto"}
+    for draft, options, room in [
+        ("suffix", {}, 32),
+        ("suffix", {"schedule": "constant", "num_assistant_tokens": 5}, 5),
+        ("suffix", {"max_new_tokens": 1}, 0),
+        (tiny("llama", seed=1), {"num_assistant_branches": 1}, 32),
+    ]:
+        given = {**call, **options}
+        columns, models = 2 + given["max_new_tokens"] + room + 4, 1 if draft == "suffix" else 2
+        generator = SpecGenerator(model, draft, kv_budget=models * columns * bytes_)
+        assert generator.generate([[5, 6]], **given).stats.num_new_tokens == given["max_new_tokens"]
+    with pytest.raises(OptionError, match="num_assistant_branches"):
+        generator.generate([[5, 6]], **call)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_position_takes_is_known(name: str) -> None:
     """What is expected of every model that keeps plain keys and values is what its store takes."""

@@ -46,6 +46,10 @@ class Auto:
         return cls(Heuristic(setup.tokens_or(Heuristic.k)), Cost.of(replace(setup, tokens=None, learned=learned)))
 
     @property
+    def max_tokens(self) -> int:
+        return self.cost.max_tokens
+
+    @property
     def max_branches(self) -> int:
         return self.cost.max_branches
 
@@ -82,8 +86,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that the call's `options` name, or the caller's own.
 
-    `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: the target verifies a tree in one pass. `lookup_tokens`:
-    transformers' `prompt_lookup_num_tokens`, a constant number of tokens per round.
+    `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: the draft guesses trees, and the target verifies one in a
+    pass. `lookup_tokens`: transformers' `prompt_lookup_num_tokens`, a constant number of tokens per round.
     """
     tokens, kind = options.num_assistant_tokens, kind_of(options)
     if kind is None:

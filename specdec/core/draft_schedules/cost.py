@@ -195,6 +195,10 @@ class Cost:
         return learned.fresh(k, setup.branches, widest, offloaded=setup.offloaded)
 
     @property
+    def max_tokens(self) -> int:
+        return self.k
+
+    @property
     def max_branches(self) -> int:
         return self.branches or self.widest or 1
 

@@ -117,7 +117,8 @@ class LinearFit(NamedTuple):
 
     def at(self, nodes: float) -> float:
         """Seconds of a pass over this many nodes."""
-        return self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
+        seconds = self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
+        return max(seconds, 0.0)  # differences may round below it
 
 
 def _bin(confidence: float) -> int:

@@ -19,8 +19,11 @@ MOST_NODES = 1024
 class Schedule(Protocol):
     """Decides how much every sequence may draft; a value: `after` returns the next one.
 
-    `max_branches`: the largest number of `Plan.branches`, 1 where all are None.
+    `max_tokens`: the largest `Plan.limit`. `max_branches`: the largest number of `Plan.branches`, 1 where all are None.
     """
+
+    @property
+    def max_tokens(self) -> int: ...
 
     @property
     def max_branches(self) -> int: ...
@@ -53,8 +56,9 @@ class ScheduleSetup:
     """What a schedule is made from; None: not given.
 
     `tokens` on a path, `branches` that one draft pass continues, `threshold` of the draft's confidence. `offloaded`: a
-    target pass reads weights that are not in memory. `trees`: trees may pay: the target verifies one in a single pass,
-    and the strategy neither draws nodes nor has branches of its own. `learned`: the last schedule of the same family.
+    target pass reads weights that are not in memory. `trees`: trees may pay: the draft guesses them, the target
+    verifies one in a single pass, and the strategy neither draws nodes nor has branches of its own. `learned`: the last
+    schedule of the same family.
     """
 
     tokens: int | None = None
@@ -133,6 +137,10 @@ class Constant:
         return cls(setup.tokens_or(cls.k), threshold, setup.branches)
 
     @property
+    def max_tokens(self) -> int:
+        return self.k
+
+    @property
     def max_branches(self) -> int:
         return self.branches or 1
 
@@ -160,16 +168,20 @@ class Heuristic(Constant):
 
     lengths: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def max_tokens(self) -> int:
+        return max(MOST_NODES // self.max_branches, self.k)
+
     def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
         return [Limit(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:
         """With the lengths after this round; sequences without a proposal keep theirs."""
-        lengths, most = dict(self.lengths), MOST_NODES // self.max_branches
+        lengths = dict(self.lengths)
         for seq in round.seqs:
             if seq.finish is not None:
                 lengths.pop(seq.id, None)
             elif seq.drafted:
                 k = lengths.get(seq.id, self.k)
-                lengths[seq.id] = min(k + 2, most) if seq.accepted >= seq.depth else max(1, k - 1)
+                lengths[seq.id] = min(k + 2, self.max_tokens) if seq.accepted >= seq.depth else max(1, k - 1)
         return replace(self, lengths=lengths)

@@ -227,6 +227,7 @@ class Late:
     """Drafts nothing before a text has so many tokens."""
 
     length: int
+    max_tokens: ClassVar[int] = 3
     max_branches: ClassVar[int] = 1
 
     def plan(self, rows: Sequence[SequenceView]) -> list[Limit]:
