@@ -78,9 +78,12 @@ def _request(fields: Fields) -> ChatRequest | CompletionRequest:
     if fields.get("method", "POST") != "POST":
         raise ApiError(400, f"`method` must be 'POST', got {fields['method']!r}", param="method", code="invalid_value")
     try:
-        return kind.model_validate(fields.get("body"))
+        request = kind.model_validate(fields.get("body"))
     except ValidationError as error:
         raise invalid([dict(fault) for fault in error.errors()], fields.get("body")) from None
+    if request.stream:
+        raise ApiError(400, "`stream` is for a server: leave it out of a file", param="stream", code="invalid_value")
+    return request
 
 
 def _id(seed: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from specdec.bench.imports import digests, place_of
 from specdec.bench.machine import Watch, provenance
@@ -214,11 +214,15 @@ def check_drafts(suite: Suite) -> None:
         for cell in group.cells:
             name = cell.draft.rpartition("+")[2]
             known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
+            way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
             if not known and ":" not in name:
-                with suppress(Exception):  # the hub's own and the network's
+                try:
                     known = bool(hf_hub_download(name, "config.json"))
+                except LocalEntryNotFoundError:
+                    way = f"the hub cannot be reached; check the network, {way}"
+                except Exception:  # the hub's own
+                    pass
             if not known:
-                way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
                 raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -49,6 +51,9 @@ app = typer.Typer(
 
 
 def main() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -83,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
             if debug:
                 traceback.print_exc()
             by_parser = getattr(error, "format_message", None)
-            message = str(error) if by_parser is None else by_parser()
+            message = str(error) if by_parser is None else by_parser().replace("Value error, ", "")  # pydantic's
             if by_parser is not None or isinstance(error, OptionError):
                 return USAGE if beside else fail(f"error: {message}", USAGE)
             if not isinstance(error, SpecdecError):

@@ -270,7 +270,9 @@ def read_prompt(prompt: str | None) -> str:
     if prompt is None:
         raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
     if prompt == "-":
-        return read_text("-")
+        if not (text := read_text("-")):
+            raise OptionError("standard input is empty: pipe a prompt into it, or pass -p TEXT")
+        return text
     try:
         prompt.encode()  # bytes that the locale cannot decode arrive as surrogates
     except UnicodeError as error:
@@ -305,7 +307,7 @@ def read_text(file: str) -> str:
     """The text of a file, or of stdin (`-`); raises OptionError where it cannot be read or is not text in UTF-8."""
     source = "standard input" if file == "-" else file
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
+        text = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode("utf-8-sig")
         text.encode()
     except UnicodeError as error:
         raise not_utf8(source, error) from None

@@ -136,9 +136,9 @@ def show_stats(stats: Stats) -> None:
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    table.add_column(style="dim", overflow="fold")
     for row in stats.table:
         table.add_row(*row)
     Console(stderr=True).print(table)

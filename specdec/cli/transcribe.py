@@ -43,7 +43,7 @@ def transcribe(
         None, help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."
     ),
     language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
-    task: str | None = Option(None, help="transcribe, or translate (into English)."),
+    task: Literal["transcribe", "translate"] | None = Option(None, help="Translations are into English."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
     words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
     chunk_length: float | None = Option(
@@ -71,7 +71,10 @@ def transcribe(
     check_output(recordings, format, output_dir)
     request = read_speech(ctx.params)
     if output_dir is not None:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"--output-dir: {output_dir} cannot be made ({error.strerror}): name another") from None
     if resume:
         recordings = unfinished(recordings, format, output_dir)
         if not recordings:

@@ -48,6 +48,7 @@ class Answer:
             names, held = {tool.function.name for tool in request.callable}, request.must_call or bool(calls.opening)
             self._readers = [CallReader(calls, names, held=held) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
+        self._scored = Counter[int]()  # characters of each choice with logprobs
 
     @property
     def is_chat(self) -> bool:
@@ -131,23 +132,24 @@ class Answer:
             said = {"content": text or None, **({"tool_calls": calls} if calls else {})}
             finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
         choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
-        choice["logprobs"] = self._logprobs([score for delta in deltas for score in delta.scores])
+        choice["logprobs"] = self._logprobs(index, [score for delta in deltas for score in delta.scores])
         choice["finish_reason"] = finish
         if self.request.return_drafted:
             choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
             choice["tokens"] = sum(delta.tokens for delta in deltas)
         return choice
 
-    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.top is None:
             return None
         if self.is_chat:
             return {"content": [_chat_score(score) for score in scores], "refusal": None}
+        *offsets, self._scored[index] = accumulate((len(score.text) for score in scores), initial=self._scored[index])
         return {
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.log_prob for score in scores],
             "top_logprobs": [None if score.top is None else dict(score.top) for score in scores],
-            "text_offset": list(accumulate((len(score.text) for score in scores[:-1]), initial=0)) if scores else [],
+            "text_offset": offsets,
         }
 
     def _metrics(self) -> dict[str, Any]:

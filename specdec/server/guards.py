@@ -67,7 +67,8 @@ class GuardedRoute(APIRoute):
                 if isinstance(error.__cause__, OSError):
                     LOG.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error.__cause__)
                     raise unavailable("the server has no room for this upload: try again later") from error
-                raise ApiError(400, f"the body cannot be read as {self.media}: {_WAYS[self.media]}") from error
+                way = "nest it less" if isinstance(error.__cause__, RecursionError) else _WAYS[self.media]
+                raise ApiError(400, f"the body cannot be read as {self.media}: {way}") from error
             except Exception as error:  # an uncaught error would close the connection, too
                 raise reported(error) from error
 

@@ -264,10 +264,10 @@ class TextModel:
     def _room(self, prompt: PromptRequest, length: int) -> int:
         """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
         room = self.context - (1 if self.is_encoder_decoder else length)
-        limit, wanted = prompt.max_new_tokens or self.context, prompt.request.most_tokens
-        wanted = None if wanted is None else min(wanted, limit)
+        limit, asked = prompt.max_new_tokens or self.context, prompt.request.most_tokens
+        wanted = None if asked is None else min(asked, limit)
         if length > self.context or room < 1 or (wanted or 0) > room:
-            tokens = f"{length} tokens and {wanted or 'at least one'} new"
+            tokens = f"{length} tokens and {asked or 'at least one'} new"
             message = f"this model's context is {self.context} tokens, and the request has a prompt of {tokens}"
             param = "messages" if isinstance(prompt.request, ChatRequest) else "prompt"
             raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")

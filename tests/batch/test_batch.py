@@ -264,6 +264,7 @@ def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> No
     chat, text = {"model": "gpt", "messages": said, "max_tokens": 6, "temperature": 0}, {"prompt": ["ab", "cd"], "n": 2}
     rows = [("/v1/chat/completions", chat), ("/v1/completions", text), ("/v1/completions", {"prompt": "a", "n": 0})]
     rows += [("/v1/embeddings", {"input": "a"}), ("/v1/completions", {"prompt": "a", "colour": 1})]
+    rows += [("/v1/completions", {"prompt": "a", "stream": True})]
     source = write(
         tmp_path / "in.jsonl",
         [{"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(rows)]
@@ -274,16 +275,16 @@ def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> No
         assert batch(source, out, *models, "--at-once", at_once) == 1
     found = read(outs[0])
     assert outs[0].read_bytes() == outs[1].read_bytes()
-    assert [row["custom_id"] for row in found] == ["c0", "c1", "c2", "c3", "c4", None]
+    assert [row["custom_id"] for row in found] == ["c0", "c1", "c2", "c3", "c4", "c5", None]
     codes = [row["response"] and row["response"]["status_code"] for row in found]
-    assert codes == [200, 200, 400, 404, 400, None]
+    assert codes == [200, 200, 400, 404, 400, 400, None]
     alone = SpecGenerator.from_pretrained(models[1]).generate(messages=said, max_new_tokens=6)
     answer = found[0]["response"]["body"]
     assert answer["choices"][0]["message"]["content"] == alone.texts[0]
     assert answer["usage"]["completion_tokens"] == alone.stats.num_new_tokens
     assert len(found[1]["response"]["body"]["choices"]) == 4
     assert "colour" in found[4]["response"]["body"]["error"]["message"]
-    assert found[5]["error"]["code"] == "invalid_request"
+    assert found[6]["error"]["code"] == "invalid_request"
     assert batch(source, tmp_path / "three.jsonl", *models, "--task", "chat") == 2
 
 

@@ -216,11 +216,19 @@ def test_usage_errors(arguments: str, error_of: Any) -> None:
     assert USAGE_ERRORS[arguments] in error_of(*shlex.split(arguments))
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_a_prompt_that_is_no_text(errors: str, monkeypatch: pytest.MonkeyPatch, error_of: Any) -> None:
+def test_a_prompt_that_is_no_text(monkeypatch: pytest.MonkeyPatch, error_of: Any) -> None:
     """Undecodable bytes on stdin are a usage error. (They were an internal one, or reached the tokenizer.)"""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8", errors=errors))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert error_of("generate", "t", "-p", "-").startswith("error: standard input is not text in UTF-8")
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("2>&-", 0)])
+def test_a_closed_stream(closed: str, code: int) -> None:
+    """Nothing comes from a closed stdin, and nothing goes to the others. (An internal error said so.)"""
+    command = f"{sys.executable} -m specdec generate zoo:python-code -p - --max-new-tokens 2 {closed}"
+    done = subprocess.run(command, shell=True, input="x = ", capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "standard input is empty" in done.stderr or not code
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, error_of: Any) -> None:
@@ -483,7 +491,7 @@ def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, called:
 
 def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(*NEW, prompt="a\nb\n")[1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfa\nb\n")))  # with a byte order mark
     assert generate(*NEW, prompt="-")[1] == expected
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
+from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
 from tests.matrix import pairwise
 from tests.oracle import oracle
@@ -31,6 +32,17 @@ def theirs(model: Any, *args: Any, **options: Any) -> list[list[int]]:
 def ours(model: Any, *args: Any, draft: Any = "suffix", **options: Any) -> list[list[int]]:
     """The same call here."""
     return SpecGenerator(model, draft).generate(*args, **{**COMMON, "eos_token_id": [], **options}).sequences.tolist()
+
+
+def test_an_empty_text_starts_as_no_prompt_does() -> None:
+    """From the start id, alone and in a batch; without one it is an error."""
+    generator = SpecGenerator(tiny("llama", vocab_size=WIDTH), "suffix", tokenizer=byte_tokenizer(), **COMMON)
+    alone, others = generator.generate(), generator.generate(["", "ab"])
+    assert generator.generate("").sequences.tolist() == alone.sequences.tolist()
+    assert others.new_tokens()[0] == alone.new_tokens()[0]
+    generator.target.model.generation_config.bos_token_id = None
+    with pytest.raises(OptionError, match="row 0 of `prompt` is empty"):
+        generator.generate("")
 
 
 # --- decoder prompts of encoder-decoders

@@ -170,6 +170,7 @@ def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> No
         ([short, "--demo"], "--demo"),
         ([short, short, "--format", "srt"], "--output-dir"),
         ([short, short, "--output-dir", tmp_path], "twice"),
+        ([short, "--output-dir", folder / "model" / "config.json"], "--output-dir"),
         ([short, "--language", "klingon"], "language"),
         ([short, "--task", "translate", "--set", "task=transcribe"], "set by its flag and by --set"),
         ([folder / "model"], "has no wav, flac, mp3 or ogg file (a model is named with --model)"),

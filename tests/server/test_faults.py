@@ -129,6 +129,7 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"early_stopping": "x"}, "early_stopping", "true or false or 'never' or 'exhaustive'"),
     ({"stop_token_ids": [1, 999]}, "stop_token_ids", "`stop_token_ids` must be below 259"),
     ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
+    ({"max_tokens": 9000}, "prompt", "a prompt of 3 tokens and 9000 new: shorten one of them"),
     ({"n": 2, "temperature": 0}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
     ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
@@ -225,7 +226,7 @@ BROKEN = {
     b'"a"': "the body must be an object",
     b"\xff\xfe": "the body is not JSON",
     b'{"prompt": "\xff"}': "JSON in UTF-8",
-    b"[" * 100_000: "the body",
+    b"[" * 100_000: "nest it less",
 }
 
 

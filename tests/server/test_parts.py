@@ -270,6 +270,7 @@ def test_transcriptions() -> None:
         assert answer.status_code == 200, answer.text
         found[form] = answer.json() if "json" in form else answer.text
     assert found["json"]["text"] == found["text"].strip() == plain
+    assert found["json"]["usage"] == {"type": "duration", "seconds": 3}
     assert found["srt"].startswith("1\n00:00:00,000 --> ")
     assert found["vtt"].startswith("WEBVTT\n\n00:00:00.000 --> ")
     verbose = found["verbose_json"]

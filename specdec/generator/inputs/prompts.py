@@ -362,11 +362,12 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
 
 
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
-    """The prompt's ids: of text, as given, or the start id without a prompt."""
+    """The prompt's ids: of text, as given, or the start id without a prompt or for an empty text."""
+    start = [options.bos_token_id] if isinstance(options.bos_token_id, int) else []
     if value is None:
-        if not isinstance(options.bos_token_id, int):
+        if not start:
             raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")
-        value = [options.bos_token_id]
+        value = start
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         # As in transformers, only a tensor that came without its mask, and not for an encoder, is searched for padding.
@@ -376,7 +377,7 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
         raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
     if "attention_mask" in given:
         raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
-    rows = [ids_of(tokenizer, text) for text in texts]
+    rows = [ids_of(tokenizer, text) or start for text in texts]
     return read_ids("prompt", rows, {}, target)._replace(is_text=True)
 
 

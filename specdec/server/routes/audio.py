@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
@@ -149,7 +150,7 @@ def _size(item: str | Transcription) -> int:
 
 
 def _usage(found: Transcription) -> dict[str, Any]:
-    return {"type": "duration", "seconds": round(found.duration)}
+    return {"type": "duration", "seconds": math.ceil(found.duration)}
 
 
 def _answer(host: Host, found: Transcription, options: dict[str, Any], form: Format, *, segments: bool) -> Response:
