@@ -11,7 +11,8 @@ from transformers import LogitsProcessor
 
 from specdec import DraftError, LanguageModel, OptionError, SpecGenerator
 from specdec.core.draft_schedules import Constant
-from specdec.core.drafts import Draft, Proposer
+from specdec.core.drafts import Draft
+from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.engine import engine as loop
@@ -19,8 +20,10 @@ from specdec.engine.engine import Engine
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDraft
+from tests.engine.test_threads import Jammed
 from tests.matrix import endless
 from tests.oracle import sessions_of_drafts, shapes
+from tests.proposers.fakes import OwnProposer
 from tests.tiny import tiny, tiny_inputs
 
 COMMON = endless(16)
@@ -139,15 +142,6 @@ class Fails(LogitsProcessor):
         return scores
 
 
-class Broken:
-    """A streamer that raises."""
-
-    def put(self, value: torch.Tensor) -> None:
-        raise RuntimeError("no paper")
-
-    def end(self) -> None: ...
-
-
 def bad_draft(tokens: list[int], k: int) -> list[int]:
     raise ValueError("no idea")
 
@@ -164,7 +158,7 @@ def test_bad_luck_leaves_everything_usable(name: str, trouble: str) -> None:
     options: dict[str, Any] = {
         "draft": {"assistant_model": bad_draft},
         "processor": {"logits_processor": [Fails()]},
-        "streamer": {"streamer": Broken()},
+        "streamer": {"streamer": Jammed(1)},
         "criterion": {"stopping_criteria": [lambda ids, scores: 1 / 0]},
     }[trouble]
     with pytest.raises((ValueError, DraftError, KeyboardInterrupt, RuntimeError, ZeroDivisionError)):
@@ -180,57 +174,47 @@ def plain_logits(model: Any) -> torch.Tensor:
         return model(ids, **more).logits
 
 
-def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
-    """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
-    heard: list[bool] = []
+def noting(heard: list[SequenceRound]) -> Constant:
+    """A schedule that is told what became of the first row in every round."""
 
-    class Unsure(Draft, Proposer):
-        def start(self, vocab_size: int) -> Unsure:
+    class Noting(Constant):
+        def after(self, round: Round) -> Noting:
+            heard.append(round.seqs[0])
             return self
 
+    return Noting()
+
+
+def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
+    """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
+    heard: list[SequenceRound] = []
+
+    class Unsure(OwnProposer):
         def propose(self, rows: Any, plans: Any) -> list[Tree]:
             return [Tree([], [], source="unsure") for _ in rows]
 
-    class Listening(Constant):
-        def after(self, round: Any) -> Listening:
-            heard.append(round.seqs[0].prefill)
-            return self
-
-    SpecGenerator(tiny("llama"), Unsure(), schedule=Listening()).generate([[5, 9]], **COMMON)
-    assert heard[:3] == [True, True, False]
-    assert not any(heard[2:])
+    SpecGenerator(tiny("llama"), Unsure(), schedule=noting(heard)).generate([[5, 9]], **COMMON)
+    assert [row.prefill for row in heard[:3]] == [True, True, False]
+    assert not any(row.prefill for row in heard[2:])
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloaded: bool) -> None:
     """Only there, a draft model reads the prompt before the pass that ends it, and proposes."""
-    drafted: list[int] = []
-
-    class Listening(Constant):
-        def after(self, round: Any) -> Listening:
-            drafted.append(round.seqs[0].drafted)
-            return self
-
-    generator = SpecGenerator(tiny("llama"), ModelDraft(LanguageModel(tiny("llama"))), schedule=Listening())
+    heard: list[SequenceRound] = []
+    generator = SpecGenerator(tiny("llama"), ModelDraft(LanguageModel(tiny("llama"))), schedule=noting(heard))
     generator.target.is_offloaded = offloaded
     generator.generate([[5, 9, 12]], **COMMON)
-    assert (drafted[0] > 0) == offloaded
-    assert drafted[1] > 0
+    assert [row.drafted > 0 for row in heard[:2]] == [offloaded, True]
 
 
 def test_a_text_that_the_draft_cannot_read_is_not_still_read() -> None:
     """Its rounds after the first count as plain ones. (They counted as prefill for ever, and nothing was learned.)"""
-    heard: list[bool] = []
-
-    class Listening(Constant):
-        def after(self, round: Any) -> Listening:
-            heard.append(round.seqs[0].prefill)
-            return self
-
+    heard: list[SequenceRound] = []
     draft = ModelDraft(LanguageModel(tiny("llama", vocab=32)))
-    SpecGenerator(tiny("llama"), draft, schedule=Listening()).generate([[5, 40, 9]], **COMMON)
-    assert heard[0]
-    assert not any(heard[2:])
+    SpecGenerator(tiny("llama"), draft, schedule=noting(heard)).generate([[5, 40, 9]], **COMMON)
+    assert heard[0].prefill
+    assert not any(row.prefill for row in heard[2:])
 
 
 @pytest.mark.parametrize(
@@ -258,10 +242,7 @@ def test_a_wrong_proposal_is_refused(proposed: Callable[[int], Any], words: str)
     plan's; a short confidence crashed once a guess was right; the others were bare errors.)
     """
 
-    class Fixed(Draft, Proposer):
-        def start(self, vocab_size: int) -> Fixed:
-            return self
-
+    class Fixed(OwnProposer):
         def propose(self, rows: Any, plans: Any) -> Any:
             return proposed(len(rows))
 

@@ -1,7 +1,6 @@
 """Prompts that were read before: what is reused, what is not, what gives way, and how much memory all of it takes."""
 
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ from specdec.core.work import Work
 from specdec.engine import scheduler
 from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
+from tests.engine.test_threads import generated, together
 from tests.heads import eagle_folder
 from tests.matrix import endless
 from tests.oracle import sessions_of_drafts, shapes
@@ -138,23 +138,17 @@ def test_embeddings_compare_by_content() -> None:
     generator = SpecGenerator(model)
     found = [generator.generate(inputs_embeds=e, **COMMON) for e in (embeds, embeds.clone(), embeds + 1)]
     assert [out.stats.cached_prompt_tokens for out in found] == [0, 29, 0]
-    plain = SpecGenerator(model, prefix_cache=False)
     for out, e in zip(found, (embeds, embeds, embeds + 1), strict=True):
-        assert out.sequences.tolist() == plain.generate(inputs_embeds=e, **COMMON).sequences.tolist()
+        assert out.sequences.tolist() == alone(model, None, inputs_embeds=e)
 
 
 def test_equal_embeddings_in_one_call() -> None:
     """What another row has read in part is shared in part. (The length of the whole was taken.)"""
     model = tiny("llama")
     embeds = torch.randn(1, 24, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    how = {**COMMON, "do_sample": True, "seed": 5}
-    twice = SpecGenerator(model).generate(inputs_embeds=embeds.repeat(2, 1, 1), **how, prefill_chunk_size=7)
-    assert (
-        twice.sequences.tolist()
-        == SpecGenerator(model, prefix_cache=False)
-        .generate(inputs_embeds=embeds.repeat(2, 1, 1), **how)
-        .sequences.tolist()
-    )
+    how = {"inputs_embeds": embeds.repeat(2, 1, 1), "do_sample": True, "seed": 5}
+    twice = SpecGenerator(model).generate(**COMMON, **how, prefill_chunk_size=7)
+    assert twice.sequences.tolist() == alone(model, None, **how)
 
 
 def test_a_model_that_is_trained_on_forgets() -> None:
@@ -217,8 +211,7 @@ def test_encoder_inputs_compare_by_content(name: str) -> None:
     for heard, cached in ((one, True), (other, False)):
         out = generator.generate(**heard, decoder_input_ids=begun, **COMMON)
         assert (out.stats.cached_prompt_tokens > 0) == cached
-        plain = SpecGenerator(model, prefix_cache=False).generate(**heard, decoder_input_ids=begun, **COMMON)
-        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert out.sequences.tolist() == alone(model, None, **heard, decoder_input_ids=begun)
     stream.close()
 
 
@@ -230,11 +223,11 @@ def test_encodings_of_the_caller_are_shared_with_nobody(name: str) -> None:
     encoded = model.get_encoder()(**inputs).last_hidden_state.detach()
     begun = torch.tensor([[(5 * i) % 40 + 3 for i in range(80)]]).repeat(2, 1)
     given = {"encoder_outputs": (encoded,), "decoder_input_ids": begun, **COMMON}
-    plain = SpecGenerator(model, prefix_cache=False).generate(**given)
-    assert plain.sequences[0].tolist() != plain.sequences[1].tolist()
+    plain = alone(model, None, **given)
+    assert plain[0] != plain[1]
     generator = SpecGenerator(model)
     out = generator.generate(**given, cache_salt="a user")
-    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (plain.sequences.tolist(), 0)
+    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (plain, 0)
     one, other = (
         {"encoder_outputs": (encoded[r : r + 1],), "decoder_input_ids": begun[:1], "cache_salt": "a user"}
         for r in (0, 1)
@@ -242,7 +235,7 @@ def test_encodings_of_the_caller_are_shared_with_nobody(name: str) -> None:
     stream = generator.stream(**one, **COMMON)
     next(stream)
     out = generator.generate(**other, **COMMON)
-    assert out.sequences.tolist() == plain.sequences[1:].tolist()
+    assert out.sequences.tolist() == plain[1:]
     stream.close()
 
 
@@ -392,19 +385,10 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
 
     engine.step = counted
     prompts = [[[(seed + 3 * i) % 50 + 5 for i in range(20 + 4 * seed)]] for seed in range(8)]
-    found: dict[int, Any] = {}
-
-    def call(i: int) -> None:
-        found[i] = generator.generate(prompts[i], **COMMON).sequences.tolist()
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together(*(lambda prompt=prompt: generated(generator, prompt, **COMMON) for prompt in prompts))
     assert max(taken for taken, _ in seen) <= budget
     assert max(rows for _, rows in seen) < 8
-    assert [found[i] for i in range(8)] == [alone(model, prompt) for prompt in prompts]
+    assert found == [alone(model, prompt) for prompt in prompts]
 
 
 def test_a_negative_prompt_counts_at_its_own_length() -> None:

@@ -19,6 +19,7 @@ from specdec.core.drafts import Draft, Proposer
 from specdec.engine import openmp
 from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
+from tests.engine.test_requests_stateful import Trouble, failing
 from tests.matrix import endless, some
 from tests.oracle import rows_in_drafts, shapes
 from tests.tiny import threads as torch_threads
@@ -129,17 +130,8 @@ def test_eight_threads(name: str) -> None:
     for turn in range(2):
         for i, kind in enumerate(KINDS):
             draft = None if "penalty_alpha" in kind else drafts[(i + turn) % len(drafts)]
-            calls.append(
-                (
-                    prompts[i],
-                    {
-                        **kind,
-                        "assistant_model": draft,
-                        "prefill_chunk_size": 8 if i % 3 else None,
-                        "max_new_tokens": 10,
-                    },
-                )
-            )
+            more = {"assistant_model": draft, "prefill_chunk_size": 8 if i % 3 else None, "max_new_tokens": 10}
+            calls.append((prompts[i], {**kind, **more}))
     expected = [generated(SpecGenerator(model), prompt, **options) for prompt, options in calls]
     generator = SpecGenerator(model)
 
@@ -166,38 +158,19 @@ def test_passes_are_shared() -> None:
     assert len(passes) < len(one_by_one) / 2
 
 
-class Failure(RuntimeError):
-    """What goes wrong in one call."""
-
-
-def raising(at: int, error: BaseException | None = None) -> Callable[..., torch.Tensor]:
-    """A processor that raises when it is called for the `at`-th time."""
-    calls = 0
-
-    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise error or Failure("no paper")
-        return logits
-
-    return processor
-
-
 class Jammed:
-    """A streamer that raises at its third piece."""
+    """A streamer that raises at its `at`-th piece, of which the prompt is the first."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, at: int) -> None:
+        self.left = at
 
     def put(self, value: torch.Tensor) -> None:
-        """Counts."""
-        self.count += 1
-        if self.count == 3:
-            raise Failure("no paper")
+        self.left -= 1
+        if not self.left:
+            raise Trouble("no paper")
 
     def end(self) -> None:
-        """Nothing."""
+        raise AssertionError
 
 
 @pytest.mark.parametrize("draft", [None, "early_exit:1"])
@@ -207,10 +180,10 @@ def test_what_one_thread_raises_is_its_own(draft: Any) -> None:
     prompts = [[[5 + i, 9, 12]] for i in range(6)]
     alone = [generated(generator, prompt) for prompt in prompts]
     more: list[dict[str, Any]] = [{} for _ in prompts]
-    more[1] = {"logits_processor": [raising(4)]}
-    more[4] = {"streamer": Jammed()}
+    more[1] = failing("processor", Trouble("no ink"), 4)
+    more[4] = {"streamer": Jammed(3)}
     found = together(*(lambda i=i: generated(generator, prompts[i], **more[i]) for i in range(6)))
-    assert [type(found[i]) for i in (1, 4)] == [Failure, Failure]
+    assert [type(found[i]) for i in (1, 4)] == [Trouble, Trouble]
     assert [found[i] for i in (0, 2, 3, 5)] == [alone[i] for i in (0, 2, 3, 5)]
     assert is_clean(generator)
 
@@ -306,7 +279,6 @@ class Interrupting(Draft):
     """A draft at whose start the user presses a key."""
 
     def start(self, vocab_size: int) -> Proposer:
-        """Raises."""
         raise KeyboardInterrupt
 
 

@@ -1,7 +1,5 @@
 """Prompts of every shape: equal to transformers where it takes them, and a clear error where nobody can."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,12 @@ from transformers import BatchEncoding, LogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.core.drafts import Draft, Proposer
 from specdec.core.tree import Tree
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
 from tests.matrix import pairwise
 from tests.oracle import oracle
+from tests.proposers.fakes import OwnProposer
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 COMMON: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0}
@@ -151,11 +149,8 @@ def test_drafts_read_the_encoder_s_text_without_padding() -> None:
     """(What a text draft copies from the source must not be padding.)"""
     seen: list[list[int] | None] = []
 
-    class Copy(Draft, Proposer):
+    class Copy(OwnProposer):
         instant = True
-
-        def start(self, vocab_size: int) -> Copy:
-            return self
 
         def propose(self, rows: Any, plans: Any) -> list[Tree]:
             seen.extend(row.encoder_tokens for row in rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, DraftTask, Plan, Proposer, Sampler, SequenceView
+from specdec.core.drafts import Commit, Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
@@ -81,6 +81,13 @@ def choosing(width: int) -> dict[str, GreedySampler]:
         ),
         "distributions": DrawnSampler(Processors(warpers), width, seed=1),
     }
+
+
+class OwnProposer(Draft, Proposer):
+    """A draft that proposes by itself."""
+
+    def start(self, vocab_size: int) -> OwnProposer:
+        return self
 
 
 class FakeSequence(ReadSequence):

@@ -1,17 +1,15 @@
 """The hybrid: it takes the draft that pays, learns which that is, and never looks at what was drawn."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
-from specdec.core.drafts import Draft, Proposer, SequenceView
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from specdec.proposers import hybrid as module
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, OwnProposer, follow
 
 
 class Clock:
@@ -115,10 +113,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     """A tree that the model drew is always the one proposed: choosing after seeing it would bend the distribution."""
     drawn: list[Tree] = []
 
-    class Watched(Draft, Proposer):
-        def start(self, vocab_size: int) -> Watched:
-            return self
-
+    class Watched(OwnProposer):
         def propose(self, rows: list[SequenceView], plans: list[FakePlan]) -> list[Tree]:
             drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
             return drawn[-len(rows) :]

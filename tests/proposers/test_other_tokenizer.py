@@ -1,7 +1,5 @@
 """Drafts with another tokenizer, through text."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import pytest
@@ -10,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import ModelDraft, TextBridge
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, one
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, OwnProposer, follow, one
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
@@ -51,15 +49,12 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
 
 
-class Oracle(Draft, Proposer):
+class Oracle(OwnProposer):
     """Drafts the true text in its own tokens; notes what it was given."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, junk: int = 0) -> None:
         self.tokenizer, self.text, self.junk = tokenizer, text, junk
         self.seen: list[list[int]] = []
-
-    def start(self, vocab_size: int) -> Oracle:
-        return self
 
     def propose(self, rows: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         return [self._chain(row, plan.limit) for row, plan in zip(rows, plans, strict=True)]
