@@ -5,30 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.core.tree import Tree
 from tests.matrix import endless
-from tests.tiny import tiny
+from tests.tiny import HEADS, tiny
 
 Proposals = list[tuple[list[int], Tree]]
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
 RUN = endless(14)
 THREE = {"num_hidden_layers": 3}
 PEAGLE = {"speculators_model_type": "peagle", "mask_token_id": 63}
-
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-6,
-}
+SIZES: dict[str, Any] = {**HEADS, "vocab_size": 64, "rms_norm_eps": 1e-6}
 READS = [0, 1, 2]
 
 
@@ -56,6 +47,21 @@ def reweighed(folder: Path, **weights: Tensor | None) -> Path:
     stored = {**load_file(folder / "model.safetensors"), **{n.replace("__", "."): t for n, t in weights.items()}}
     save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
     return folder
+
+
+def candidates_of(kind: Any, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """What transformers' candidate generators of this kind guess from now on, by text."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    candidates = kind.get_candidates
+
+    def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
+        ids, logits = candidates(self, input_ids, *args, **more)
+        if logits is not None:
+            found[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(kind, "get_candidates", noted)
+    return found
 
 
 def eagle_folder(folder: Path, *, seed: int = 0, kind: str = "llama", **given: Any) -> Path:
@@ -232,7 +238,7 @@ class Eagle:
 
 def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> Path:
     """A DFlash checkpoint in the `speculators` format, whose vocabulary is the target's."""
-    layers = {"model_type": "qwen3", **SIZES, "num_hidden_layers": 2}
+    layers = {"model_type": "qwen3", **SIZES}
     layers |= {name: given.pop(name) for name in [*given] if name in {"layer_types", "sliding_window"}}
     config = {
         "architectures": ["DFlashSpeculator"],

@@ -20,6 +20,7 @@ from tests.heads import (
     DFlash,
     Eagle,
     Proposals,
+    candidates_of,
     changed,
     dflash_folder,
     eagle_folder,
@@ -65,7 +66,6 @@ def assistant(**given: Any) -> Any:
     config = AutoConfig.for_model(
         "muse_glimmer_assistant",
         **sizes,
-        num_hidden_layers=2,
         block_size=5,
         mask_token_id=63,
         target_layer_ids=[0, 2],
@@ -84,16 +84,7 @@ def test_guesses_are_those_of_transformers(
 ) -> None:
     """Text by text, of the same assistant, also where it comes from a folder."""
     model, draft = target(), assistant(**given)
-    theirs: dict[tuple[int, ...], list[int]] = {}
-    candidates = DFlashTokenCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
-        ids, logits = candidates(self, input_ids, *args, **more)
-        if logits is not None:
-            theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
-        return ids, logits
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
+    theirs = candidates_of(DFlashTokenCandidateGenerator, monkeypatch)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = GenerationMixin.generate(
         model, torch.tensor(IDS[:1]), assistant_model=draft, speculation_type="dflash", **options

@@ -19,7 +19,7 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
 from specdec.proposers.heads.mtp import load_mtp
-from tests.heads import IDS, Proposals
+from tests.heads import IDS, Proposals, candidates_of
 from tests.matrix import endless
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
@@ -53,7 +53,6 @@ def with_layers(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> Any:
     return model
 
 
-Guesses = dict[tuple[int, ...], list[int]]
 KINDS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
 
 
@@ -68,16 +67,7 @@ def test_guesses_are_those_of_transformers(
     Over packed weights all passes stand in a line.
     """
     model = with_layers(monkeypatch, name, count)
-    theirs: Guesses = {}
-    candidates = MTPCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
-        ids, logits = candidates(self, input_ids, *args, **more)
-        if logits is not None:
-            theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
-        return ids, logits
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    theirs = candidates_of(MTPCandidateGenerator, monkeypatch)
     expected = GenerationMixin.generate(
         model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
