@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.nn.functional import normalize
+
 Guess = Callable[[list[int], int], list[int]]
 KINDS = ("perfect", "half", "wrong", "random")
 
@@ -26,6 +29,18 @@ def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_lengt
         return truth
 
     return guess
+
+
+def contrastive(read: Callable[[list[int]], Any], alpha: float, k: int, count: int) -> list[int]:
+    """A contrastive search by the paper's rule, without a cache; `read` is a pass over a prompt and what is new."""
+    new: list[int] = []
+    for _ in range(count):
+        out = read(new)
+        context, (probs, tokens) = normalize(out.hidden_states[-1][0], dim=-1), out.logits[0, -1].softmax(-1).topk(k)
+        ends = [normalize(read([*new, token]).hidden_states[-1][0, -1], dim=-1) for token in tokens.tolist()]
+        worth = (1 - alpha) * probs - alpha * (context @ torch.stack(ends).T).amax(0)
+        new.append(int(tokens[worth.argmax()]))
+    return new
 
 
 def sessions_of_drafts(engine: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from specdec import (
     SpecGenerator,
 )
 from tests.matrix import endless
-from tests.oracle import oracle
+from tests.oracle import contrastive, oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
 from tests.versions import wrong_before
@@ -66,32 +66,17 @@ def test_a_draft_saves_passes() -> None:
         assert out.stats.num_target_passes < 0.6 * plain.stats.num_target_passes
 
 
-def contrastive_reference(model: Any, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
-    """The paper's rule, one whole text at a time, without any cache."""
-
-    def read(ids: list[int]) -> tuple[Tensor, Tensor]:
-        out = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
-        return out.logits[0, -1], torch.nn.functional.normalize(out.hidden_states[-1][0], dim=-1)
-
-    ids = list(prompt)
-    for _ in range(count):
-        logits, context = read(ids)
-        probs, tokens = logits.softmax(-1).topk(k)
-        worth = [
-            (1 - alpha) * p - alpha * (context @ read([*ids, t])[1][-1]).max()
-            for p, t in zip(probs, tokens.tolist(), strict=True)
-        ]
-        ids.append(int(tokens[int(torch.stack(worth).argmax())]))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "mistral", "mamba", "qwen3_next"])
 @torch.no_grad()
 def test_contrastive_equals_the_formula(name: str) -> None:
     """On every kind of layers, those that cannot be cut back among them (4.49 refuses these)."""
     model = tiny(name, vocab=VOCAB)
     out = generate(model, None, RAGGED[:1], KINDS["contrastive"], eos_token_id=[])
-    assert out.new_tokens() == [contrastive_reference(model, RAGGED[0], 0.6, 4, 10)]
+
+    def read(new: list[int]) -> Any:
+        return model(torch.tensor([RAGGED[0] + new]), use_cache=False, output_hidden_states=True)
+
+    assert out.new_tokens() == [contrastive(read, 0.6, 4, 10)]
     if LanguageModel(model).capability.cache_kind == "kv":
         assert out.stats.num_target_passes == 11
 

@@ -13,9 +13,9 @@ from transformers import GenerationMixin
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.hf.derived import eyes
-from tests.heads import eagle_folder
+from tests.heads import changed, eagle_folder
 from tests.matrix import endless
-from tests.oracle import oracle
+from tests.oracle import contrastive, oracle
 from tests.pictures import FAMILIES, IMAGE, VIDEO, VOCAB, batch, hearing, prompt, seeing
 from tests.tiny import tiny
 
@@ -204,41 +204,29 @@ def test_hidden_states_and_attentions(family: str) -> None:
 @pytest.mark.parametrize("family", [one for one in SOME if one != "paligemma"])  # it reads new text in one direction
 @torch.no_grad()
 def test_contrastive_search_equals_the_formula(family: str) -> None:
-    """The paper's rule, one whole text at a time, without any cache."""
     model, row, (alpha, k) = model_of(family), prompt(family, BEGINNING, 0, ENDING), (0.6, 4)
     out = SpecGenerator(model).generate(
         **row, **endless(8, penalty_alpha=alpha, top_k=k, suppress_tokens=[IMAGE, VIDEO])
     )
 
-    def read(new: list[int]) -> tuple[Tensor, Tensor]:
+    def read(new: list[int]) -> Any:
         ids = torch.cat([row["input_ids"], torch.tensor([new]).long()], 1)
         longer = {n: torch.nn.functional.pad(v, (0, len(new))) for n, v in row.items() if n.endswith("token_type_ids")}
         found = model(
             **row | longer | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, output_hidden_states=True
         )
         found.logits[..., [IMAGE, VIDEO]] = -torch.inf
-        return found.logits[0, -1], torch.nn.functional.normalize(found.hidden_states[-1][0], dim=-1)
+        return found
 
-    new: list[int] = []
-    for _ in range(8):
-        logits, context = read(new)
-        probs, tokens = logits.softmax(-1).topk(k)
-        likeness = [(context @ read([*new, token])[1][-1]).max() for token in tokens.tolist()]
-        new.append(int(tokens[((1 - alpha) * probs - alpha * torch.stack(likeness)).argmax()]))
-    assert out.new_tokens() == [new]
+    assert out.new_tokens() == [contrastive(read, alpha, k, 8)]
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_head_reads_what_the_target_saw(family: str, tmp_path: Path) -> None:
     """It guesses from hidden states of the text and its pictures, and changes nothing."""
     model, inputs = model_of(family), batch(family, rows_of(family))
-    speculators = {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "verifier": {"architectures": [type(model).__name__], "name_or_path": None},
-    }
-    folder = eagle_folder(tmp_path, speculators_config=speculators, eagle_aux_hidden_state_layer_ids=[0, 1])
+    folder = eagle_folder(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1])
+    changed(folder, speculators_config={"verifier": {"architectures": [type(model).__name__]}})
     for options in ({}, {"num_beams": 2}):
         out = SpecGenerator(model, str(folder)).generate(**inputs, **endless(LENGTH, **options))
         plain = SpecGenerator(model).generate(**inputs, **endless(LENGTH, **options))
