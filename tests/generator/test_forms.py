@@ -29,16 +29,22 @@ class Flag(BaseModel, extra="forbid"):
     on: bool
 
 
+def is_person(text: str) -> bool:
+    """Whether a text fits the schema."""
+    found = json.loads(text)
+    return len(found.pop("name")) <= 5 and found.pop("age") in range(100) and not found
+
+
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "format": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-        lambda text: 0 <= json.loads(text)["age"] <= 99,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
+        is_person,
     ),
-    "json": ({"guided_json": json.dumps(SCHEMA)}, lambda text: len(json.loads(text)["name"]) <= 5),
+    "json": ({"guided_json": json.dumps(SCHEMA)}, is_person),
     "model": ({"guided_json": Flag}, lambda text: isinstance(Flag.model_validate_json(text).on, bool)),
-    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, lambda text: re.fullmatch(r"[ab]{2,4}\.[0-9]", text)),
-    "lark": ({"guided_grammar": 'start: "x" ("," /[0-9]/){1,3}'}, lambda text: text.startswith("x,")),
-    "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
+    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, re.compile(r"[ab]{2,4}\.[0-9]").fullmatch),
+    "lark": ({"guided_grammar": 'start: "x" ("," /[0-9]/){1,3}'}, re.compile("x(,[0-9]){1,3}").fullmatch),
+    "choice": ({"guided_choice": ["yes", "no", "né"]}, re.compile("yes|no|né").fullmatch),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import re
 import tempfile
 import threading
@@ -24,6 +23,8 @@ from specdec.server.cancellation import Cancel, in_threads
 from specdec.server.errors import ApiError
 from tests import speech
 from tests.folders import WIDTH
+from tests.generator import test_forms
+from tests.generator.test_forms import SCHEMA, is_person
 from tests.server.served import (
     TOKENIZER,
     Answered,
@@ -150,34 +151,10 @@ async def test_what_runs_in_threads() -> None:
     assert len(given_up) == 2
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-
-
-def is_person(text: str) -> bool:
-    """Whether a text fits the schema."""
-    found = json.loads(text)
-    return len(found.pop("name")) <= 5 and found.pop("age") in range(100) and not found
-
-
-CHOICE = re.compile("yes|no|né").fullmatch
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {
-    "schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
-        is_person,
-    ),
+    **{name: test_forms.FORMS[name] for name in ("format", "json", "regex", "lark", "choice")},
     "guided_json": ({"guided_json": SCHEMA}, is_person),
-    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, re.compile(r"[ab]{2,4}\.[0-9]").fullmatch),
-    "lark": (
-        {"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'},
-        re.compile("x(,[0-9]{1,2})*").fullmatch,
-    ),
-    "choice": ({"guided_choice": ["yes", "no", "né"]}, CHOICE),
-    "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, CHOICE),
+    "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, re.compile("yes|no").fullmatch),
     "nested schema": ({"structured_outputs": {"json": SCHEMA, "regex": None}}, is_person),
     "beams": ({"guided_regex": "[ab]{3}-[0-9]", "num_beams": 3}, re.compile("[ab]{3}-[0-9]").fullmatch),
 }
