@@ -110,21 +110,20 @@ def test_pieces_and_truncation(summarize: Any) -> None:
     assert parts[("--truncate",)] == [1]
 
 
-def test_the_checkpoints_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoints_length(folder: Path, called: Any) -> None:
     """It is the limit where no flag sets one, and 128 where it has none either."""
     target = folder / "limited"
     model("t5", max_length=21).save_pretrained(target)
     tokenizer(ends=True).save_pretrained(target)
     for name, length in ((target, 20), (folder / "target", 128)):
         flags = ["--model", str(name), "--format", "json", "--set", "eos_token_id=[]"]
-        assert run(["summarize", str(folder / "text.txt"), *flags]) == 0
-        assert json.loads(capsys.readouterr().out)["stats"]["num_new_tokens"] == length
+        out = called("summarize", folder / "text.txt", *flags).out
+        assert json.loads(out)["stats"]["num_new_tokens"] == length
 
 
-def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(called: Any) -> None:
     """The package's own functions, by its own model: each summary begins with the signature."""
-    assert run(["summarize", "--demo", "--format", "json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = called("summarize", "--demo", "--format", "json")
     found = json.loads(out)
     assert err == ""
     assert [d["file"] for d in found["documents"]] == list(bundled_models.functions())
@@ -162,9 +161,8 @@ def test_usage_errors(arguments: list[str], words: str, summarize: Any, monkeypa
     assert words in err
 
 
-def test_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_model(folder: Path, called: Any) -> None:
     """The error names the flag."""
-    assert run(["summarize", str(folder / "text.txt")]) == 2
-    assert "no target was named: pass --model" in capsys.readouterr().err
-    assert run(["summarize", str(folder / "text.txt"), "--model", "zoo:nope"]) == 2
-    assert "`--model` must be a hub id, a folder or one of zoo:" in capsys.readouterr().err
+    asked = "summarize", folder / "text.txt"
+    assert "no target was named: pass --model" in called(*asked, code=2).err
+    assert "`--model` must be a hub id, a folder or one of zoo:" in called(*asked, "--model", "zoo:nope", code=2).err

@@ -105,10 +105,9 @@ def test_standard_input_and_the_rest(folder: Path, typed: Any, monkeypatch: pyte
     assert typed("long.wav", "--chunk-length", "1", "--task", "translate")[1].strip() == chunked["text"].strip()
 
 
-def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(called: Any) -> None:
     """The package's own recordings, read by its own models, are nearly understood."""
-    assert run(["transcribe", "--demo", "--format", "json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = called("transcribe", "--demo", "--format", "json")
     lines = [json.loads(line) for line in out.splitlines()]
     recordings = bundled_models.recordings()
     assert len(lines) == len(recordings) > 1
@@ -119,7 +118,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mean acceptance length" in err
 
 
-def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, called: Any) -> None:
     """(The package's own, of 299 words, answered nonsense; a text model was asked for its `processor=`.)"""
     text = ["--demo", "--model", saved_model(tmp_path / "llama")]
     for arguments, words in (
@@ -127,10 +126,8 @@ def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, capsys: py
         (text, "must be a Whisper model"),
         (text, "is of the kind 'llama'"),
     ):
-        assert run(["transcribe", *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert words in err
+        out, err = called("transcribe", *arguments, code=2)
+        assert (out, words in err) == ("", True)
 
 
 def test_folders_are_the_recordings_in_them(folder: Path, tmp_path: Path, typed: Any) -> None:

@@ -14,7 +14,6 @@ from psutil import virtual_memory
 
 from specdec import LoadError, OptionError, SpecdecError
 from specdec.cli import serve as command
-from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.cli.terminal import notes
 from specdec.options import bundled_models
@@ -85,12 +84,9 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["x", "--method", "draft"], "--draft-model"),
     ],
 )
-def test_flags_that_do_not_go(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_that_do_not_go(arguments: list[str], said: str, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
-    assert run(["serve", *arguments, "--quiet"]) == 2
-    assert said in capsys.readouterr().err
+    assert said in called("serve", *arguments, "--quiet", code=2).err
 
 
 def test_every_wrong_key_is_named() -> None:
@@ -128,10 +124,9 @@ def test_all_lines_of_a_log_have_its_format(kind: str, capsys: pytest.CaptureFix
         assert [line.split(" ", 2)[2] for line in lines] == (said if kind == "text" else said[2:])
 
 
-def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
-    assert run(["serve", "--demo"]) == 1
-    assert "-e '.[serve]'" in capsys.readouterr().err
+    assert "-e '.[serve]'" in called("serve", "--demo", code=1).err
 
 
 @pytest.mark.parametrize("package", ["soundfile", "soxr"])
@@ -152,14 +147,14 @@ def test_the_extra_is_enough() -> None:
     assert brought >= {*command.NEEDS, *audio.READERS}
 
 
-def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_of_somebody_else(called: Any) -> None:
     """One line that names it, before any model is loaded. (It came from the socket, after minutes of loading.)"""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert run(["serve", "/nonexistent/model", "--port", str(port), "-q"]) == 1
-    assert re.search(rf"^error: port {port} of 127.0.0.1 cannot be had \(.*--port", capsys.readouterr().err)
-    assert run(["serve", "/nonexistent/model", "--host", "192.0.2.1", "--insecure", "-q"]) == 1  # of a document
-    assert "of 192.0.2.1 cannot be had" in capsys.readouterr().err
+        err = called("serve", "/nonexistent/model", "--port", port, "-q", code=1).err
+    assert re.search(rf"^error: port {port} of 127.0.0.1 cannot be had \(.*--port", err)
+    err = called("serve", "/nonexistent/model", "--host", "192.0.2.1", "--insecure", "-q", code=1).err  # of a document
+    assert "of 192.0.2.1 cannot be had" in err
 
 
 def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
