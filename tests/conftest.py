@@ -16,6 +16,7 @@ import torch
 from specdec import kernels
 from specdec.core import draft_schedules
 from specdec.models.hf import probe_cache
+from tests.folders import saved_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +52,21 @@ def _by_no_clock() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_schedules, "DEFAULT", "heuristic")
         yield
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a draft that disagrees with it, on disk, where nobody writes."""
+    root = tmp_path_factory.mktemp("models")
+    return saved_model(root / "target"), saved_model(root / "draft", seed=1)
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which the processor filters and draws."""
+    if request.param and not kernels.available():
+        pytest.skip(kernels.why_not())
+    monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 @pytest.fixture

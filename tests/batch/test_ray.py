@@ -20,7 +20,6 @@ from specdec.batch import BatchSpec, Pool, Source, connect, over_ray
 from specdec.batch import run as run_batch
 from specdec.options import bundled_models
 from specdec.server.ray_serve import application
-from tests.folders import saved_model
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 serve = pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
@@ -58,13 +57,6 @@ def cluster() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a draft that often disagrees with it."""
-    folder = tmp_path_factory.mktemp("models")
-    return saved_model(folder / "target"), saved_model(folder / "draft", seed=1)
-
-
 def workers() -> list[int]:
     """The processes that hold models for a batch."""
     return processes(b"Map")
@@ -85,14 +77,14 @@ def read(path: Path) -> bytes:
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_a_batch_over_two_workers_one_of_which_is_killed(
-    cluster: None, models: tuple[str, str], tmp_path: Path, sample: bool
+    cluster: None, folders: tuple[str, str], tmp_path: Path, sample: bool
 ) -> None:
     """200 rows: byte for byte the file of the run in this process, nothing lost and nothing twice."""
     rows = [{"id": n, "prompt": f"{'row ' * (n % 5)}{n}"} for n in range(199)]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:50], "no JSON", *lines[50:]]))
     source = Source.of(tmp_path / "in.jsonl")
-    spec = BatchSpec("generate", *models, options={"max_new_tokens": 24, "do_sample": sample}, seed=1)
+    spec = BatchSpec("generate", *folders, options={"max_new_tokens": 24, "do_sample": sample}, seed=1)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     run_batch(source, whole, spec)
     killed: list[int] = []

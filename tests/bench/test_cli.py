@@ -13,16 +13,14 @@ from specdec.cli.bench import suite_keys
 from specdec.cli.terminal import Heartbeat, duration, progress_bar
 from specdec.proposers import DRAFTS
 from tests.bench.fakes import lie
-from tests.folders import saved_model
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def arguments(folders: tuple[str, str], tmp_path: Path) -> list[str]:
     """A benchmark of a moment."""
-    target = saved_model(tmp_path / "target")
     (tmp_path / "p.txt").write_text("abab\n\nxyxy")
     shared = ["--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "5", "--repeats", "1", "--quiet"]
-    return ["bench", target, "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
+    return ["bench", folders[0], "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
 
 
 def params(**given: Any) -> dict[str, Any]:

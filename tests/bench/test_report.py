@@ -13,7 +13,6 @@ from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
 from specdec.bench.report import as_html, group_plots, number, short
 from tests.bench.fakes import reported
-from tests.folders import saved_model
 
 SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
 PLOTS = ("speedup", "categories", "acceptance", "sweep", "split")
@@ -49,13 +48,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with a sweep, two categories, two temperatures, and a draft in a backend of its own.
 
     The last schedule says no length, beside some that do: a report could not put them in order.
     """
     root = tmp_path_factory.mktemp("run")
-    target, draft = saved_model(root / "target"), saved_model(root / "draft", seed=1)
+    target, draft = folders
     (root / "p.jsonl").write_text("".join(f'{{"category": "{c}", "turns": ["{c}{c}xx"]}}\n' for c in ("aa", "bb")))
     schedules = [{"schedule": "constant", "num_assistant_tokens": [1, 3]}, "constant"]
     shared = {"temperatures": [0, 0.7], "prompts": str(root / "p.jsonl"), "max_new_tokens": 12, "repeats": 1}

@@ -23,20 +23,13 @@ from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a target and of a draft that disagrees with it."""
-    root = tmp_path_factory.mktemp("models")
-    return saved_model(root / "target"), saved_model(root / "draft", seed=1)
-
-
 @pytest.fixture
-def keys(models: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
+def keys(folders: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
     """A small benchmark: two prompts, two drafts, twice."""
     (tmp_path / "p.txt").write_text("abab\n\nxyzxyz")
     constant = {"schedule": "constant", "num_assistant_tokens": 2}
     shared = {"prompts": str(tmp_path / "p.txt"), "max_new_tokens": 6, "repeats": 2, "schedules": [constant]}
-    return {"targets": models[0], "drafts": [models[1], "suffix"], "options": {"eos_token_id": []}, **shared}
+    return {"targets": folders[0], "drafts": [folders[1], "suffix"], "options": {"eos_token_id": []}, **shared}
 
 
 @pytest.fixture
@@ -120,7 +113,7 @@ def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
             run(read_suite(keys), folder)
 
 
-def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], measured: Any) -> None:
+def test_another_configuration_is_refused(keys: dict[str, Any], folders: tuple[str, str], measured: Any) -> None:
     """Samples of other settings, prompts or weights are never mixed in."""
     measured(drafts="suffix")
     with pytest.raises(OptionError, match="another configuration"):
@@ -130,7 +123,7 @@ def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[st
         measured(drafts="suffix")
     Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
     measured(drafts="suffix")
-    (Path(models[0]) / "config.json").touch()
+    (Path(folders[0]) / "config.json").touch()
     with pytest.raises(OptionError, match="other models"):
         measured(drafts="suffix")
 
@@ -138,12 +131,12 @@ def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[st
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("drafts", ["zoo:python-code", "suffix+zoo:python-code"])
 def test_a_pair_that_was_trained_again(
-    role: str, drafts: Any, models: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    role: str, drafts: Any, folders: tuple[str, str], measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights under an old name are noticed. (Only folders were looked at, and `zoo:` names were taken for ids.)"""
     monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
     folder = tmp_path / "python_code"
-    for name, model in zip(("target", "draft"), models, strict=True):
+    for name, model in zip(("target", "draft"), folders, strict=True):
         shutil.copytree(model, folder / name)
     (folder / "card.json").write_text("{}")
     suite = {"targets": "zoo:python-code", "drafts": drafts, "repeats": 1}
@@ -154,7 +147,7 @@ def test_a_pair_that_was_trained_again(
         measured(**suite)
 
 
-def test_a_liar_is_found(models: tuple[str, str], measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_liar_is_found(folders: tuple[str, str], measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The position, both tokens, and how far the target's two best logits are apart there."""
     monkeypatch.setattr(runner, "measure", lie)
     found = measured(drafts="suffix")
@@ -162,7 +155,7 @@ def test_a_liar_is_found(models: tuple[str, str], measured: Any, monkeypatch: py
     assert len(found["mismatches"]) == 4
     assert found["groups"][0]["systems"][1]["identical"] == 0
     assert "4 DIFFER" in " ".join(found["summary"])
-    plain = SpecGenerator.from_pretrained(models[0])
+    plain = SpecGenerator.from_pretrained(folders[0])
     out = plain.generate("abab", max_new_tokens=6, eos_token_id=[], output_logits=True)
     best, second = out.logits[3][0].topk(2).values.tolist()
     mismatch = found["mismatches"][0]

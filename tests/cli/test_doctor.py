@@ -15,20 +15,11 @@ from specdec.bench.machine import memory_bandwidth, waiting_threads
 from specdec.cli import doctor
 from specdec.core.stats import Stats
 from specdec.kernels import Lack
-from specdec.options.bundled_models import Pair
-from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
 NEEDED = ["torch<9,>=2.11", "transformers<5.99,>=5.17", 'gguf<1,>=0.17; extra == "gguf"']
 """What an installation says of itself, which may be older than this folder."""
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target and a draft that disagrees with it."""
-    folder = tmp_path_factory.mktemp("pair")
-    target, draft = saved_model(folder / "target"), saved_model(folder / "draft", seed=1)
-    return Pair("pair", Path(target), Path(draft), {})
 
 
 def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
@@ -75,10 +66,10 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, called: A
         assert words in out
 
 
-def test_a_pair(pair: Pair, called: Any) -> None:
+def test_a_pair(folders: tuple[str, str], called: Any) -> None:
     """Backends and why, whether they fit, and an estimate that says when a draft does not pay."""
-    flags = ["--draft-model", pair.draft, "-p", "def f", "--seconds", "0.1", "--json", "--quiet"]
-    findings = json.loads(called("doctor", pair.target, *flags).out)["findings"]
+    flags = ["--draft-model", folders[1], "-p", "def f", "--seconds", "0.1", "--json", "--quiet"]
+    findings = json.loads(called("doctor", folders[0], *flags).out)["findings"]
     found = {(one["section"], one["name"]): one for one in findings}
     assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
     assert found["models", "target's backend"]["text"].startswith(("eager: ", "packed: "))
@@ -105,10 +96,10 @@ def test_a_busy_machine_promises_nothing(busy: bool, monkeypatch: pytest.MonkeyP
     assert "held-out code (-p" in speed.text
 
 
-def test_a_pair_that_does_not_fit(pair: Pair, tmp_path: Path, called: Any) -> None:
+def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """The error of loading is a finding, with its way out, and exit code 1."""
     tiny("llama", vocab=64).save_pretrained(tmp_path)
-    out = called("doctor", pair.target, "--draft-model", tmp_path, "--quiet", code=1).out
+    out = called("doctor", folders[0], "--draft-model", tmp_path, "--quiet", code=1).out
     assert re.search(r"✗ loading .*draft='suffix'", out)
 
 

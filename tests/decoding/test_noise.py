@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy.stats import chi2, kstest
 
-from specdec import kernels
 from specdec.decoding import noise
 from specdec.decoding.noise import fold
 from specdec.errors import SpecdecError
@@ -72,14 +71,6 @@ def test_scalar_numbers_are_uniform_and_apart() -> None:
 def test_gumbel_has_its_law() -> None:
     """Kolmogorov-Smirnov against the standard Gumbel distribution."""
     assert kstest(noise.gumbel(noise.key(1, 2, 3), IDS).numpy(), "gumbel_r").pvalue > FALSE_ALARM
-
-
-@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which the processor draws."""
-    if request.param and not kernels.available():
-        pytest.skip(kernels.why_not())
-    monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 @pytest.mark.usefixtures("ways")

@@ -4,18 +4,10 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from specdec import kernels
 from specdec.decoding.processors import TopK, TopKTopP, TopP
 
+pytestmark = pytest.mark.usefixtures("ways")
 VOCABS = [5, 300, 5000, 40_003]
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "torch"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which the processor filters."""
-    if request.param and not kernels.available():
-        pytest.skip(kernels.why_not())
-    monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 def samples(vocab: int) -> list[torch.Tensor]:

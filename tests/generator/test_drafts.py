@@ -14,20 +14,13 @@ from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.ragged import RaggedForward
 from specdec.proposers import NgramDraft
-from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import endless
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
 RUN = endless(8)
 SAMPLED: dict[str, Any] = {**RUN, "do_sample": True, "seed": 3}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a draft on disk."""
-    root = tmp_path_factory.mktemp("models")
-    return saved_model(root / "target"), saved_model(root / "draft", seed=1)
 
 
 # --- names

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specdec.cli.commands import run
 from specdec.decoding.strategies import STRATEGIES, Greedy
 from specdec.options.generate import Options
 from specdec.options.resolve import read_yaml, resolve
-from tests.folders import saved_model
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "strategies").glob("*.yaml"))
 
@@ -27,10 +26,8 @@ def test_every_strategy_has_a_preset() -> None:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_runs(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_runs(path: Path, folders: tuple[str, str], called: Any) -> None:
     """Its comment says who published the setting, and a tiny model decodes with it."""
     assert "et al." in " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-    model = saved_model(tmp_path / "model")
-    arguments = ["generate", model, "-p", "ab", "--config", str(path), "--max-new-tokens", "4", "--seed", "1"]
-    assert run([*arguments, "--quiet"]) == 0
-    assert capsys.readouterr().out
+    asked = ["-p", "ab", "--config", path, "--max-new-tokens", "4", "--seed", "1", "--quiet"]
+    assert called("generate", folders[0], *asked).out
