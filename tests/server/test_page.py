@@ -8,18 +8,11 @@ import pytest
 
 from specdec.options import bundled_models
 from tests.browser import launched, needs_browser
-from tests.server.process import KEY, Process, serving
+from tests.server.process import KEY, Process
 
 api = pytest.importorskip("playwright.sync_api", reason="the extra `test` is not installed: no playwright")
 
 pytestmark = [pytest.mark.slow, needs_browser]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One server for all pages."""
-    with serving(tmp_path_factory.mktemp("served")) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "def add(first, second):\n"
 MINUTES = float(os.environ.get("SPECDEC_LOAD_MINUTES", "0.5"))  # of the load test
 _TELLING = 5.0  # minutes from which on the second half tells of growth
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One server for most of these."""
-    with serving(tmp_path_factory.mktemp("served")) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
