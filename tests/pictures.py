@@ -17,13 +17,11 @@ from transformers import (
 
 from specdec.models.hf.tiny_models import WINDOW, shake
 from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import HEADS
 
 VOCAB, IMAGE, VIDEO, BREAK, BEGIN, END = 64, 60, 61, 57, 58, 59
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
-_HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-_TEXT = {
-    **_HEADS, **_IDS, "num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": 512, "pad_token_id": 0,
-}  # fmt: skip
+_TEXT = {**HEADS, **_IDS, "vocab_size": VOCAB, "max_position_embeddings": 512, "pad_token_id": 0}
 _EYES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _CLIP = {**_EYES, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}

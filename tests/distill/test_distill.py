@@ -18,12 +18,11 @@ from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from tests.folders import WIDTH, byte_tokenizer, saved
-from tests.heads import Eagle
+from tests.heads import THREE, Eagle
 from tests.tiny import tiny
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat; " * 3
 PROMPTS = ["the cat", "a dog sat", "on the mat", "and then"]
-THREE = {"num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module")

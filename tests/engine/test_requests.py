@@ -31,13 +31,8 @@ def alone(model: Any, prompt: list[list[int]]) -> list[int]:
 def submit(generator: SpecGenerator, prompt: Any, **options: Any) -> Call:
     """A request that waits in the generator's engine."""
     call = generator._prepare(prompt, None, {**COMMON, **options})
-    engine_of(generator).submit(call.request)
+    generator.engine.submit(call.request)
     return call
-
-
-def engine_of(generator: SpecGenerator) -> Engine:
-    """Its engine."""
-    return generator._driver.engine
 
 
 def finish(engine: Engine) -> None:
@@ -60,7 +55,7 @@ def test_a_prompt_is_read_between_the_rounds_of_running_rows(draft: Any) -> None
     model = tiny("llama")
     generator = SpecGenerator(model, draft)
     runs = [submit(generator, [[5, 9, 12]], max_new_tokens=60), submit(generator, [[6, 6, 9]], max_new_tokens=60)]
-    engine = engine_of(generator)
+    engine = generator.engine
     engine.step()
     comes = submit(generator, LONG, prefill_chunk_size=16, max_new_tokens=2)
     chunks = 0
@@ -84,7 +79,7 @@ def test_rows_between_those_of_a_long_prompt_are_not_padded() -> None:
     """A running row that lies between two readers in memory is in none of their passes."""
     model = tiny("llama")
     generator = SpecGenerator(model)
-    engine = engine_of(generator)
+    engine = generator.engine
     calls = [submit(generator, [[5, 9]], max_new_tokens=new) for new in (2, 40, 40)]
     while not calls[0].request.done:
         engine.step()
@@ -105,12 +100,12 @@ def test_running_rows_wait_for_no_more_than_a_chunk() -> None:
     model = tiny("llama")
     generator = SpecGenerator(model)
     submit(generator, [[5, 9, 12]])
-    engine_of(generator).step()
+    generator.engine.step()
     submit(generator, [[6, 6]], output_hidden_states=True)
     submit(generator, [LONG[0][:60]], prefill_chunk_size=8)
     submit(generator, LONG, prefill_chunk_size=8)
     with shapes(model) as passes:
-        finish(engine_of(generator))
+        finish(generator.engine)
     assert max(rows * width for rows, width in passes) <= 8
 
 
@@ -118,7 +113,7 @@ def test_the_first_token_comes_before_the_draft_reads() -> None:
     """The draft model's first pass is after the round that brought the first token, also for one that joins."""
     target, draft = tiny("llama"), tiny("llama", seed=1)
     generator = SpecGenerator(target, draft)
-    engine = engine_of(generator)
+    engine = generator.engine
     with shapes(draft) as passes:
         first = submit(generator, [[5, 9, 12, 7]])
         engine.step()
@@ -159,7 +154,7 @@ def test_a_joining_request_is_encoded_alone(name: str) -> None:
         keys.register_forward_hook(lambda *args: projected.append(len(args[2]))),
     ]
     generator = SpecGenerator(model, "early_exit:1")
-    engine = engine_of(generator)
+    engine = generator.engine
 
     def inputs(rows: int, seed: int) -> dict[str, Any]:
         numbers = torch.Generator().manual_seed(seed)
@@ -188,7 +183,7 @@ def test_a_joining_request_is_encoded_alone(name: str) -> None:
 def test_what_fails_in_a_pass_ends_all_that_take_part(reading: bool) -> None:
     """All requests of a round, or of the prompts that are read, with their rows that run already; later ones go on."""
     generator = SpecGenerator(tiny("llama"))
-    engine, run = engine_of(generator), engine_of(generator).session.run
+    engine, run = generator.engine, generator.engine.session.run
     calls = [submit(generator, [[5, 9], *LONG], prefill_chunk_size=64), submit(generator, [[6, 7]])]
     for _ in range(2 if reading else 8):
         engine.step()
@@ -232,9 +227,9 @@ def test_a_proposer_that_is_started_again_adopts_no_sequence() -> None:
     generator = SpecGenerator(model, draft)
     first, second = (submit(generator, [[5, 9]], **{**COMMON, "max_new_tokens": n}) for n in (4, 30))
     while not first.request.done:
-        engine_of(generator).step()
+        generator.engine.step()
     third = submit(generator, [[6, 7]], **COMMON)
-    finish(engine_of(generator))
+    finish(generator.engine)
     ids = [call.request.seqs[0].id for call in (first, second, third)]
     assert draft.asked == [{*ids[:2]}, {ids[2]}]
     assert len(second.request.seqs[0].texts[0]) == 30
@@ -253,7 +248,7 @@ def test_what_fails_while_it_is_admitted_ends_alone() -> None:
 
     bad.request.encode = encode
     late = submit(generator, [[6, 7]])
-    finish(engine_of(generator))
+    finish(generator.engine)
     assert bad.request.error is error
     for call, prompt in ((good, [[5, 9, 12]]), (late, [[6, 7]])):
         alone = SpecGenerator(model).generate(prompt, **COMMON)
@@ -274,7 +269,7 @@ def test_a_place_that_cannot_be_had() -> None:
     """Ends its own request, all rows of it, and nobody else's."""
     model = tiny("llama")
     generator = SpecGenerator(model)
-    engine = engine_of(generator)
+    engine = generator.engine
     stays = submit(generator, [[7, 8, 9]])
     engine.step()
     fails = submit(generator, [[5, 6, 7], [8, 9, 10]])
@@ -314,7 +309,7 @@ def test_a_request_counts_its_own_passes() -> None:
     expected = SpecGenerator(model).generate([[5, 9, 7]], **COMMON).stats.num_target_passes
     generator = SpecGenerator(model)
     generator.target.weight_bytes = 1  # every row has passes of its own then
-    engine = engine_of(generator)
+    engine = generator.engine
     long = submit(generator, [[(3 * i) % 40 + 5 for i in range(60)]])
     engine.step()
     short = submit(generator, [[5, 9, 7]])
@@ -326,7 +321,7 @@ def test_equal_prompts_of_one_token_are_read_together() -> None:
     """Nobody waits for a row that leaves with what it has read."""
     generator = SpecGenerator(tiny("llama"), prefix_cache=1000)
     generator.target.weight_bytes = 10**9  # one pass for all
-    engine = engine_of(generator)
+    engine = generator.engine
     prompt = [[(3 * i) % 40 + 5 for i in range(80)]]
     for _ in range(5):
         submit(generator, prompt, max_new_tokens=1)
@@ -337,7 +332,7 @@ def test_equal_prompts_of_one_token_are_read_together() -> None:
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     """Every other chunk may be one of somebody else's."""
     generator = SpecGenerator(tiny("llama"))
-    engine = engine_of(generator)
+    engine = generator.engine
     long = submit(generator, [[(3 * i) % 40 + 5 for i in range(200)]], prefill_chunk_size=10)
     engine.step()
     short = submit(generator, [[5, 9, 7]])
