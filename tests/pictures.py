@@ -199,7 +199,6 @@ def batch(family: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def with_processor(seed: int = 0) -> tuple[Any, Any]:
-    """A tiny LLaVA and its processor."""
     made = processor()
     place = made.tokenizer.convert_tokens_to_ids("<image>")
     return seeing("llava", seed, place=place, vocab_size=WIDTH + 1), made

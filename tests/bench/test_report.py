@@ -65,7 +65,6 @@ def found(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def folder(found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its report."""
     folder = tmp_path_factory.mktemp("report")
     assert write_report(found, folder) == folder / "report.html"
     return folder

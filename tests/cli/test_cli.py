@@ -51,7 +51,6 @@ STATS = (
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target's folder."""
     return saved_model(tmp_path_factory.mktemp("models") / "target")
 
 

@@ -39,7 +39,6 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in _BLOCK.finditer(text):

@@ -58,8 +58,6 @@ ONE_TEXT = ("greedy", "coupled", "scored", "penalised", "limited")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for."""
-
     strategy: str
     draft: str
     length: int
@@ -108,7 +106,6 @@ def models(name: str) -> tuple[LanguageModel, LanguageModel, LanguageModel]:
 
 
 def draft(name: str, kind: str) -> Draft | None:
-    """A fresh draft of one kind."""
     target, other, near = models(name)
     match kind:
         case "none":
@@ -374,7 +371,6 @@ class Requests(RuleBasedStateMachine):
 
 
 def machine(name: str) -> Callable[[], Requests]:
-    """The machine of one architecture."""
     return type(f"Requests_{name}", (Requests,), {"name": name})
 
 

@@ -83,7 +83,6 @@ def together(*works: Callable[[], Any]) -> list[Any]:
 
 
 def generated(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list[int]]:
-    """The texts of a call."""
     return generator.generate(prompt, **{**COMMON, **options}).sequences.tolist()
 
 

@@ -23,7 +23,6 @@ PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
 
 
 def logits(model: Any, name: str, rows: int = 2) -> torch.Tensor:
-    """Of a prompt."""
     ids = torch.tensor([[5, 9, 12, 7], [6, 6, 9, 30]])[:rows]
     if not model.config.is_encoder_decoder:
         return model(ids).logits

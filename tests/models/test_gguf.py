@@ -41,7 +41,6 @@ def as_transformers_reads(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """Of a prompt."""
     return model(torch.tensor(PROMPT)).logits
 
 

@@ -211,7 +211,6 @@ def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def spoil(folder: str, what: str) -> None:
-    """Breaks a checkpoint."""
     file, config = Path(folder) / "model.safetensors", Path(folder) / "config.json"
     content, known = file.read_bytes(), json.loads(config.read_text())
     if what in ("half", "header"):

@@ -102,7 +102,6 @@ FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
-    """The noise of guess `place`."""
     if choice.address is None:
         return torch.zeros(vocab)
     return noise.gumbel(noise.fold(choice.address, choice.first + place), torch.arange(vocab))

@@ -38,7 +38,6 @@ class Process:
         raise AssertionError(f"the server does not listen:\n{self.log.read_text()}")
 
     def client(self, **more: Any) -> httpx.Client:
-        """A client of it."""
         return httpx.Client(base_url=self.url, timeout=_PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, **more)
 
     @property

@@ -90,7 +90,6 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
 
 
 def state_of(served: Any) -> Any:
-    """The state of a server or an application."""
     return (served.config.app if isinstance(served, uvicorn.Server) else served).state.server
 
 

@@ -224,7 +224,6 @@ hearing = cache(speech_model)
 
 
 def recording(seconds: float, kind: str = "WAV") -> bytes:
-    """A sound file."""
     file = io.BytesIO()
     soundfile.write(file, speech.speech(seconds), speech.RATE, format=kind)
     return file.getvalue()
