@@ -1,7 +1,5 @@
 """Texts that the output may resemble: they change how many passes it takes, never the text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,11 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.pipelines import Summarizer
 from tests.folders import byte_tokenizer, saved_model
 from tests.matrix import endless, some
+from tests.proposers.fakes import OwnProposer
 from tests.tiny import tiny, tiny_inputs
 
 IDS = [[5, 6, 7], [9, 8, 4, 3]]
@@ -106,20 +104,10 @@ def test_what_is_none_raises(draft: Any, prediction: Any, words: str) -> None:
         SpecGenerator(tiny("llama"), draft).generate(IDS[:1], **RUN, prediction=prediction)
 
 
-def test_pipelines_have_no_place_for_it() -> None:
-    """They make their own prompts."""
-    summarize = Summarizer(tiny("llama", vocab=300), "suffix", tokenizer=byte_tokenizer())
-    with pytest.raises(OptionError, match="prediction"):
-        summarize("ab", max_new_tokens=4, prediction="cd")
-
-
 def test_a_draft_that_says_nothing_of_itself() -> None:
     """Predictions and trees are refused, not ignored, until it says that it uses them."""
 
-    class Silent(Draft, Proposer):
-        def start(self, vocab_size: int) -> Silent:
-            return self
-
+    class Silent(OwnProposer):
         def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
             return [EMPTY] * len(seqs)
 

@@ -257,6 +257,7 @@ CALLS = [
     ("a", {"output_scores": True}, "`output_scores` has no place in a Summarizer's result"),
     ("a", {"return_dict_in_generate": True}, "`return_dict_in_generate` has no place"),
     ("a", {"max_token": 3}, "`max_token` is not an option of generate"),
+    ("a", {"prediction": "b"}, "`prediction` goes with one prompt"),
     ("a", {"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences`=3 is more than"),
     ("a", {"seed": [1, 2], "do_sample": True}, "`seed` must be one number, or one for each of 1 rows"),
     (LONG, {"max_new_tokens": 60}, "of their summaries, 60 tokens each, two do not fit into the 100 tokens"),
