@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin, TextStreamer
+from transformers import GenerationMixin
 
 from specdec import SpecGenerator, UnsupportedError
 from specdec.generator.tokenizers import Detokenizer
@@ -199,15 +199,6 @@ def test_text_waits_only_where_a_stop_string_may_have_begun() -> None:
     text = Detokenizer(tokenizer, ["stop", "a longer one"])
     pieces = [text.push(tokenizer.encode(letter)) for letter in "x st stop!"]
     assert pieces == ["x", " ", "", "", "st ", "", "", "", "", ""]
-
-
-def test_transformers_streamer(capsys: pytest.CaptureFixture[str]) -> None:
-    """A transformers streamer gets the prompt, then the new text in pieces."""
-    model = tiny("llama")
-    out = SpecGenerator(model, "suffix", tokenizer=Words()).generate(
-        [[5, 9, 12]], **COMMON, eos_token_id=[], streamer=TextStreamer(Words(), skip_prompt=True)
-    )
-    assert capsys.readouterr().out.strip() == out.texts[0]
 
 
 def test_a_stream_leaves_gradients_alone() -> None:

@@ -162,7 +162,7 @@ def test_streamers(wrong: PreTrainedModel) -> None:
     model, tokenizer = tiny("llama", vocab=WIDTH), byte_tokenizer()
     ids = tokenizer("the quick brown", return_tensors="pt")["input_ids"]
     texts = []
-    for hook in (None, custom_generate(tiny("llama", vocab=WIDTH, seed=1))):
+    for hook in (None, custom_generate(model)):
         streamer = TextIteratorStreamer(tokenizer, timeout=20)
         arguments = {"streamer": streamer, "max_new_tokens": 16, "custom_generate": hook}
         thread = Thread(target=model.generate, args=(ids,), kwargs=arguments)
