@@ -526,5 +526,3 @@ def test_generation_config_of_the_call() -> None:
     assert generator.generate(IDS, generation_config=config, eos_token_id=[]).stats.num_new_tokens == 5
     shorter = generator.generate(IDS, generation_config=config, eos_token_id=[], max_new_tokens=2)
     assert shorter.stats.num_new_tokens == 2
-    with pytest.raises(UnsupportedError, match="token_healing"):
-        generator.generate(IDS, generation_config=GenerationConfig(token_healing=True))

@@ -374,8 +374,6 @@ def test_encodings_join() -> None:
 
 def test_bad_input() -> None:
     model = tiny("llama")
-    with pytest.raises(OptionError, match=r"model\.eval"):
-        LanguageModel(tiny("llama").train())
     language = LanguageModel(model)
     with pytest.raises(UnsupportedError, match="no encoder"):
         language.encode({"input_ids": torch.tensor([[3]])})
