@@ -265,15 +265,6 @@ def test_text_that_grows_long_without_the_head(
         assert tree.tokens == expected[: len(tree)]
 
 
-def test_a_pair_with_a_draft_that_copies(tmp_path: Path) -> None:
-    """A head beside a suffix automaton hears of all rounds, also of those it had no part in."""
-    folder = eagle_folder(tmp_path / "head")
-    model = target()
-    for given in ({}, {"num_beams": 2}):
-        out = SpecGenerator(model, ("suffix", folder)).generate(IDS, **RUN, **given)
-        assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **given).sequences.tolist()
-
-
 VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/another-model"}
 
 

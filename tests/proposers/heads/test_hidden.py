@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import LanguageModel, SpecGenerator, UnsupportedError
+from specdec import SpecGenerator, UnsupportedError
 from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import Tree, common_length
 from specdec.errors import OptionError
@@ -235,20 +235,6 @@ def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     SpecGenerator(tiny("llama"), draft).generate(IDS, **RUN)
     assert seen
     assert all(layers == [False, True, False] for layers in seen)
-
-
-def test_the_caller_s_model_stays_as_it_is() -> None:
-    """A model whose passes run in another backend says the same hidden states afterwards. (It said each of them
-    twice.)
-    """
-    model, ids = tiny("llama"), torch.tensor(IDS[:1])
-    draft = Listener()
-    generator = SpecGenerator(LanguageModel(model, backend="packed"), draft)
-    plain = SpecGenerator(model).generate(IDS, **RUN)
-    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
-    with torch.no_grad():
-        assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-    check(model, draft)
 
 
 @pytest.mark.parametrize("layers", [[0, 3], 2, "2"])
