@@ -37,7 +37,6 @@ QUICK = ("greedy", "warped", "presence", "stop", "beams", "regex")
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """A request for a completion."""
     return {"prompt": PROMPT, "max_tokens": 20, **fields}
 
 
@@ -64,17 +63,6 @@ def test_contrastive_search_goes_without_the_draft() -> None:
         found = c.complete(**asked(penalty_alpha=0.6, top_k=4, return_metrics=True))
     assert found["choices"][0]["text"]
     assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
-
-
-def test_the_text_is_the_librarys() -> None:
-    model = model_of("suffix")
-    ids = TOKENIZER(PROMPT)["input_ids"]
-    out = model.generator.generate([ids], max_new_tokens=20, do_sample=True, top_k=0, seed=9)
-    with asking(app(model)) as c:
-        found = c.complete(**asked(seed=9))
-    assert found["choices"][0]["text"] == out.texts[0]
-    assert found["usage"]["prompt_tokens"] == len(ids)
-    assert found["usage"]["completion_tokens"] == len(out.new_tokens()[0])
 
 
 def test_several_prompts_and_choices() -> None:
