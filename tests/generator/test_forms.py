@@ -43,7 +43,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "json": ({"guided_json": json.dumps(SCHEMA)}, is_person),
     "model": ({"guided_json": Flag}, lambda text: isinstance(Flag.model_validate_json(text).on, bool)),
     "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, re.compile(r"[ab]{2,4}\.[0-9]").fullmatch),
-    "lark": ({"guided_grammar": 'start: "x" ("," /[0-9]/){1,3}'}, re.compile("x(,[0-9]){1,3}").fullmatch),
+    "lark": ({"guided_grammar": 'start: "x" ("," DIGIT){1,3}\nDIGIT: /[0-9]/'}, re.compile("x(,[0-9]){1,3}").fullmatch),
     "choice": ({"guided_choice": ["yes", "no", "né"]}, re.compile("yes|no|né").fullmatch),
 }
 WAYS: dict[str, dict[str, Any]] = {
