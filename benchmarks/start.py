@@ -9,6 +9,7 @@ its kernels and chosen its backend before, as after its first use on a machine.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -44,12 +45,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     watch, seconds = Watch(), {name: list[tuple[float, ...]]() for name in SYSTEMS}
+    # Both packages' modules are compiled to bytecode, as pip does: the first turn does so for a checkout.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for turn in range(args.repeats + 1):
         for name, code in SYSTEMS.items():
             watch.look()
             command = [sys.executable, "-W", "ignore", "-c", READY + code + DONE, args.target, args.dtype]
             began = time.perf_counter()
-            printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             whole = time.perf_counter() - began
             if turn:  # files are in memory now
                 loading, first = map(float, printed.split())

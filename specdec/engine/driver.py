@@ -8,9 +8,11 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from weakref import WeakSet
 
+import torch
+
 from specdec.core.outcome import Round
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import Threads, release_helpers
+from specdec.engine.openmp import release_helpers, share_cores
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
@@ -165,10 +167,11 @@ class Driver:
 
     def _drive(self, wanted: Callable[[], bool]) -> None:
         """Takes steps while `wanted()`; an exception ends all requests."""
+        threads = torch.get_num_threads()
         try:
-            with plain_modes(), Threads() as threads:
+            with plain_modes():
                 while wanted():
-                    threads.adapt()
+                    share_cores(threads)
                     if self.engine.idle and not (self._arrived or self._cancelled):
                         raise EngineError("a request was lost: this is a defect of specdec, please report it")
                     while self._arrived:
@@ -186,6 +189,7 @@ class Driver:
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))
             raise
         finally:
+            torch.set_num_threads(threads)
             self._stop_driving()
 
     @plain_modes()  # a draft that saves its state runs passes

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from specdec.models import compiler_is_running
 
-_EVERY = 0.2  # seconds between two looks at the compiler
+_EVERY = 1.0  # seconds between two looks at the compiler
 _SOFT = 1  # omp_pause_soft: keeps the program's settings
 
 
@@ -38,31 +38,28 @@ def release_helpers() -> None:
         library.omp_pause_resource_all(_SOFT)
 
 
-class Threads:
-    """Context in which the calling thread leaves one core to specdec's compiler while that runs, if it uses them all.
+def share_cores(most: int) -> None:
+    """Has the calling thread compute on `most` threads, or on one fewer of them while specdec's compiler needs a core.
 
-    OpenMP's threads spin while they wait for one another. On all cores they would stop the compiler, which has the
-    lowest priority, or spin in vain for one that shares a core with it.
+    Called before each step. OpenMP's threads spin while they wait for one another: on all cores they would stop the
+    compiler, which has the lowest priority, or spin in vain for one that shares a core with it.
     """
+    if most > 1:
+        if time.monotonic() >= _compiler.next_look:
+            _compiler.next_look = time.monotonic() + _EVERY
+            _compiler.cores = int(most >= _cores() and compiler_is_running())
+        torch.set_num_threads(most - _compiler.cores)
 
-    def __init__(self) -> None:
-        self._before, self._next = torch.get_num_threads(), 0.0
 
-    def __enter__(self) -> Threads:
-        return self
+@dataclass
+class _Compiler:
+    """How many cores the compiler needs, and when to look again."""
 
-    def adapt(self) -> None:
-        """Changes the number of threads if the compiler has begun or ended; called before each step."""
-        if 1 < self._before >= _cores() and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _EVERY
-            self._set(self._before - compiler_is_running())
+    cores: int = 0
+    next_look: float = 0.0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._set(self._before)
 
-    def _set(self, count: int) -> None:
-        if count != torch.get_num_threads():
-            torch.set_num_threads(count)
+_compiler = _Compiler()
 
 
 def _cores() -> int:
