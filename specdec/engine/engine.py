@@ -253,7 +253,7 @@ class Engine:
         used = {id(request.draft) for request in self._requests.values()}
         idle = [key for key in self.drafts.open if key not in used]
         for key in idle[:-_IDLE] if self.budget is None else idle:
-            del self.drafts.open[key]
+            self.drafts.open.pop(key).proposer.bound(0, 0)  # frees its buffers, which are part of reference cycles
 
     def _end_failed(self) -> None:
         while self._failed:

@@ -242,8 +242,7 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     check_spelling(draft, name)
     if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
         return HeadAt(str(draft), how)
-    beside = tokenizer_beside(str(draft), **how.beside)
-    return LoadedModel(load(draft, how, name=name), beside)
+    return LoadedModel(load(draft, how, name=name), tokenizer_beside(str(draft), **how.beside))
 
 
 def names_model(draft: Any) -> bool:

@@ -433,6 +433,35 @@ def test_a_budget_has_room_for_what_is_drafted() -> None:
         generator.generate([[5, 6]], **call)
 
 
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_a_draft_that_rests_takes_nothing_of_a_budget(name: str) -> None:
+    """Its buffers are freed with its last text. (They stayed until Python looked for cycles.)"""
+    generator, sessions = SpecGenerator(tiny(name), tiny(name, seed=1), kv_budget=10**6), list[Any]()
+
+    def note(ids: torch.Tensor, scores: Any) -> bool:
+        sessions[:] = sessions_of_drafts(generator.engine)
+        return False
+
+    generator.generate(FIRST, stopping_criteria=[note], **COMMON)
+    held = [cache.buffers.bytes for session in sessions for cache in (session, session.cross) if cache is not None]
+    assert held
+    assert not any(held)
+
+
+def test_a_budget_counts_the_frames_of_both_models() -> None:
+    """Keys and values over the encoder's output. (Those of the draft were left out.)"""
+    model, draft = tiny("bart"), LanguageModel(tiny("bart", seed=1))
+    plain, assisted = (SpecGenerator(model, one, kv_budget=10**8) for one in (None, draft))
+    needed = []
+    for length in (10, 110):
+        ids = torch.full((2, length), 5)
+        jobs = [(own, own.submit(input_ids=ids, **COMMON)) for own in (plain, assisted)]
+        needed.append([own.engine.budget.bytes([job.call.request]) for own, job in jobs])
+    (short, short_both), (long, long_both) = needed
+    assert long - short == 2 * 100 * LanguageModel(model).kv_bytes
+    assert long_both - short_both == long - short + 2 * 100 * draft.kv_bytes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_position_takes_is_known(name: str) -> None:
     """What is expected of every model that keeps plain keys and values is what its store takes."""

@@ -208,6 +208,8 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
         (tmp_path / "part.gguf").write_bytes(whole[:length])
         with pytest.raises(LoadError, match="is no readable GGUF file"):
             load(str(tmp_path / "part.gguf"))
+        with pytest.raises(LoadError, match="is no readable GGUF file"):
+            SpecGenerator.from_pretrained(str(tmp_path / "whole.gguf"), str(tmp_path / "part.gguf"))
 
 
 def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def test_every_kind_of_source(tmp_path: Path, transcriber: Transcriber) -> None:
         sources += [{"array": SOUND, "sampling_rate": RATE}, {"raw": SOUND, "sampling_rate": RATE}]
         sources += [np.stack([SOUND, SOUND]), SOUND[None], io.BytesIO(path.read_bytes())]
         assert transcriber(sources) == [expected] * len(sources)
-    assert read_audio(whole, RATE).samples == pytest.approx(SOUND, abs=1e-4)
+    for numbers in (whole, torch.tensor(whole)):
+        assert read_audio(numbers, RATE).samples == pytest.approx(SOUND, abs=1e-4)
     assert read_audio((whole.astype(np.int32) * 65536), RATE).samples == pytest.approx(SOUND, abs=1e-4)
     assert read_audio(((whole // 256) + 128).astype(np.uint8), RATE).samples == pytest.approx(SOUND, abs=1e-2)
 

@@ -133,6 +133,8 @@ class KvCache(Session):
 
     def bound(self, rows: int, columns: int) -> None:
         self.buffers.bound(rows, columns)
+        if self.cross is not None and not rows:
+            self.cross.buffers.bound(0, 0)
 
     def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1

@@ -96,7 +96,8 @@ def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
 def _mono(source: Any) -> Samples:
     """An array or tensor as one channel of floats."""
     if hasattr(source, "detach"):
-        source = source.detach().cpu().float().numpy()
+        source = source.detach().cpu()
+        source = (source.float() if source.is_floating_point() else source).numpy()
     if not isinstance(source, np.ndarray) or source.dtype.kind not in "iuf":
         raise OptionError.of("inputs", _KINDS, type(source).__name__)
     if source.ndim not in (1, 2) or (source.ndim == 2 and source.shape[0] > 2):
