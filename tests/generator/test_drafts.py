@@ -12,7 +12,7 @@ import torch
 import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
-from specdec.models.backends.ragged import RaggedForward
+from specdec.models.backends.compiled import CompiledForward
 from specdec.proposers import NgramDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import endless
@@ -232,28 +232,14 @@ def test_training_mode_after_construction(draft: Any, which: str) -> None:
 # --- compiling
 
 
-class Compiled:
-    """Stands for compiled passes, which take a compiler and a minute."""
-
-    ready = False
-
-    def __init__(self, ragged: RaggedForward) -> None:
-        self.ragged = ragged
-
-
-@pytest.fixture
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.models.backends.compiled.CompiledForward", Compiled)
-
-
 def is_compiled(*models: LanguageModel) -> bool:
     return all(model.ragged is not None and model.ragged.compiled is not None for model in models)
 
 
-@pytest.mark.usefixtures("_no_compiler")
 @pytest.mark.parametrize("pair", [False, True])
-def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> None:
+def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are named. (`from_pretrained` compiled the target alone.)"""
+    monkeypatch.setattr(CompiledForward, "start", lambda self: self)
     target, draft = folders
     objects = tiny("llama"), tiny("llama", seed=1)
     ways = ((SpecGenerator, objects), (SpecGenerator, folders), (SpecGenerator.from_pretrained, folders))
