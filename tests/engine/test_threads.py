@@ -404,6 +404,7 @@ def test_a_core_is_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path))
     monkeypatch.setattr(openmp, "_cores", lambda: 2)
     monkeypatch.setattr(openmp, "_EVERY", 0)
+    monkeypatch.setattr(openmp, "_compiler", openmp._Compiler())
     generator = SpecGenerator(tiny("llama"))
     counts = list[int]()
 

@@ -73,9 +73,9 @@ def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -
 
 def test_stdin(summarize: Any, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`-` reads it, alone or among files."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert summarize("-") == (0, expected[TEXT] + "\n", "")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert f"── - ──\n{expected[TEXT]}\n" in summarize("long.txt", "-")[1]
 
 
@@ -153,7 +153,7 @@ ERRORS = [
 @pytest.mark.parametrize(("arguments", "words"), ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_usage_errors(arguments: list[str], words: str, summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2, nothing on stdout, one line on stderr."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     code, out, err = summarize(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
