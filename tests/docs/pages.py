@@ -108,7 +108,8 @@ def run_words(words: list[str], given: str) -> str:
     if words[1] == "bench":  # with smaller numbers than a reader should take
         pairs = zip(["", *words], words, strict=False)
         words = [str(min(int(word), MOST[before])) if before in MOST else word for before, word in pairs]
-    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "stdin", io.StringIO(given)):
+    piped = io.TextIOWrapper(io.BytesIO(given.encode()))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "stdin", piped):
         code = run(words[1:])
     assert code == 0, f"exit code {code}: {shlex.join(words)}"
     return printed.getvalue()
