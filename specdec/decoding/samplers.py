@@ -52,42 +52,26 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
     return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
 
 
-def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
-    """The likeliest token of `scores` `[vocab]` float32 (of equals the first), and its probability.
+def picked(scores: Tensor, address: int | None, *, confident: bool = True) -> tuple[int, float]:
+    """A token of `scores` `[vocab]` float32, and its probability: the draw at `address`, or the likeliest (the first).
 
     The probability is 1 unless `confident`, and NaN where the largest score is not finite.
     """
     if device_reads.is_local(scores):  # numpy takes a tenth of torch's time for one row
         values = scores.detach().numpy()
         token = int(values.argmax())
-        highest = float(values[token])
+        highest = values[token]
         if not math.isfinite(highest):
             return token, math.nan
-        if not confident:
-            return token, 1.0
-        return token, float(1.0 / np.exp(values - values[token]).sum())
+        if address is not None:
+            token = noise.draw(scores, address)
+        return token, float(np.exp(values[token] - highest) / np.exp(values - highest).sum()) if confident else 1.0
     best = scores.max(dim=-1)
-    prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
-    [number], [sure] = device_reads.read(best.indices[None], prob[None])
-    if not confident:
-        sure = 1.0 if math.isfinite(sure) else math.nan
-    return int(number), sure
-
-
-def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int, float]:
-    """The draw from `scores` `[vocab]` float32 at `address`, and its probability as in `likeliest`."""
-    if device_reads.is_local(scores):
-        if not math.isfinite(float(scores.detach().numpy().max())):
-            return 0, math.nan
-        token = noise.draw(scores, address)
-        return token, float(torch.exp(scores[token] - scores.logsumexp(-1))) if confident else 1.0
-    token_ = noise.draws(scores[None], [address])
-    chosen = scores.gather(-1, token_.to(scores.device).clamp(min=0))
-    prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else chosen
-    [number], [sure], [top] = device_reads.read(token_.to(scores.device), prob, scores.max()[None])
-    if not math.isfinite(top):
-        return 0, math.nan
-    return int(number), sure if confident else 1.0
+    tokens = best.indices[None] if address is None else noise.draws(scores[None], [address]).to(scores.device)
+    chosen = scores.gather(-1, tokens.clamp(min=0))
+    prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else torch.ones_like(chosen)
+    [number], [sure], [highest] = device_reads.read(tokens, prob, best.values[None])
+    return int(number), sure if math.isfinite(highest) else math.nan
 
 
 def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
@@ -168,33 +152,36 @@ def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True)
 class GreedySampler:
-    """Guesses the likeliest token; `width` is the target's vocabulary."""
+    """Guesses the likeliest token; `width` is the target's vocabulary. With a `stream` of noise, it draws."""
 
     processors: Processors
     width: int | None = None
     needs_q: ClassVar[bool] = False
     branches: int = field(default=1, kw_only=True)
 
+    def stream(self, seq: SequenceView) -> tuple[int | None, int]:
+        """Guess i is drawn with the noise of the key `fold(address, first + i)`; address None: no noise."""
+        return None, 0
+
     def choice(self, seq: SequenceView) -> Choice | None:
         """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""
-        known = type(self).pick in (GreedySampler.pick, CoupledSampler.pick, DrawnSampler.pick)
-        return self.processors.in_numbers(seq.tokens) if known else None
+        filters = self.processors.in_numbers(seq.tokens) if type(self).pick is GreedySampler.pick else None
+        return None if filters is None else Choice(filters, *self.stream(seq))
 
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        return *likeliest(self._after(seq, guesses, logits), confident=confident), None
+        scores = process(self.processors, seq, guesses, fit(logits, self.width))
+        address, first = self.stream(seq)
+        key = None if address is None else noise.fold(address, first + len(guesses))
+        token, prob = picked(scores, key, confident=confident)
+        return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        return likeliest_children(torch.log_softmax(self._after_all(seq, ends, logits), dim=-1), ends, plan)
+        return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, plan)
 
-    def _after(self, seq: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
-        """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
-        fitted = fit(logits, self.width)
-        return process(self.processors, seq, guesses, fitted) if self.processors.items else fitted.float()
-
-    def _after_all(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
-        """The same for `logits` `[ends, vocab]`."""
+    def _processed(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+        """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
         return process_all(self.processors, seq, [end.tokens for end in ends], fit(logits, self.width))
 
 
@@ -204,19 +191,12 @@ class CoupledSampler(GreedySampler):
 
     seed: int = 0
 
-    def choice(self, seq: SequenceView) -> Choice | None:
-        choice = super().choice(seq)
-        return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(seq))
-
-    def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
-    ) -> tuple[int, float, Tensor | None]:
-        address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(guesses))
-        return *drawn(self._after(seq, guesses, logits), address, confident=confident), None
+    def stream(self, seq: SequenceView) -> tuple[int, int]:
+        return noise.key(self.seed, noise.COUPLED), generated(seq)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
-        return likeliest_children(noisy(self._after_all(seq, ends, logits), address), ends, plan)
+        return likeliest_children(noisy(self._processed(seq, ends, logits), address), ends, plan)
 
 
 @dataclass(frozen=True)
@@ -226,18 +206,9 @@ class DrawnSampler(GreedySampler):
     seed: int = 0
     needs_q: ClassVar[bool] = True
 
-    def choice(self, seq: SequenceView) -> Choice | None:
-        choice = super().choice(seq)
-        return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(seq)))
-
-    def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
-    ) -> tuple[int, float, Tensor | None]:
-        scores = self._after(seq, guesses, logits)
-        address = noise.key(self.seed, noise.DRAFT, generated(seq), len(guesses))
-        token, prob = drawn(scores, address, confident=confident)
-        return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
+    def stream(self, seq: SequenceView) -> tuple[int, int]:
+        return noise.key(self.seed, noise.DRAFT, generated(seq)), 0
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        address = noise.key(self.seed, noise.DRAFT, generated(seq))
-        return draw_children(self._after_all(seq, ends, logits), ends, plan, address)
+        address, _ = self.stream(seq)
+        return draw_children(self._processed(seq, ends, logits), ends, plan, address)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from specdec.core.drafts import Choice, Filter
+from specdec.core.drafts import Filter
 from specdec.decoding.processors import table
 from specdec.decoding.processors.own import (
     MinLength,
@@ -79,7 +79,7 @@ class Processors:
         """Whether all are functions of ids and logits, which may also be called for text that is never emitted."""
         return all(map(_is_pure, self.items))
 
-    def in_numbers(self, text: list[int]) -> Choice | None:
+    def in_numbers(self, text: list[int]) -> list[Filter] | None:
         """All filters after a text; None if a processor has no numeric form, as every subclass."""
         found: list[Filter] = []
         for item in self.items:
@@ -88,7 +88,7 @@ class Processors:
             if filters is None:
                 return None
             found += filters
-        return Choice(found)
+        return found
 
     @cached_property
     def drafting(self) -> Processors:
