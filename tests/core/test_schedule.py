@@ -520,5 +520,5 @@ def test_the_default_takes_along_what_it_learned() -> None:
     """The next request of the family begins with the measured costs."""
     learned = tried(Auto.of(ScheduleSetup(trees=False)), 6, 5, cost=0.05, accepted=5)
     following = Auto.of(ScheduleSetup(trees=False, learned=learned))
-    assert following.cost.passes == learned.cost.passes
+    assert following.passes == learned.passes
     assert limit(following) == Cost().k

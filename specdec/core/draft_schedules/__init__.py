@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from specdec.core.draft_schedules.cost import Cost
+from specdec.core.draft_schedules.cost import Cost, CostPlan
 from specdec.core.draft_schedules.fixed import (
     Confidence,
     Constant,
@@ -22,12 +22,12 @@ from specdec.core.draft_schedules.fixed import (
 )
 
 if TYPE_CHECKING:
-    from specdec.core.drafts import Plan, SequenceView
+    from specdec.core.drafts import SequenceView
     from specdec.core.outcome import Round
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Cost):
     """`cost`, whose chains are at most as long as those of `heuristic` until the seconds of passes were measured.
 
     A bound by `heuristic` from then on was measured too: it loses 3 to 5% where drafting pays
@@ -35,34 +35,21 @@ class Auto:
     """
 
     heuristic: Heuristic = field(default_factory=Heuristic)
-    cost: Cost = field(default_factory=Cost)
-    takes_threshold: ClassVar[bool] = False
-    grows_trees: ClassVar[bool] = True
-    learns: ClassVar[bool] = True
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Auto:
-        learned = setup.learned.cost if isinstance(setup.learned, Auto) else setup.learned
-        return cls(Heuristic(setup.tokens_or(Heuristic.k)), Cost.of(replace(setup, tokens=None, learned=learned)))
+        return replace(super().of(replace(setup, tokens=None)), heuristic=Heuristic(setup.tokens_or(Heuristic.k)))
 
-    @property
-    def max_tokens(self) -> int:
-        return self.cost.max_tokens
-
-    @property
-    def max_branches(self) -> int:
-        return self.cost.max_branches
-
-    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
-        plans = self.cost.plan(seqs)
-        if self.cost.is_measured:
+    def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
+        plans = super().plan(seqs)
+        if self.is_measured:
             return plans
         lengths = [own.limit for own in self.heuristic.plan(seqs)]
         return [plan.up_to(length) for plan, length in zip(plans, lengths, strict=True)]
 
     def after(self, round: Round) -> Auto:
-        heuristic = self.heuristic if self.cost.is_measured else self.heuristic.after(round)
-        return Auto(heuristic, self.cost.after(round))
+        learned = super().after(round)
+        return learned if self.is_measured else replace(learned, heuristic=self.heuristic.after(round))
 
 
 SCHEDULES: dict[str, type[NamedSchedule]] = {
