@@ -27,7 +27,6 @@ from specdec.proposers import (
     DRAFTS,
     EarlyExitDraft,
     FunctionDraft,
-    HeadDraft,
     HybridDraft,
     ModelDraft,
     MtpDraft,
@@ -95,9 +94,9 @@ class Drafts:
             case str():
                 return self._registered(draft, name)
             case HeadAt():
-                return HeadDraft(load_head(draft.source, self._target, draft.how, argument=name))
+                return load_head(draft.source, self._target, draft.how, argument=name)
             case PreTrainedModel() if kind_of(draft, argument=name) is not None:
-                return HeadDraft(load_head(draft, self._target, self._how, argument=name))
+                return load_head(draft, self._target, self._how, argument=name)
             case LoadedModel() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():

@@ -5,7 +5,7 @@ texts and searches, from one cache per sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -47,11 +47,11 @@ class ModelDraft(Draft):
         return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelProposer:
-        return ModelProposer(self, vocab_size)
+        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, sees=self.sees)
 
 
 class ModelProposer(Proposer):
-    """Drafts with one pass per level over all sequences that still grow.
+    """Drafts with one pass per level over all sequences that still grow; its options are those of `ModelDraft`.
 
     A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:
     they are fed again, with the target's hidden states.
@@ -59,10 +59,12 @@ class ModelProposer(Proposer):
 
     keeps_guesses = True
 
-    def __init__(self, draft: ModelDraft, vocab_size: int) -> None:
-        self._model, self._vocab_size, self._source = draft.model, vocab_size, draft.source
-        self._shared_encoder, self._sees = draft.shared_encoder, draft.sees
-        self._session: Session = draft.model.session()
+    def __init__(
+        self, model: Any, vocab_size: int, source: str, *, shared_encoder: bool = False, sees: bool = False
+    ) -> None:
+        self._model, self._vocab_size, self._source = model, vocab_size, source
+        self._shared_encoder, self._sees = shared_encoder, sees
+        self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}

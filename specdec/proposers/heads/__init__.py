@@ -11,7 +11,7 @@ from specdec.errors import UnsupportedError
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
-from specdec.proposers.heads.stage import Head
+from specdec.proposers.heads.proposer import HeadDraft
 
 LOADERS = {
     "eagle3": "eagle3:load_eagle",
@@ -31,7 +31,7 @@ def load_head(
     how: Loading,
     *,
     argument: str = "draft",
-) -> Head:
+) -> HeadDraft:
     """Loads the head at a folder or hub id, or a transformers assistant model, for this target.
 
     `argument` names it in errors. Raises OptionError if it was made for another target, UnsupportedError for an unknown
@@ -51,4 +51,4 @@ def load_head(
         return load(checkpoint, target, how)
 
 
-__all__ = ["LOADERS", "Head", "kind_of", "load_head"]
+__all__ = ["LOADERS", "kind_of", "load_head"]

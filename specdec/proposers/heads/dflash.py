@@ -23,7 +23,8 @@ from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
+from specdec.proposers.heads.proposer import HeadDraft
+from specdec.proposers.heads.stage import Block, Embedding, Stage
 
 _TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -121,7 +122,7 @@ def _attention(
     return attention.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
     """A DFlash head in the `speculators` format.
 
     Raises OptionError if it was made for another target, LoadError for a broken checkpoint.
@@ -142,7 +143,7 @@ def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     return _head(config, checkpoint, target, how, layers, size, anchor=anchor, **options)
 
 
-def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
     """A DFlash head in the format of transformers' assistants; raises as `load_dflash`."""
     config = _layers_of(checkpoint.config, checkpoint)
     layers = [layer + 1 for layer in checkpoint.config["target_layer_ids"]]  # the outputs of these layers
@@ -169,7 +170,7 @@ def _head(
     *,
     anchor: bool,
     **options: Any,
-) -> Head:
+) -> HeadDraft:
     """The head with its weights; `options` are `DFlashStage`'s, `anchor`: the last token's node guesses as well."""
     embedding = Embedding(target.input_embeddings)
     with torch.device("meta"):
@@ -178,7 +179,7 @@ def _head(
     token = checkpoint.mask_token(embedding)
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
     block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
-    return Head([stage], layers, backend=how.backend, block=block)
+    return HeadDraft([stage], layers, backend=how.backend, block=block)
 
 
 def _layers_of(given: Any, checkpoint: Checkpoint) -> Qwen3Config:

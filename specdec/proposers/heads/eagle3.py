@@ -20,7 +20,8 @@ from specdec.models.hf.private_api import CACHE, set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
+from specdec.proposers.heads.proposer import HeadDraft
+from specdec.proposers.heads.stage import Block, Embedding, Stage
 
 KINDS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
@@ -119,7 +120,7 @@ class EagleStage(Stage):
         return self.lm_head(written if self.norm_output else self.norm(written))
 
 
-def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
     """An EAGLE-3 head, or a P-EAGLE head (arXiv 2602.01469), which guesses all tokens in one pass.
 
     Raises OptionError if it was made for another target, UnsupportedError for unknown layers, LoadError for a broken
@@ -156,7 +157,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
             vocabulary=vocabulary,
         )
     checkpoint.fill(stage, dtype, target.device, beside=["mask_hidden"])
-    return Head([stage], layers, backend=how.backend, block=_block(checkpoint, stage, len(layers)))
+    return HeadDraft([stage], layers, backend=how.backend, block=_block(checkpoint, stage, len(layers)))
 
 
 @torch.no_grad()

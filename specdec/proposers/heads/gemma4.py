@@ -24,7 +24,8 @@ from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.stage import Embedding, Head, Stage
+from specdec.proposers.heads.proposer import HeadDraft
+from specdec.proposers.heads.stage import Embedding, Stage
 
 _UNUSED = r"\.self_attn\.[kv]_(proj|norm)\."  # stored, although these layers use the target's
 _UNSEEN = torch.iinfo(torch.long).max  # the position of guesses' keys: no node sees them
@@ -156,7 +157,7 @@ class Clusters(nn.Module):
         return whole.scatter(-1, tokens, found)
 
 
-def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
     """A Gemma 4 assistant.
 
     Raises OptionError if it was made for another target, UnsupportedError for targets of other families and those that
@@ -183,7 +184,7 @@ def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     with torch.device("meta"):
         stage = AssistantStage(text, given, target, {kind: target.decoder.layers[i] for kind, i in numbers.items()})
     replace(checkpoint, weights=weights).fill(stage, checkpoint.dtype(how, target), target.device)
-    return Head([stage], [target.num_layers, *numbers.values()], backend=how.backend)
+    return HeadDraft([stage], [target.num_layers, *numbers.values()], backend=how.backend)
 
 
 def _text_config(checkpoint: Checkpoint) -> Any:

@@ -22,7 +22,7 @@ from specdec.models.hf.load_errors import explained
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
 from specdec.proposers.heads.proposer import HeadDraft
-from specdec.proposers.heads.stage import Embedding, Head, Stage
+from specdec.proposers.heads.stage import Embedding, Stage
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -34,7 +34,7 @@ class MtpDraft(HeadDraft):
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDraft:
         """The draft `mtp`."""
         refuse_argument(argument, name)
-        return cls(load_mtp(target, argument=name), source="mtp")
+        return load_mtp(target, argument=name)
 
 
 class MtpStage(Stage):
@@ -85,7 +85,7 @@ class MtpStage(Stage):
         return MtpModel._project_to_logits(self, written)
 
 
-def load_mtp(target: LanguageModel, *, argument: str = "draft") -> Head:
+def load_mtp(target: LanguageModel, *, argument: str = "draft") -> MtpDraft:
     """Loads multi-token prediction from the target's checkpoint.
 
     Raises UnsupportedError for a target without it, LoadError for missing weights.
@@ -106,7 +106,8 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft") -> Head:
         model = MtpModel.from_pretrained(inner, device_map={"": target.device})
     model.tie_with_main_model(target.model)
     stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
-    return Head(stages, [target.num_layers], backend="auto" if target.backend == "eager" else target.backend)
+    backend = "auto" if target.backend == "eager" else target.backend
+    return MtpDraft(stages, [target.num_layers], backend=backend, source="mtp")
 
 
 class _SharedLinear(nn.Module):

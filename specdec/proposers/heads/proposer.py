@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,33 +14,73 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, Logits
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
+from specdec.models.capability import Capability
+from specdec.models.language_model import LanguageModel
 from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
+from specdec.proposers.heads.stage import Block, Stage, Stages
 from specdec.proposers.model import ModelProposer
-
-if TYPE_CHECKING:
-    from specdec.proposers.heads.stage import Block, Head, Stages
-
 
 _UNREAD = 64  # tokens whose features are known; above, they are read in a pass of their own
 _UNHEARD = 1024  # tokens whose hidden states are kept until a guess is wanted; above, they are read without one
 
 
 class HeadDraft(Draft):
-    """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
+    """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437).
+
+    The head reads the target's hidden states of `hidden_layers`, and has logits over the target's vocabulary. `models`
+    are its stages as language models. With a `block` it guesses several tokens in one pass. For its proposer it is a
+    model, whose inputs are embeddings and features.
+    """
 
     guesses_trees = True
-    shared_encoder = sees = False
+    is_encoder_decoder = False
+    max_positions = None
 
-    def __init__(self, head: Head, *, source: str = "head") -> None:
-        self.head, self.model, self.source = head, head, source
-        self.models, self.hidden_layers = head.stages, head.hidden_layers
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        hidden_layers: Sequence[int],
+        *,
+        backend: str = "auto",
+        block: Block | None = None,
+        source: str = "head",
+    ) -> None:
+        self.hidden_layers, self.block, self.source = tuple(hidden_layers), block, source
+        self.models: list[LanguageModel] = []
+        for stage in stages:  # each owns its weights, so that they may be packed
+            capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
+            own = "packed" if backend == "compiled" and not stage.compiles else backend
+            language = LanguageModel(stage.eval(), backend=own, owned=True, capability=capability)
+            if language.ragged is not None and not stage.compiles:
+                language.ragged.compiled = None
+            self.models.append(language)
+        self.vocab_size, self.device = self.models[0].vocab_size, self.models[0].device
+        self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
+        self.feature_width = stages[0].width
 
     def __repr__(self) -> str:
-        return f"HeadDraft({self.head!r})"
+        stage = self.models[0]
+        return (
+            f"HeadDraft({type(stage.model).__name__}({len(self.models)} × {stage.num_layers} layers, {stage.device}))"
+        )
 
     def start(self, vocab_size: int) -> HeadProposer:
-        kind = HeadProposer if self.head.block is None else BlockProposer
+        kind = HeadProposer if self.block is None else BlockProposer
         return kind(self, vocab_size)
+
+    @torch.no_grad()
+    def features(self, states: Tensor) -> Tensor:
+        """The first stage's features `[tokens, features]` of hidden states `[tokens, layers, width]`."""
+        return self.models[0].model.features(states.to(self.device, self.dtype))
+
+    def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """The inputs of a stage for tokens with `features` `[tokens, features]`."""
+        embeds = self.embedding(torch.tensor(tokens, device=self.device)).to(features)
+        return torch.cat([embeds, features], dim=-1)
+
+    def session(self) -> Stages:
+        """A new session without rows."""
+        return Stages([stage.session() for stage in self.models])
 
 
 @dataclass(eq=False, slots=True)
@@ -108,8 +147,8 @@ class HeadProposer(ModelProposer):
     keeps_guesses = False
 
     def __init__(self, draft: HeadDraft, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size)  # type: ignore[arg-type]
-        self._head = head = draft.head
+        super().__init__(draft, vocab_size, draft.source)
+        self._head = head = draft
         # A token is fed with the feature of the token this far before it.
         self._shift = 0 if head.block is not None and head.block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}

@@ -27,10 +27,8 @@ from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.layout import AttentionKind, AttentionView
 from specdec.models.cache.session import Session
-from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
-from specdec.models.language_model import LanguageModel
 
 
 class Stage(nn.Module, ABC):
@@ -192,55 +190,6 @@ class Block:
     masks: int
     feature: Tensor
     reads_itself: bool = False
-
-
-class Head:
-    """A head, which reads the target's hidden states of `hidden_layers` and has logits over the target's vocabulary.
-
-    `stages` are its stages as language models. With a `block` it guesses several tokens in one pass.
-    """
-
-    is_encoder_decoder = False
-    max_positions = None
-
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        hidden_layers: Sequence[int],
-        *,
-        backend: str = "auto",
-        block: Block | None = None,
-    ) -> None:
-        self.hidden_layers, self.block = tuple(hidden_layers), block
-        self.stages: list[LanguageModel] = []
-        for stage in stages:  # each owns its weights, so that they may be packed
-            capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
-            own = "packed" if backend == "compiled" and not stage.compiles else backend
-            language = LanguageModel(stage.eval(), backend=own, owned=True, capability=capability)
-            if language.ragged is not None and not stage.compiles:
-                language.ragged.compiled = None
-            self.stages.append(language)
-        self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
-        self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
-        self.feature_width = stages[0].width
-
-    def __repr__(self) -> str:
-        stage = self.stages[0]
-        return f"{type(stage.model).__name__}({len(self.stages)} × {stage.num_layers} layers, {stage.device})"
-
-    @torch.no_grad()
-    def features(self, states: Tensor) -> Tensor:
-        """The first stage's features `[tokens, features]` of hidden states `[tokens, layers, width]`."""
-        return self.stages[0].model.features(states.to(self.device, self.dtype))
-
-    def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """The inputs of a stage for tokens with `features` `[tokens, features]`."""
-        embeds = self.embedding(torch.tensor(tokens, device=self.device)).to(features)
-        return torch.cat([embeds, features], dim=-1)
-
-    def session(self) -> Stages:
-        """A new session without rows."""
-        return Stages([stage.session() for stage in self.stages])
 
 
 class Stages(Session):

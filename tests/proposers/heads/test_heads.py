@@ -24,7 +24,7 @@ from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.options.load import Loading
 from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
-from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
+from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import IDS, PEAGLE, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
 from tests.matrix import some
@@ -94,7 +94,7 @@ def test_a_compiled_head_makes_all_guesses_in_one_call(
     language = LanguageModel(model, backend="packed")
     assert isinstance(language.input_embeddings, PackedEmbedding)
     head = load_head(reweighed(folder, embed_tokens__weight=None), language, Loading(backend="compiled"))
-    assert head.stages[0].wait_until_compiled(280)
+    assert head.models[0].wait_until_compiled(280)
     chain, rows = KvSession.draft_chain, list[int]()
 
     def spied(self: KvSession, *given: Any) -> Any:
@@ -104,7 +104,7 @@ def test_a_compiled_head_makes_all_guesses_in_one_call(
         return made
 
     monkeypatch.setattr(KvSession, "draft_chain", spied)
-    generator, plain = SpecGenerator(language, HeadDraft(head)), SpecGenerator(language)
+    generator, plain = SpecGenerator(language, head), SpecGenerator(language)
     for ids in (IDS, IDS[:1]):
         out = generator.generate(ids, **RUN, **SURE, prefill_chunk_size=3)
         assert out.sequences.tolist() == plain.generate(ids, **RUN).sequences.tolist()

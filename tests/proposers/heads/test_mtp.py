@@ -152,7 +152,7 @@ def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     """They are those that were stored; a checkpoint without them is told of."""
     folder, layers = checkpoint(tmp_path / "target")
     generator = SpecGenerator.from_pretrained(str(folder), "mtp")
-    loaded = generator.draft.head.stages[0].model.layer.state_dict()  # type: ignore[attr-defined]
+    loaded = generator.draft.models[0].model.layer.state_dict()  # type: ignore[attr-defined]
     for name, tensor in layers.layers[0].state_dict().items():
         torch.testing.assert_close(loaded[name], tensor)
     out = generator.generate(IDS, **RUN)
@@ -182,7 +182,7 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
     assert stage.model.shared_head is generator.target.output_embeddings
     assert isinstance(stage.model.shared_head, PackedLinear)
     handed = AutoModelForCausalLM.from_pretrained(folder).eval()
-    lent = load_mtp(LanguageModel(handed)).stages[0]
+    lent = load_mtp(LanguageModel(handed)).models[0]
     assert lent.model.shared_head.weight is handed.lm_head.weight
     out = generator.generate(IDS, **RUN)
     assert out.sequences.tolist() == SpecGenerator(handed).generate(IDS, **RUN).sequences.tolist()

@@ -13,8 +13,7 @@ from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.drafts import Commit, Hidden
 from specdec.proposers import HybridDraft, SuffixDraft
-from specdec.proposers.heads.proposer import HeadProposer
-from specdec.proposers.heads.stage import Head
+from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.hybrid import HybridProposer
 from tests.heads import RUN, Proposals, states_of
 from tests.proposers.fakes import FakeSequence
@@ -190,8 +189,8 @@ def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch:
     always = {tuple(text): tree.tokens for text, tree in awake}
     awake.clear()
     heard: list[int] = []
-    features = Head.features
-    monkeypatch.setattr(Head, "features", lambda *given: heard.append(len(awake)) or features(*given))
+    features = HeadDraft.features
+    monkeypatch.setattr(HeadDraft, "features", lambda *given: heard.append(len(awake)) or features(*given))
     generator.generate([prompt], **run, schedule=Late(41))
     woken = {tuple(text): tree.tokens for text, tree in awake}
     assert min(map(len, woken)) == 41
@@ -231,7 +230,7 @@ def test_a_failure_takes_no_features(way: str, made: Make, monkeypatch: pytest.M
         "propose": lambda: session.propose([seq], [Limit(LIMIT)]),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(*((Head, "features") if way == "fork" else (HeadProposer, "_keep")), fail)
+        patch.setattr(*((HeadDraft, "features") if way == "fork" else (HeadProposer, "_keep")), fail)
         with pytest.raises(ZeroDivisionError):
             calls[way]()
     assert session.propose([seq], [Limit(LIMIT)])[0].tokens == guesses_anew(draft, tokens, states)
