@@ -69,8 +69,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Adds a request to those that wait for memory."""
-        request.counted = True
-        request.pacing.users += 1
+        request.pacing.users.add(request)
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -267,10 +266,8 @@ class Engine:
         self._finish(request)
 
     def _finish(self, request: Request) -> None:
-        if not request.done:
-            request.done = True
-            if request.counted:
-                request.pacing.users -= 1
+        request.pacing.users.discard(request)
+        request.done = True
 
 
 def seconds_on(device: torch.device) -> float:

@@ -17,10 +17,10 @@ from specdec.models import Encoding
 
 @dataclass(eq=False)
 class Pacing:
-    """A draft schedule, and how many requests in flight use it (`users`): one, or, if it learns, all of one family."""
+    """A draft schedule, and the requests in flight that use it: one, or, if it learns, all of one family."""
 
     schedule: Schedule
-    users: int = 0
+    users: set[Request] = field(default_factory=set)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -52,7 +52,6 @@ class Request:
     rounds: deque[Round] = field(default_factory=deque)
     error: BaseException | None = None
     done: bool = False
-    counted: bool = False  # in `pacing.users`
     passes: int = 0
 
     @property

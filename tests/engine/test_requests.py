@@ -262,7 +262,7 @@ def test_a_request_cancelled_before_it_was_submitted_leaves_its_pacing_alone() -
     job.cancel()
     with pytest.raises(CancelledError):
         next(job.follow())
-    assert job.call.request.pacing.users == 0
+    assert not job.call.request.pacing.users
 
 
 def test_a_place_that_cannot_be_had() -> None:

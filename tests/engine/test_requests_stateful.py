@@ -307,7 +307,7 @@ class Requests(RuleBasedStateMachine):
         self.engine.cancel(call.request)
         assert call.request.done
         users = [other for _, other, _ in self.live if other.request.pacing is call.request.pacing]
-        assert call.request.pacing.users == len(users)
+        assert call.request.pacing.users == {other.request for other in users}
         assert all(one.cache_row is None for row in call.seqs for one in row.batch_seqs)
 
     @precondition(lambda self: self.live)
