@@ -16,7 +16,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specdec import kernels
 from specdec.decoding import noise
-from specdec.decoding.processors import TopK, TopKTopP, TopP
+from specdec.decoding.processors import Top
 
 Warper = Callable[[Tensor | None, Tensor], Tensor]
 
@@ -45,11 +45,11 @@ def cases() -> dict[str, tuple[str, Warper, Warper]]:
     """Name -> kind of logits, ours, theirs."""
     top_k, top_p = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
     return {
-        "top-k 50": ("peaked", TopK(50), top_k),
-        "top-k 50 + top-p 0.9": ("peaked", TopKTopP(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
-        "top-k 50 + top-p 0.9, flat": ("flat", TopKTopP(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
-        "top-p 0.9": ("peaked", TopP(0.9), top_p),
-        "top-p 0.9, flat": ("flat", TopP(0.9), top_p),
+        "top-k 50": ("peaked", Top(50), top_k),
+        "top-k 50 + top-p 0.9": ("peaked", Top(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
+        "top-k 50 + top-p 0.9, flat": ("flat", Top(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
+        "top-p 0.9": ("peaked", Top(p=0.9), top_p),
+        "top-p 0.9, flat": ("flat", Top(p=0.9), top_p),
         "draw": ("peaked", draws, multinomial),
         "draw, flat": ("flat", draws, multinomial),
     }

@@ -7,7 +7,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.core.tree import Tree
 from specdec.decoding.noise import fold
-from specdec.decoding.processors import Processors, TopK, TopP
+from specdec.decoding.processors import Processors, Top
 from specdec.decoding.strategies import Coupled, Greedy, Match
 from tests.decoding.toys import NOTHING, decode, logits_of, table, wrong
 from tests.proposers.fakes import FakeSequence
@@ -15,7 +15,7 @@ from tests.proposers.fakes import FakeSequence
 V, LENGTH = 12, 24
 TARGET = table(11, V)
 DRAFTS = {"perfect": TARGET, "other": table(12, V), "wrong": wrong(TARGET)}
-PROCESSORS = Processors((NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8), TopK(5), TopP(0.9)))
+PROCESSORS = Processors((NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8), Top(5), Top(p=0.9)))
 STRATEGIES = {
     "greedy": lambda processors: Greedy(processors, width=V),
     "coupled": lambda processors: Coupled(processors, 5, width=V),

@@ -14,7 +14,7 @@ from specdec.core.drafts import Branch
 from specdec.core.strategies import View
 from specdec.core.tree import Tree
 from specdec.decoding import device_reads
-from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
+from specdec.decoding.processors import Processors, Top
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import BeamSearch, Block, Coupled, Greedy, Match, Rejection
 from specdec.decoding.strategies.beam_scoring import Beams
@@ -24,8 +24,8 @@ from tests.proposers.fakes import FakeSequence
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
-WARPED = Processors((SuppressTokensLogitsProcessor([3]), TemperatureLogitsWarper(0.8), TopK(9), TopP(0.9)))
-READING = Processors((RepetitionPenaltyLogitsProcessor(1.3), TopKTopP(9, 0.9)))
+WARPED = Processors((SuppressTokensLogitsProcessor([3]), TemperatureLogitsWarper(0.8), Top(9), Top(p=0.9)))
+READING = Processors((RepetitionPenaltyLogitsProcessor(1.3), Top(9, 0.9)))
 LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 STRATEGIES: dict[str, Any] = {
     "greedy": partial(Greedy, width=V),

@@ -11,7 +11,7 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedTokenizerFast, 
 from specdec.core.tree import Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
-from specdec.decoding.processors import Processors, TopK
+from specdec.decoding.processors import Processors, Top
 from specdec.decoding.strategies import Block, Match, Rejection
 from specdec.decoding.strategies.sampling import child_weight, drawn_children, without_child
 from specdec.errors import OptionError
@@ -53,7 +53,7 @@ def assert_law(law, expected) -> None:
 @pytest.mark.parametrize("kind", [Rejection, Block])
 def test_law_after_processors_that_read_the_prefix(monkeypatch, kind) -> None:
     """p and q are what processors leave: no token twice in a row, at half temperature, two candidates."""
-    processors = Processors((NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(2.0), TopK(2)))
+    processors = Processors((NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(2.0), Top(2)))
     target, draft = table(4, 4), table(5, 4)
 
     def processed(prefix, logits):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.decoding.processors import TopK, TopKTopP, TopP
+from specdec.decoding.processors import Top
 
 pytestmark = pytest.mark.usefixtures("ways")
 VOCABS = [5, 300, 5000, 40_003]
@@ -35,7 +35,7 @@ def test_top_k_is_transformers(vocab, k) -> None:
     """The same tensor, for peaked, flat and masked logits."""
     for logits in samples(vocab):
         before = logits.clone()
-        assert torch.equal(TopK(k)(None, logits), TopKLogitsWarper(k)(None, logits))
+        assert torch.equal(Top(k)(None, logits), TopKLogitsWarper(k)(None, logits))
         assert torch.equal(logits, before)
 
 
@@ -45,7 +45,7 @@ def test_top_p_is_transformers(vocab, p) -> None:
     """The same kept set but for rounding at the cut, whether few tokens stay or most."""
     for logits in samples(vocab):
         before = logits.clone()
-        assert_same_but_at_the_cut(TopP(p)(None, logits), TopPLogitsWarper(p)(None, logits), logits, p)
+        assert_same_but_at_the_cut(Top(p=p)(None, logits), TopPLogitsWarper(p)(None, logits), logits, p)
         assert torch.equal(logits, before)
 
 
@@ -56,10 +56,10 @@ def test_fused_is_one_after_the_other(vocab, k) -> None:
     for logits in samples(vocab):
         filtered = TopKLogitsWarper(k)(None, logits)
         expected = TopPLogitsWarper(0.8)(None, filtered)
-        assert_same_but_at_the_cut(TopKTopP(k, 0.8)(None, logits), expected, logits, 0.8, filtered)
+        assert_same_but_at_the_cut(Top(k, 0.8)(None, logits), expected, logits, 0.8, filtered)
 
 
-@pytest.mark.parametrize("warper", [TopP(0.9), TopKTopP(20, 0.9)])
+@pytest.mark.parametrize("warper", [Top(p=0.9), Top(20, 0.9)])
 def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
     """Where all tokens are forbidden, nothing is cut off, and the draw raises."""
     ragged, never = torch.zeros(300), torch.full((300,), float("-inf"))
@@ -71,7 +71,7 @@ def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
 def test_gradients_pass_what_stays() -> None:
     """Those of the logits that are kept, and no others."""
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    kept = TopK(5)(None, logits)
+    kept = Top(5)(None, logits)
     kept.backward(torch.ones_like(kept))
     assert torch.equal(logits.grad, kept.isfinite().float())
 
@@ -82,9 +82,9 @@ def test_ties_at_the_cut_stay_as_in_transformers(kind, vocab) -> None:
     """Top-k keeps every tie of the last one; top-p the highest ids, where a stable ascending sort leaves them."""
     noise = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
     logits = {"few values": noise.round(), "bfloat16": noise.bfloat16().float(), "equal": torch.zeros(2, vocab)}[kind]
-    assert torch.equal(TopK(20)(None, logits), TopKLogitsWarper(20)(None, logits))
-    fused, filtered = TopKTopP(20, 0.7)(None, logits), TopKLogitsWarper(20)(None, logits)
-    for got, source, p in ((TopP(0.7)(None, logits), logits, 0.7), (fused, filtered, 0.7)):
+    assert torch.equal(Top(20)(None, logits), TopKLogitsWarper(20)(None, logits))
+    fused, filtered = Top(20, 0.7)(None, logits), TopKLogitsWarper(20)(None, logits)
+    for got, source, p in ((Top(p=0.7)(None, logits), logits, 0.7), (fused, filtered, 0.7)):
         ordered, order = source.sort(dim=-1, stable=True)
         removed = ordered.double().softmax(-1).cumsum(-1) <= 1 - p
         expected = source.masked_fill(removed.scatter(-1, order, removed), float("-inf"))
@@ -96,8 +96,8 @@ def test_min_tokens_to_keep_is_honoured() -> None:
     """Beam sampling needs tokens besides the end-of-sequence ones."""
     logits = torch.tensor([[9.0, 1.0, 0.0, -1.0, -2.0]])
     for ours, theirs in (
-        (TopP(0.1, min_tokens_to_keep=3), TopPLogitsWarper(0.1, min_tokens_to_keep=3)),
-        (TopK(1, min_tokens_to_keep=2), TopKLogitsWarper(1, min_tokens_to_keep=2)),
+        (Top(p=0.1, min_tokens_to_keep=3), TopPLogitsWarper(0.1, min_tokens_to_keep=3)),
+        (Top(1, min_tokens_to_keep=2), TopKLogitsWarper(1, min_tokens_to_keep=2)),
     ):
         assert torch.equal(ours(None, logits), theirs(None, logits))
-    assert TopKTopP(1, 0.1, min_tokens_to_keep=3)(None, logits).isfinite().sum() == 3
+    assert Top(1, 0.1, min_tokens_to_keep=3)(None, logits).isfinite().sum() == 3

@@ -409,11 +409,11 @@ def test_choices_do_not_depend_on_what_was_loaded() -> None:
     (Torch's operators filtered and drew until something else had loaded the library: 102 of these 200 rows parted.)
     """
     code = (
-        "import torch; from specdec import kernels; from specdec.decoding.processors import TopP\n"
+        "import torch; from specdec import kernels; from specdec.decoding.processors import Top\n"
         "torch.set_num_threads(1)\n"
         "rows = torch.randn(200, 1, 3000, generator=torch.Generator().manual_seed(0))\n"
         "mass = [row.softmax(-1).double().sort(descending=True).values.cumsum(-1)[0, 99].item() for row in rows]\n"
-        "kept = lambda: [TopP(p)(None, row).isfinite() for row, p in zip(rows, mass)]\n"
+        "kept = lambda: [Top(p=p)(None, row).isfinite() for row, p in zip(rows, mass)]\n"
         "first = kept(); kernels.available()\n"
         "print(sum(not torch.equal(*pair) for pair in zip(first, kept())))"
     )

@@ -13,7 +13,7 @@ from transformers import TemperatureLogitsWarper
 from specdec.core.drafts import Commit, Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
-from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
+from specdec.decoding.processors import Processors, Timestamps, Top
 from specdec.decoding.processors.own import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.cache.session import Session
@@ -62,15 +62,15 @@ def task(sampler: object | None = None, **more: object) -> DraftTask:
 
 def choosing(width: int) -> dict[str, GreedySampler]:
     """Rules for a vocabulary of at least 50 that say in numbers how they choose."""
-    warpers = Suppress([4]), TemperatureLogitsWarper(1.5), TopKTopP(20, 0.9)
-    other_order = TopP(0.9), TopK(5), TemperatureLogitsWarper(2.0), TopP(0.5, min_tokens_to_keep=3)
+    warpers = Suppress([4]), TemperatureLogitsWarper(1.5), Top(20, 0.9)
+    other_order = Top(p=0.9), Top(5), TemperatureLogitsWarper(2.0), Top(p=0.5, min_tokens_to_keep=3)
     stamps = Suppress([3, 40]), SuppressAtBegin([20], 2), Timestamps(35, 2, 30, most_initial=9)
     return {
         "likeliest": GreedySampler(Processors(), width),
         "suppressed": GreedySampler(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
         "drawn": CoupledSampler(Processors(), width, seed=3),
-        "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), TopK(9))), width, seed=5),
-        "top-p": CoupledSampler(Processors((TopP(0.8),)), width, seed=6),
+        "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), Top(9))), width, seed=5),
+        "top-p": CoupledSampler(Processors((Top(p=0.8),)), width, seed=6),
         "warped": CoupledSampler(Processors(warpers), width, seed=4),
         "begin and length": GreedySampler(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
         "other order": CoupledSampler(Processors(other_order), width, seed=8),

@@ -19,7 +19,7 @@ from specdec.core.draft_schedules.fixed import Limit
 from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
 from specdec.core.tree import EMPTY
 from specdec.decoding import noise
-from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
+from specdec.decoding.processors import Processors, Timestamps, Top
 from specdec.decoding.processors.own import MinLength, OutputPenalty, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.proposers import ModelDraft
@@ -247,7 +247,7 @@ def test_who_must_be_asked(sampler: GreedySampler | None) -> None:
 def test_what_numbers_say() -> None:
     """Of suppressed tokens those that are not over, of texts what is looked at, and the noise."""
     row = FakeSequence([7, 3, 9], prompt_length=1)
-    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), TopP(0.5)))
+    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), Top(p=0.5)))
     said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
     assert GreedySampler(over, 50).choice(row) == Choice(said)
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
@@ -256,7 +256,7 @@ def test_what_numbers_say() -> None:
     for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
         stamps = GreedySampler(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
-    drawn = CoupledSampler(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
+    drawn = CoupledSampler(Processors((TemperatureLogitsWarper(0.5), Top(7))), 50, seed=2).choice(row)
     said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]
     assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
     own = DrawnSampler(Processors(), 50, seed=2).choice(row)

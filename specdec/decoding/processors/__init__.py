@@ -2,13 +2,11 @@
 
 from specdec.decoding.processors.own import Timestamps
 from specdec.decoding.processors.pipeline import Processors, build_processors
-from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.warpers import Top
 
 __all__ = [
     "Processors",
     "Timestamps",
-    "TopK",
-    "TopKTopP",
-    "TopP",
+    "Top",
     "build_processors",
 ]

@@ -26,7 +26,7 @@ from specdec.decoding.processors.own import (
     Timestamps,
 )
 from specdec.decoding.processors.table import ProcessorSetup
-from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError
 
 Text = list[int]
@@ -166,8 +166,6 @@ _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
     MinLength: _suppressed,
     MinNewTokens: _suppressed,
     stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
-    **dict.fromkeys(
-        (TopK, TopP, TopKTopP), lambda item, text: [Filter("top", (item.k, item.p, item.min_tokens_to_keep))]
-    ),
+    Top: lambda item, text: [Filter("top", (item.k, item.p, item.min_tokens_to_keep))],
     Timestamps: _timestamps,
 }

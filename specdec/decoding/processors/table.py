@@ -21,7 +21,7 @@ from specdec.decoding.processors.own import (
     SuppressAtBegin,
     Timestamps,
 )
-from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError
 
 _COLDEST = 1e-30  # a logit divided by less may be infinite
@@ -87,13 +87,10 @@ def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
     return (value, -torch.inf, r.least) if 0.0 < value < 1.0 else None
 
 
-def _top_k_top_p(k: int, p: float | None, least: int) -> Any:
+def _top(r: ProcessorSetup, k: int, p: float | None) -> Arguments:
     """One warper for both; a value without effect is left out."""
-    if k == 0:
-        return None if p is None or p >= 1.0 else TopP(p, min_tokens_to_keep=least)
-    if p is None or p >= 1.0:
-        return TopK(k, min_tokens_to_keep=least)
-    return TopKTopP(k, p, min_tokens_to_keep=least)
+    p = 1.0 if p is None else min(p, 1.0)
+    return (k, p, r.least) if k or p < 1.0 else None
 
 
 Arguments = tuple[Any, ...] | None
@@ -145,8 +142,8 @@ PROCESSORS: tuple[Entry, ...] = (
 WARPERS: tuple[Entry, ...] = (
     ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_warm(v),) if v != 1.0 else None),
     ("top_h", stock.TopHLogitsWarper, lambda r, v: (v,)),
-    ("top_k", _top_k_top_p, lambda r, v: (v, r.options.top_p, r.least)),
-    ("top_p", _top_k_top_p, lambda r, v: None if r.options.top_k is not None else (0, v, r.least)),  # see `top_k`
+    ("top_k", Top, lambda r, v: _top(r, v, r.options.top_p)),
+    ("top_p", Top, lambda r, v: None if r.options.top_k is not None else _top(r, 0, v)),  # see `top_k`
     ("min_p", stock.MinPLogitsWarper, lambda r, v: (v, -torch.inf, r.least)),
     ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v, -torch.inf, r.least) if v < 1.0 else None),
     ("epsilon_cutoff", stock.EpsilonLogitsWarper, _cutoff),
@@ -166,7 +163,7 @@ LAST: tuple[Entry, ...] = (
 
 WITHOUT_IDS: frozenset[Any] = frozenset(
     {kind for _, kind, _ in (*WARPERS, *LAST[1:])}
-    | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
+    | {stock.TopKLogitsWarper, stock.TopPLogitsWarper}
     | {stock.InfNanRemoveLogitsProcessor, Suppress, stock.SuppressTokensLogitsProcessor}
 )
 """Functions of the logits alone."""

@@ -15,14 +15,14 @@ from specdec.decoding import device_reads
 _NEVER = float("-inf")
 
 
-class TopKTopP:
+class Top:
     """Keeps the `k` largest logits and all ties of the last, and of these the largest until their mass reaches `p`.
 
     The one that crosses `p` stays (arXiv 1904.09751); the rest becomes -inf. 0 for `k` and 1 for `p` keep all. Compiled
     code, which computes no gradients, applies both in one pass over the vocabulary.
     """
 
-    def __init__(self, k: int, p: float, *, min_tokens_to_keep: int = 1) -> None:
+    def __init__(self, k: int = 0, p: float = 1.0, min_tokens_to_keep: int = 1) -> None:
         if not isinstance(k, int) or k < 0:
             raise ValueError("`top_k` must be a whole number, at least 0")
         if not 0 <= p <= 1:
@@ -31,7 +31,7 @@ class TopKTopP:
         self.min_tokens_to_keep = min_tokens_to_keep
 
     def __repr__(self) -> str:
-        return f"TopKTopP({self.k}, {self.p})"
+        return f"Top({self.k}, {self.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
@@ -49,23 +49,3 @@ class TopKTopP:
             kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept.to(logits.device))
             logits = logits.masked_fill(~kept, _NEVER)
         return logits
-
-
-class TopK(TopKTopP):
-    """Top-k alone."""
-
-    def __init__(self, k: int, *, min_tokens_to_keep: int = 1) -> None:
-        super().__init__(k, 1.0, min_tokens_to_keep=min_tokens_to_keep)
-
-    def __repr__(self) -> str:
-        return f"TopK({self.k})"
-
-
-class TopP(TopKTopP):
-    """Top-p alone."""
-
-    def __init__(self, p: float, *, min_tokens_to_keep: int = 1) -> None:
-        super().__init__(0, p, min_tokens_to_keep=min_tokens_to_keep)
-
-    def __repr__(self) -> str:
-        return f"TopP({self.p})"
