@@ -83,7 +83,6 @@ class CachedText:
 class Feed(NamedTuple):
     """A sequence's work in a draft pass."""
 
-    seq: SequenceView
     cached: CachedText
     work: Work
 
@@ -94,39 +93,32 @@ class ChainGrowth:
     `readable`: how many ids the draft has embeddings for.
     """
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
-        self.seq, self.plan, self.limit, self.cached, self._readable = seq, plan, limit, cached, readable
+    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.plan, self.limit, self.cached, self._readable = cached.seq, plan, limit, cached, readable
         self._confident = plan.needs_confidence
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
-        self.num_as_text = 0  # the session holds guesses as text too
 
-    def first(self) -> Tree:
+    def first(self) -> Work:
         """The tokens of the text that the cache lacks."""
-        missing = self.seq.tokens[self.cached.num_text :]
-        self.num_as_text = len(missing)
-        return Tree.chain(missing)
+        return Work.text(self.cached.cache_row, self.seq.tokens[self.cached.num_text :])
 
-    def feed(self, tree: Tree) -> Feed:
-        """A pass over `tree`, with logits of the last node."""
-        return Feed(self.seq, self.cached, Work(self.cached.cache_row, tree, 1, self.num_as_text))
-
-    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
+    def take(self, work: Work, logits: Tensor) -> Work | None:
+        """Takes one guess from `logits` `[1, vocab]`; returns it as the next work, None at the chain's end."""
         if self.tokens:
             self.cached.guesses.append(self.tokens[-1])
         else:
-            self.cached.num_text += len(tree.tokens)
+            self.cached.num_text += work.num_text
         seq, task = self.seq, self.seq.task
         token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
         if not self._guess(token, confidence):
             return None
         if q is not None:
             self.q.append(q)
-        self.num_as_text = 1
         pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        return Tree([token], [-1]) if pays and token < self._readable and token not in task.ends else None
+        # The session holds guesses as text too.
+        return Work.text(work.row, [token]) if pays and token < self._readable and token not in task.ends else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
@@ -135,9 +127,9 @@ class ChainGrowth:
             return None
         return ChainRule(self.limit, width, choice, until, task.ends, self._confident, task.sampler.needs_q)
 
-    def take_all(self, fed: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
+    def take_all(self, fed: Work, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
-        self.cached.num_text += len(fed)
+        self.cached.num_text += fed.num_text
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self.cached.guesses = self.tokens[:-1]
         self._guess(self.tokens.pop(), self.confidence.pop())
@@ -168,18 +160,17 @@ class TreeGrowth:
     embeddings for.
     """
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
-        self.seq, self.plan, self.cached, self._limit, self._readable = seq, plan, cached, limit, readable
-        leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
+    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.plan, self.cached, self._limit, self._readable = cached.seq, plan, cached, limit, readable
+        seq, leaves = self.seq, zip(self.seq.leaves, self.seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.cached_ends: list[int] = []
-        self.num_as_text = 0
         self._node_ends = [-1 - i for i in range(len(self.ends))]
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
         self._levels: list[float] = []
 
-    def first(self) -> Tree | None:
+    def first(self) -> Work | None:
         """The cache's branches, and the nodes that it lacks of the text and of the sequence's own branches."""
         if not self._limit:
             return None
@@ -192,21 +183,19 @@ class TreeGrowth:
         parents = [number[seq.tree.parents[node]] for node in fresh]
         chain = Tree.chain(missing) if missing else cached.branches  # where text is missing, no branches are cached
         self.cached_ends = [number[leaf] for leaf in seq.leaves]
-        self.num_as_text = len(missing)
         cached.branch_of = {node: i - len(missing) for node, i in number.items() if node >= 0}
-        return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
+        tokens = chain.tokens + [seq.tree.tokens[node] for node in fresh]
+        return self._work(Tree(tokens, chain.parents + parents), len(missing))
 
-    def feed(self, tree: Tree) -> Feed:
+    def _work(self, tree: Tree, num_text: int = 0) -> Work:
         """A pass over `tree`, which begins with the cached branches, with logits of the nodes from the first end on."""
-        cached, num_logits = self.cached, len(tree) - min(self.cached_ends)
-        work = Work(cached.cache_row, tree, num_logits, self.num_as_text, len(cached.branches.tokens))
-        return Feed(self.seq, cached, work)
+        row, num_cached = self.cached.cache_row, len(self.cached.branches.tokens)
+        return Work(row, tree, len(tree) - min(self.cached_ends), num_text, num_cached)
 
-    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
-        first = len(tree) - len(logits)
-        at = torch.tensor([end - first for end in self.cached_ends], device=logits.device)
-        num_text, self.num_as_text = self.num_as_text, 0
+    def take(self, work: Work, logits: Tensor) -> Work | None:
+        """Adds a level from `logits` `[nodes, vocab]`; returns the next work, None if no pass pays."""
+        tree, num_text = work.tree, work.num_text
+        at = torch.tensor([end - work.first for end in self.cached_ends], device=logits.device)
         self.cached.num_text += num_text
         self.cached.branches = tree.part(range(len(tree)), num_text)
         if not self._nodes:
@@ -214,7 +203,7 @@ class TreeGrowth:
         self.cached_ends = [max(end - num_text, -1) for end in self.cached_ends]
         return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
-    def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
+    def _level(self, level: list[tuple[int, Branch]]) -> Work | None:
         branches, first = self.cached.branches, len(self._nodes)
         self._nodes += [branch for _, branch in level]
         self._parents += [self._node_ends[end] for end, _ in level]
@@ -234,7 +223,7 @@ class TreeGrowth:
         paths = [end.chances for end in self.ends if end.chances] or [self._levels]
         if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(paths, len(chosen)):
             return None
-        return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
+        return self._work(Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents))
 
     def _best(self) -> Sequence[int]:
         """The nodes to propose: the `branches * limit` best; for a search, all."""
@@ -257,3 +246,6 @@ class TreeGrowth:
             drawn or None,
             source,
         )
+
+
+Growth = ChainGrowth | TreeGrowth

@@ -15,7 +15,7 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
-from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
+from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, TreeGrowth
 
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
@@ -87,7 +87,7 @@ class ModelProposer(Proposer):
         if not any(limits):
             return [nothing] * len(seqs)
         ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
-        growths: dict[int, ChainGrowth | TreeGrowth] = {
+        growths = {
             seq.id: self._growth(seq, plan, limit)
             for seq, plan, limit in zip(seqs, plans, limits, strict=True)
             if limit and seq.id in ready
@@ -201,7 +201,7 @@ class ModelProposer(Proposer):
             end = min(cached.num_text + chunk, self._end(seq)) if pictures is None else pictures.length
             piece, length = seq.tokens[cached.num_text : end], len(seq.tokens)
             work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
-            feeds.append(Feed(seq, cached, work))
+            feeds.append(Feed(cached, work))
         self._run(feeds)
         for feed in feeds:
             feed.cached.num_text += feed.work.num_text
@@ -263,44 +263,44 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> ChainGrowth | TreeGrowth:
+    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Growth:
         cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return ChainGrowth(seq, plan, limit, cached, readable)
+            return ChainGrowth(plan, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
-        return TreeGrowth(seq, plan, limit if can_read else 0, cached, readable)
+        return TreeGrowth(plan, limit if can_read else 0, cached, readable)
 
-    def _grow_in_one_call(self, feeds: Sequence[tuple[ChainGrowth | TreeGrowth, Tree]]) -> bool:
+    def _grow_in_one_call(self, works: Sequence[tuple[Growth, Work]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
-        chains = [(growth, tree) for growth, tree in feeds if isinstance(growth, ChainGrowth)]
+        chains = [(growth, work) for growth, work in works if isinstance(growth, ChainGrowth)]
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
-        if not feeds or len(rules) < len(feeds):
+        if not works or len(rules) < len(works):
             return False
-        fed = [growth.feed(tree) for growth, tree in chains]
-        rows, tokens = [feed.work.row for feed in fed], [feed.work.new_tokens for feed in fed]
-        chained = self._session.draft_chain(rows, tokens, rules, self._embeds(fed))
+        rows, tokens = [work.row for _, work in chains], [work.new_tokens for _, work in chains]
+        embeds = self._embeds([Feed(growth.cached, work) for growth, work in chains])
+        chained = self._session.draft_chain(rows, tokens, rules, embeds)
         if chained is None:
             return False
-        for (growth, tree), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
-            growth.take_all(tree, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
+        for (growth, work), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
+            growth.take_all(work, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
     def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:
         """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
         return None
 
-    def _grow(self, growths: list[ChainGrowth | TreeGrowth]) -> None:
+    def _grow(self, growths: Sequence[Growth]) -> None:
         """Feeds the missing text and branches, then one level of guesses after the other."""
-        feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        if self._session.draft_chains and self._grow_in_one_call(feeds):
+        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
+        if self._session.draft_chains and self._grow_in_one_call(works):
             return
         level = 0
-        while feeds:
-            outputs = self._run([growth.feed(tree) for growth, tree in feeds], level)
-            feeds = [
+        while works:
+            outputs = self._run([Feed(growth.cached, work) for growth, work in works], level)
+            works = [
                 (growth, following)
-                for (growth, tree), out in zip(feeds, outputs, strict=True)
-                if (following := growth.take(tree, fit(out.logits, self._vocab_size))) is not None
+                for (growth, work), out in zip(works, outputs, strict=True)
+                if (following := growth.take(work, fit(out.logits, self._vocab_size))) is not None
             ]
             level += 1
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from specdec.core.drafts import Commit, Draft, Hidden, Plan, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import CHUNK, Logits
+from specdec.core.work import CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.models import prefix_bytes
 from specdec.models.capability import Capability
 from specdec.models.language_model import LanguageModel
-from specdec.proposers.growth import CachedText, ChainGrowth, Feed, TreeGrowth
+from specdec.proposers.growth import CachedText, Feed, Growth
 from specdec.proposers.heads.stage import Block, Stage, Stages
 from specdec.proposers.model import ModelProposer
 
@@ -258,7 +258,7 @@ class HeadProposer(ModelProposer):
         session.first = min(level, len(session.stages) - 1)
         if not level:
             for feed in feeds:
-                self._known[feed.seq.id].written = [{} for _ in session.stages]
+                self._known[feed.cached.seq.id].written = [{} for _ in session.stages]
         outputs: list[Logits] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage reads its own features
@@ -267,13 +267,13 @@ class HeadProposer(ModelProposer):
             found = session.stages[stage].run(fed, hidden=True)
             if not outputs:
                 outputs, works = found, [replace(work, num_logits=0) for work in works]
-            for (seq, _, work), out in zip(feeds, found, strict=True):
+            for (cached, work), out in zip(feeds, found, strict=True):
                 assert out.hidden_states is not None
                 first = work.num_cached
                 if stage == len(session.stages) - 1:  # nodes that others may follow
                     first = max(first, work.num_text - 1)
                 states = out.hidden_states[0][first - work.num_cached :]
-                self._known[seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
+                self._known[cached.seq.id].written[stage].update(zip(range(first, len(work.tree)), states, strict=True))
         self._keep(feeds, final=not level)
         for feed in feeds:
             self._renumber(feed, guessed=level > 0)
@@ -284,9 +284,9 @@ class HeadProposer(ModelProposer):
 
     def _features(self, feed: Feed, source: int) -> Tensor:
         """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
-        known = self._known[feed.seq.id]
+        known = self._known[feed.cached.seq.id]
         if source < 0:
-            parents, where = feed.seq.tree.parents, feed.cached.branch_of
+            parents, where = feed.cached.seq.tree.parents, feed.cached.branch_of
             fresh = sorted(node for node, at in where.items() if at >= feed.work.num_cached)
             branches = [(known.branches[parents[n]] if parents[n] >= 0 else known.states[-1])[None] for n in fresh]
             return torch.cat([self._text_features(feed, feed.work.num_text), *branches])
@@ -298,7 +298,7 @@ class HeadProposer(ModelProposer):
 
     def _text_features(self, feed: Feed, count: int) -> Tensor:
         """The target's features for the next `count` tokens of text; the first token of a text gets zeros."""
-        known, begin = self._known[feed.seq.id], feed.cached.num_text
+        known, begin = self._known[feed.cached.seq.id], feed.cached.num_text
         first = [self._blank] * (count > 0 and begin < self._shift)
         at = begin - self._shift + len(first) - known.first
         rows = [*first, *known.states[at : at + count - len(first)]]
@@ -308,7 +308,7 @@ class HeadProposer(ModelProposer):
         """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
         if not feed.work.num_text:
             return
-        known, begin = self._known[feed.seq.id], feed.cached.num_text
+        known, begin = self._known[feed.cached.seq.id], feed.cached.num_text
         for stage, written in enumerate(known.written[:-1] if not guessed else ()):
             known.texts[stage][begin:] = [written[node] for node in range(feed.work.num_text)]
         known.written = [
@@ -339,14 +339,14 @@ class BlockProposer(HeadProposer):
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
-    def _grow(self, growths: Sequence[ChainGrowth | TreeGrowth]) -> None:
+    def _grow(self, growths: Sequence[Growth]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
-        feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        passed = self._run([growth.feed(tree) for growth, tree in feeds]) if feeds else []
-        for (growth, tree), out in zip(feeds, passed, strict=True):
-            level: Tree | None = tree
+        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
+        passed = self._run([Feed(growth.cached, work) for growth, work in works]) if works else []
+        for (growth, work), out in zip(works, passed, strict=True):
+            level: Work | None = work
             for logits in fit(out.logits, self._vocab_size):
-                level = level and growth.take(level, logits.expand(growth.feed(level).work.num_logits, -1))
+                level = level and growth.take(level, logits.expand(level.num_logits, -1))
             growth.cached.num_text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
             growth.cached.branches = EMPTY
 

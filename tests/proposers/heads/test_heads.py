@@ -135,7 +135,8 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     def checked(self: HeadProposer, feeds: Sequence[Feed], level: int = 0) -> Any:
         nonlocal compared
         scores = run(self, feeds, level)
-        for (row, cached, work), said in zip(feeds, scores, strict=True):
+        for (cached, work), said in zip(feeds, scores, strict=True):
+            row = cached.seq
             for leaf in row.leaves if row.tree.tokens and not level else ():
                 tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
                 [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
