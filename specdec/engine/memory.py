@@ -71,16 +71,10 @@ class MemoryBudget:
     def bytes(self, requests: Sequence[Request]) -> int:
         """The most bytes of keys and values of these requests, in the target and in drafts."""
         rows, columns = self.bounds(requests)
-        total = (rows * columns + _frames(requests)) * self._model.kv_bytes
-        drafts = {id(request.draft): request.draft for request in requests if request.draft is not None}
-        for draft in drafts.values():
-            own = [request for request in requests if request.draft is draft]
-            texts = sum(len(request.seqs) for request in own) * columns
-            for model in draft.models:
-                total += (texts + (_frames(own) if model.is_encoder_decoder else 0)) * model.kv_bytes
+        frames = sum(len(request.seqs) * request.frames for request in requests)  # of cross-attention
+        total = (rows * columns + frames) * self._model.kv_bytes
+        for request in requests:
+            for model in () if request.draft is None else request.draft.models:
+                positions = columns + (request.frames if model.is_encoder_decoder else 0)
+                total += len(request.seqs) * positions * model.kv_bytes
         return total
-
-
-def _frames(requests: Sequence[Request]) -> int:
-    """The positions of cross-attention."""
-    return sum(len(request.seqs) * request.frames for request in requests)
