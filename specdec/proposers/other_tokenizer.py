@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
+from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
+from specdec.decoding.processors import Processors
+from specdec.decoding.samplers import GreedySampler
 from specdec.proposers.chains import cut, known_tokens
 from specdec.proposers.views import ReadSequence, best_branch
 
@@ -47,21 +47,6 @@ class DraftSequence(ReadSequence):
         """Whether the target's `tokens` begin with those that it was made of."""
         before = self.outer.tokens
         return tokens is before or tokens[: self.seen] == before[: self.seen]
-
-
-class _Likeliest(Sampler):
-    """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
-
-    Always computes the probability, as the translated guess gets the geometric mean.
-    """
-
-    needs_q = False
-
-    def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
-    ) -> tuple[int, float, Tensor | None]:
-        confidence, token = torch.softmax(logits.float(), -1).max(-1)
-        return int(token), float(confidence), None
 
 
 class TextBridge(Draft):
@@ -123,8 +108,9 @@ class TextBridgeProposer(Proposer):
         return own
 
     def _task(self, seq: SequenceView) -> DraftTask:
-        end = self._draft_tokenizer.eos_token_id
-        return replace(seq.task, sampler=_Likeliest(), ends=frozenset(() if end is None else (end,)))
+        """The draft guesses chains of its likeliest tokens: the strategy's noise and processors go by the target's."""
+        end, likeliest = self._draft_tokenizer.eos_token_id, GreedySampler(Processors(), branches=0)
+        return replace(seq.task, sampler=likeliest, ends=frozenset(() if end is None else (end,)))
 
     def _extend(self, seq: SequenceView, own: DraftSequence) -> None:
         """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
