@@ -75,7 +75,7 @@ def test_suppressed_tokens(length, tokens, seed, dtype, least) -> None:
         (Suppress(tokens), stock.SuppressTokensLogitsProcessor(tokens)),
         (SuppressAtBegin(tokens, least), stock.SuppressTokensAtBeginLogitsProcessor(tokens, least)),
         (MinLength(least, ends), stock.MinLengthLogitsProcessor(least, ends)),
-        (MinNewTokens(2, least, ends), stock.MinNewTokensLengthLogitsProcessor(2, least, ends)),
+        (MinNewTokens(2 + least, ends), stock.MinNewTokensLengthLogitsProcessor(2, least, ends)),
     ]
     before = logits.clone()
     for own, theirs in pairs:

@@ -25,11 +25,9 @@ class Suppress:
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 
-    def __init__(
-        self, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu", first: int = 0, end: float = math.inf
-    ) -> None:
+    def __init__(self, tokens: Iterable[int] | Tensor, first: int = 0, end: float = math.inf) -> None:
         self.tokens = sorted({int(token) for token in tokens})
-        self._device, self._first, self._end = device, first, end
+        self._first, self._end = first, end
         self._known: dict[int, Tensor] = {}  # by the size of the vocabulary
 
     def __repr__(self) -> str:
@@ -46,7 +44,8 @@ class Suppress:
             return logits
         vocab = logits.shape[-1]
         if vocab not in self._known:
-            self._known[vocab] = torch.tensor([t for t in self.tokens if 0 <= t < vocab], device=self._device).long()
+            known = [token for token in self.tokens if 0 <= token < vocab]
+            self._known[vocab] = torch.tensor(known, device=logits.device, dtype=torch.long)
         return logits.index_fill(-1, self._known[vocab].to(logits.device), -torch.inf)
 
 
@@ -55,8 +54,8 @@ class SuppressAtBegin(Suppress):
 
     stands_for = stock.SuppressTokensAtBeginLogitsProcessor
 
-    def __init__(self, tokens: Iterable[int] | Tensor, begin: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(tokens, device, begin, begin + 1)
+    def __init__(self, tokens: Iterable[int] | Tensor, begin: int) -> None:
+        super().__init__(tokens, begin, begin + 1)
 
 
 class MinLength(Suppress):
@@ -64,19 +63,14 @@ class MinLength(Suppress):
 
     stands_for = stock.MinLengthLogitsProcessor
 
-    def __init__(self, least: int, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu") -> None:
-        super().__init__(tokens, device, end=least)
+    def __init__(self, least: int, tokens: Iterable[int] | Tensor) -> None:
+        super().__init__(tokens, end=least)
 
 
 class MinNewTokens(MinLength):
-    """The same while fewer than `least` tokens follow a prompt of `prompt` tokens."""
+    """The same; `least` counts a prompt and new tokens."""
 
     stands_for = stock.MinNewTokensLengthLogitsProcessor
-
-    def __init__(
-        self, prompt: int, least: int, tokens: Iterable[int] | Tensor, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(prompt + least, tokens, device)
 
 
 class Timestamps:

@@ -80,7 +80,7 @@ def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
 
 def _begin_suppress(r: ProcessorSetup, tokens: Any) -> Arguments:
     forced = r.prompt_length <= 1 and r.options.forced_bos_token_id is not None
-    return tokens, r.own_length + forced, r.device
+    return tokens, r.own_length + forced
 
 
 def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
@@ -114,16 +114,8 @@ PROCESSORS: tuple[Entry, ...] = (
         lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids),
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
-    (
-        "min_length",
-        MinLength,
-        lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos, r.device),
-    ),
-    (
-        "min_new_tokens",
-        MinNewTokens,
-        lambda r, v: None if v <= 0 or r.eos is None else (r.own_length, v, r.eos, r.device),
-    ),
+    ("min_length", MinLength, lambda r, v: (max(v - r.padding, 0), r.eos_ids) if v > 0 and r.eos_ids else None),
+    ("min_new_tokens", MinNewTokens, lambda r, v: (r.own_length + v, r.eos_ids) if v > 0 and r.eos_ids else None),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
     # It acts after the first token. Padding counts, so it never acts on a padded row.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
@@ -134,7 +126,7 @@ PROCESSORS: tuple[Entry, ...] = (
     ),
     ("remove_invalid_values", stock.InfNanRemoveLogitsProcessor, lambda r, v: () if v is True else None),
     ("exponential_decay_length_penalty", stock.ExponentialDecayLengthPenalty, _exponential_decay),
-    ("suppress_tokens", Suppress, lambda r, v: (v, r.device)),
+    ("suppress_tokens", Suppress, lambda r, v: (v,)),
     ("begin_suppress_tokens", SuppressAtBegin, _begin_suppress),
 )
 """Before the user's own. Guidance, which comes first, is part of the strategies."""
