@@ -34,8 +34,6 @@ def trace_of(out: Logits, path: Sequence[int]) -> Trace:
     Attentions cover the cached text and the path.
     """
     hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
-    if hidden is None and attentions is None:
-        return NO_TRACE
     columns, size = out.work.path(path), len(out.work.tree)
     own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
     return Trace(

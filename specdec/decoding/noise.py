@@ -72,8 +72,11 @@ def _mix32(x: Tensor) -> Tensor:
     return x
 
 
-def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The hashes h and x (see the module) per token id, 32 bits each in int64."""
+def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
+    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`.
+
+    Several addresses `n` for ids `[vocab]` or `[n, vocab]` give numbers `[n, vocab]`.
+    """
     low: int | Tensor
     high: int | Tensor
     if isinstance(address, int):
@@ -83,15 +86,7 @@ def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
     x = ids * _GOLDEN + low
     x &= _MASK32
     x = _mix32(x)
-    return _mix32(x ^ high), x
-
-
-def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
-    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`.
-
-    Several addresses `n` for ids `[vocab]` or `[n, vocab]` give numbers `[n, vocab]`.
-    """
-    h, x = _hash(address, ids)
+    h = _mix32(x ^ high)  # h and x, see the module: 32 bits each in int64
     h <<= 20
     h |= x & 0xFFFFF
     u = h.double()

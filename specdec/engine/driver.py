@@ -63,12 +63,11 @@ class Driver:
             if not request.done:
                 self._arrived.append(request)
         try:
-            while not request.done:
-                self._wait(request, stream)
-                while request.rounds:
+            while not request.done or request.rounds:
+                if request.rounds:
                     yield request.rounds.popleft()
-            while request.rounds:  # those that came between the last two checks
-                yield request.rounds.popleft()
+                else:
+                    self._wait(request, stream)
         finally:
             with self._lock:
                 self._open.discard(request)

@@ -65,13 +65,14 @@ class StrategySetup:
 class StrategyBase:
     """Base of all strategies.
 
-    `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`: combines the logits
-    with those of the unconditional sequence, before processors. `keep_scores`, `keep_logits`: put copies of the
-    processed and of the target's own logits into every step.
+    `stop` ends a text. `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`:
+    combines the logits with those of the unconditional sequence, before processors. `keep_scores`, `keep_logits`: put
+    copies of the processed and of the target's own logits into every step.
     """
 
     processors: Processors
     _: KW_ONLY
+    stop: Stopping = field(default_factory=Stopping)
     width: int | None = None
     guidance_scale: float | None = None
     keep_scores: bool = False
@@ -99,14 +100,13 @@ class StrategyBase:
 class TextStrategy(StrategyBase):
     """Base of the strategies of one text.
 
-    `seed`: the sequence's own. `stop` ends the text. `ranked`: puts its token's log-probability under the target,
+    `seed`: the sequence's own. `ranked`: puts its token's log-probability under the target,
     before processors, into every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and
     `serves(options)`. The state is the scores of all steps, where they are kept.
     """
 
     seed: int = 0
     _: KW_ONLY
-    stop: Stopping = field(default_factory=Stopping)
     ranked: bool = False
     top: int | None = None
     is_search: ClassVar[bool] = False

@@ -16,7 +16,6 @@ from specdec.core.drafts import Branch, Plan, SequenceView
 from specdec.core.strategies import View
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import GreedySampler, fit
-from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import Progress
 
@@ -136,7 +135,6 @@ class Scoring(StrategyBase):
     A hypothesis's score: its sum of log-probabilities / (number of new tokens, end included) ** `length_penalty`.
     """
 
-    stop: Stopping
     num_beams: int
     max_new_tokens: int
     groups: int = 1

@@ -18,7 +18,6 @@ from specdec.core.drafts import SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process
-from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.beam_scoring import Hypothesis
 from specdec.options.generate import Options
@@ -61,7 +60,6 @@ class Contrastive(StrategyBase):
     `keep_traces`: hidden states or attentions are views of the call.
     """
 
-    stop: Stopping
     top_k: int
     penalty_alpha: float
     keep_traces: bool = False
