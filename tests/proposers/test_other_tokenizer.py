@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec.core.drafts import Plan, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import ModelDraft, TextBridge
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, OwnProposer, follow, one
+from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, OwnProposer, follow, one
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
@@ -163,3 +163,11 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     rows[1].tokens += ours.encode(" dog")
     session.propose(rows[1:], plans[1:])
     assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
+
+
+def test_a_draft_shares_the_encoder() -> None:
+    """It reads what the target's encoder says. (Its rows had nothing of it: an IndexError in its first pass.)"""
+    model = FakeModel(len(theirs), is_encoder_decoder=True)
+    session = TextBridge(ModelDraft(model, shared_encoder=True), ours, theirs).start(len(ours))
+    session.propose([FakeSequence(ours.encode("the quick"), encoding=FakeEncoding([4]))], [FakePlan(3)])
+    assert [*model.sessions[-1].encodings.values()] == [4]
