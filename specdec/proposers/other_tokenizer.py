@@ -101,8 +101,8 @@ class TextBridgeProposer(Proposer):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            given = {"encoding": seq.encoding, "seen": int(has_bos)}
-            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, **given)
+            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, seen=int(has_bos))
+            own.encoding = seq.encoding
             self._seqs[seq.id] = own
         own.outer, own.remaining = seq, seq.remaining
         self._extend(seq, own)

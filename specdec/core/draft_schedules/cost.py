@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from specdec.core.drafts import SequenceView, Until
     from specdec.core.outcome import Round, SequenceRound
 
