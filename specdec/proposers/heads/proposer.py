@@ -125,11 +125,6 @@ class _KnownText:
             self.first += gone
             del self.states[:gone]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of `texts`."""
-        return sum(one.nbytes for states in self.texts.values() for one in states)
-
     def beginning(self, seq: SequenceView, count: int) -> _KnownText:
         """A copy for a text with the same first `count` tokens, without features of its own."""
         known = _KnownText(seq, count - 1)
@@ -145,14 +140,15 @@ class HeadProposer(ModelProposer):
     """
 
     keeps_guesses = False
+    _session: Stages
 
     def __init__(self, draft: HeadDraft, vocab_size: int) -> None:
         super().__init__(draft, vocab_size, draft.source)
-        self._head = head = draft
+        self._head, block = draft, draft.block
         # A token is fed with the feature of the token this far before it.
-        self._shift = 0 if head.block is not None and head.block.reads_itself else 1
+        self._shift = 0 if block is not None and block.reads_itself else 1
         self._known: dict[int, _KnownText] = {}
-        self._blank = torch.zeros(head.feature_width, dtype=head.dtype, device=head.device)
+        self._blank = torch.zeros(draft.feature_width, dtype=draft.dtype, device=draft.device)
 
     def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
@@ -179,7 +175,8 @@ class HeadProposer(ModelProposer):
             return None
         prefix = self._session.keep_prefix(self._cached[seq.id].cache_row, count)
         known = self._known[seq.id].beginning(seq, count)
-        return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
+        features = sum(one.nbytes for states in known.texts.values() for one in states)
+        return SavedState(count, (prefix, known), prefix_bytes(prefix) + features)
 
     def update(self, commits: Sequence[Commit]) -> None:
         """Keeps hidden states until a guess is wanted, and reads those of long texts."""
@@ -233,12 +230,12 @@ class HeadProposer(ModelProposer):
             self._read(behind, CHUNK)
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
-        self._stages.first = 0
+        self._session.first = 0
         super()._settle(seqs)
 
     def _reusable(self, cached: CachedText) -> int:
         """Those that were fed with the target's features, unless later stages need more of them."""
-        return cached.num_own if len(self._stages.stages) == 1 else 0
+        return cached.num_own if len(self._session.stages) == 1 else 0
 
     def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
         """None: a sequence forks another one in `fork` alone."""
@@ -254,7 +251,7 @@ class HeadProposer(ModelProposer):
 
     def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
         """A pass of every stage that later guesses read; returns the output of the first of them."""
-        session, works = self._stages, [feed.work for feed in feeds]
+        session, works = self._session, [feed.work for feed in feeds]
         session.first = min(level, len(session.stages) - 1)
         if not level:
             for feed in feeds:
@@ -315,10 +312,6 @@ class HeadProposer(ModelProposer):
             {node - feed.work.num_text: one for node, one in written.items() if node >= feed.work.num_text - 1}
             for written in known.written
         ]
-
-    @property
-    def _stages(self) -> Stages:
-        return self._session  # type: ignore[return-value]
 
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether no features are missing between the tokens read so far and those known."""
