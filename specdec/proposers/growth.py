@@ -101,6 +101,7 @@ class ChainGrowth:
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
         self.num_as_text = 0  # the session holds guesses as text too
+        self.gain = 0.0  # of the next pass
 
     def first(self) -> Tree:
         """The tokens of the text that the cache lacks."""
@@ -113,7 +114,7 @@ class ChainGrowth:
         return Feed(self.seq, self.cached, Work(self.cached.cache_row, tree, 1, self.num_as_text))
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
+        """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the end."""
         if self.tokens:
             self.cached.guesses.append(self.tokens[-1])
         else:
@@ -125,8 +126,9 @@ class ChainGrowth:
         if q is not None:
             self.q.append(q)
         self.num_as_text = 1
-        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        return Tree([token], [-1]) if pays and token < self._readable and token not in task.ends else None
+        ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
+        self.gain = 0.0 if ended else self.plan.gain([self.confidence])
+        return Tree([token], [-1]) if self.gain > 0 else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
@@ -178,6 +180,7 @@ class TreeGrowth:
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
         self._levels: list[float] = []
+        self.gain = 0.0  # of the next pass
 
     def first(self) -> Tree | None:
         """The cache's branches, and the nodes that it lacks of the text and of the sequence's own branches."""
@@ -232,7 +235,9 @@ class TreeGrowth:
         self._node_ends = [node for node, _, _ in chosen]
         # The branches of a search count as one path.
         paths = [end.chances for end in self.ends if end.chances] or [self._levels]
-        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(paths, len(chosen)):
+        ended = not chosen or len(self._levels) >= self._limit
+        self.gain = 0.0 if ended else self.plan.gain(paths, len(chosen))
+        if self.gain <= 0:
             return None
         return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
 
