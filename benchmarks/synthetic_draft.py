@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.samplers import WIDER
@@ -96,7 +96,7 @@ class SyntheticDraft(Draft, Proposer):
         nodes: list[_Node] = []
         ends = [_Node(-1, -1, -1, [], 1.0, is_known)]
         for depth in range(limit):
-            if not ends or not plan.go_on([end.path for end in ends], len(ends)):
+            if not ends or not pays([plan], [plan.gain([end.path for end in ends], len(ends))]):
                 break
             self._work(len(ends))
             level: list[_Node] = []

@@ -37,12 +37,14 @@ class Until(NamedTuple):
     """The condition on which a chain goes on, in numbers, for code that is compiled.
 
     `edges` divide probabilities into bins; a guess of probability p in bin b is right with min(p * rates[b], 1). The
-    chain goes on while the product of these is at least `least`.
+    chain goes on while the product of these is at least `least`, and the chains of a pass while together they exceed
+    theirs by `pass_cost`.
     """
 
     edges: Sequence[float] = ()
     rates: Sequence[float] = (1.0,)
     least: float = 0.0
+    pass_cost: float = 0.0
 
 
 class Filter(NamedTuple):
@@ -174,22 +176,33 @@ class Plan(Protocol):
 
     @property
     def needs_confidence(self) -> bool:
-        """Whether `go_on` and `keep` depend on the draft's confidence."""
+        """Whether `gain` and `keep` depend on the draft's confidence."""
 
-    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether a further draft pass pays.
+    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
+        """What a further draft pass is worth to this sequence; not above 0: the pass leaves it out.
 
         `paths`: the confidence of each node on the paths that the pass would continue. `width`: how many nodes the pass
         adds. The branches of a search count as one path.
         """
 
     @property
+    def pass_cost(self) -> float:
+        """What all sequences of a draft pass must gain together."""
+        return 0.0
+
+    @property
     def until(self) -> Until | None:
-        """What equals `go_on` for chains, in numbers; None: `go_on` must be called before every pass."""
+        """What equals `gain` and `pass_cost` for chains, in numbers; None: `gain` is called before every pass."""
         return None
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
+
+
+def pays(plans: Sequence[Plan], gains: Sequence[float]) -> bool:
+    """Whether a draft pass over sequences with these plans and gains pays."""
+    gain = sum(gains)
+    return gain > 0 and gain >= max(plan.pass_cost for plan in plans)
 
 
 def path_limit(seq: SequenceView, plan: Plan) -> int:

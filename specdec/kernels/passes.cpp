@@ -6,6 +6,7 @@
 //   edges, rates   a guess of probability p, in bin b of the bins between `edges`, is right with the chance
 //                  min(p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is at least so much
+//   pass_cost      by how much the chains that go on must exceed theirs together, or all end
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
 
@@ -56,9 +57,9 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
 }
 
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
-// the chain, edges, rates, least chance, whether probabilities are needed, and whether scores are kept.
+// the chain, edges, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
-                        std::vector<int64_t>, Numbers, Numbers, double, bool, bool>;
+                        std::vector<int64_t>, Numbers, Numbers, double, double, bool, bool>;
 
 // The chain of a row.
 struct Chain {
@@ -66,7 +67,7 @@ struct Chain {
   int64_t most, width;
   std::vector<int64_t> ends;
   std::vector<double> edges, rates;
-  double least;
+  double least, pass_cost;
   bool confident, keeps_scores;
   std::vector<int64_t> tokens;
   std::vector<double> probabilities;
@@ -75,11 +76,12 @@ struct Chain {
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, keeps_scores) = std::move(rule);
+    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, pass_cost, confident, keeps_scores) =
+        std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
-  // Adds a guess from logits `[vocab]`; returns whether the chain goes on.
+  // Adds a guess from logits `[vocab]`; returns whether the chain goes on, if a pass pays.
   bool grow(const at::Tensor& logits) {
     auto step = static_cast<int64_t>(tokens.size());
     auto [token, probability] = guess(logits, step);
@@ -162,12 +164,14 @@ struct Passes : torch::CustomClassHolder {
     auto states = outputs.size() - 1;
     for (int64_t pass = 0;; pass++) {
       std::vector<int64_t> on, places, tokens;  // the rows that go on, their places in the last pass, and guesses
+      double gain = 0, cost = 0;
       for (int64_t place = 0; place < static_cast<int64_t>(live.size()); place++) {
         auto& chain = chains[live[place]];
         if (!chain.grow(outputs[0].select(0, 0).select(0, place))) continue;
         on.push_back(live[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
+        gain += chain.chance - chain.least, cost = std::max(cost, chain.pass_cost);
       }
-      if (on.empty()) break;
+      if (on.empty() || gain < cost) break;
       auto rows = at::tensor(on), all = at::arange(static_cast<int64_t>(on.size()));
       Tensors given{embeddings ? embedded(tokens, *embeddings, outputs.back().index_select(1, at::tensor(places)), wide)
                                : at::tensor(tokens).unsqueeze(0),

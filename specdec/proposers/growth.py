@@ -99,13 +99,14 @@ class ChainGrowth:
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
+        self.gain = 0.0  # of the next pass
 
     def first(self) -> Work:
         """The tokens of the text that the cache lacks."""
         return Work.text(self.cached.cache_row, self.seq.tokens[self.cached.num_text :])
 
     def take(self, work: Work, logits: Tensor) -> Work | None:
-        """Takes one guess from `logits` `[1, vocab]`; returns it as the next work, None at the chain's end."""
+        """Takes one guess from `logits` `[1, vocab]`; returns it as the next work, None at the end."""
         if self.tokens:
             self.cached.guesses.append(self.tokens[-1])
         else:
@@ -116,9 +117,10 @@ class ChainGrowth:
             return None
         if q is not None:
             self.q.append(q)
-        pays = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
+        ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
+        self.gain = 0.0 if ended else self.plan.gain([self.confidence])
         # The session holds guesses as text too.
-        return Work.text(work.row, [token]) if pays and token < self._readable and token not in task.ends else None
+        return Work.text(work.row, [token]) if self.gain > 0 else None
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
@@ -169,6 +171,7 @@ class TreeGrowth:
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
         self._levels: list[float] = []
+        self.gain = 0.0  # of the next pass
 
     def first(self) -> Work | None:
         """The cache's branches, and the nodes that it lacks of the text and of the sequence's own branches."""
@@ -221,7 +224,9 @@ class TreeGrowth:
         self._node_ends = [node for node, _, _ in chosen]
         # The branches of a search count as one path.
         paths = [end.chances for end in self.ends if end.chances] or [self._levels]
-        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(paths, len(chosen)):
+        ended = not chosen or len(self._levels) >= self._limit
+        self.gain = 0.0 if ended else self.plan.gain(paths, len(chosen))
+        if self.gain <= 0:
             return None
         return self._work(Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit
+from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
@@ -83,9 +83,11 @@ class ModelProposer(Proposer):
 
     def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+        gains = [plan.gain([[]]) if limit > 0 else 0.0 for plan, limit in zip(plans, limits, strict=True)]
         nothing = Tree([], [], source=self._source)
-        if not any(limits):
+        if not pays(plans, gains):
             return [nothing] * len(seqs)
+        limits = [limit if gain > 0 else 0 for limit, gain in zip(limits, gains, strict=True)]
         ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
         growths = {
             seq.id: self._growth(seq, plan, limit)
@@ -117,7 +119,7 @@ class ModelProposer(Proposer):
         limit = path_limit(seq, plan) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
-        return limit if limit > 0 and plan.go_on([[]]) else 0  # may a first guess be made?
+        return limit
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
         """Takes back what these sequences do not have; what they have of guesses and branches stays.
@@ -302,6 +304,8 @@ class ModelProposer(Proposer):
                 for (growth, work), out in zip(works, outputs, strict=True)
                 if (following := growth.take(work, fit(out.logits, self._vocab_size))) is not None
             ]
+            if not pays([growth.plan for growth, _ in works], [growth.gain for growth, _ in works]):
+                return
             level += 1
 
 

@@ -11,6 +11,7 @@ import pytest
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
 from specdec.core.draft_schedules.cost import WIDEST, CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
+from specdec.core.drafts import pays
 from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step
 from specdec.errors import OptionError
@@ -56,10 +57,15 @@ def waited(schedule: Any, seconds: float = 1.0) -> int:
     raise AssertionError("never")
 
 
-def chain(plan: Any) -> list[float]:
-    """The confidences of a chain as long as the plan wants it, of a draft that is always as sure."""
+def goes_on(plan: Any, paths: list[list[float]], width: int = 1) -> bool:
+    """Whether a sequence alone gets a further draft pass."""
+    return pays([plan], [plan.gain(paths, width)])
+
+
+def chain(plan: Any, rows: int = 1) -> list[float]:
+    """The confidences of a chain as long as the plan of all rows wants it, of a draft that is always as sure."""
     confidence: list[float] = []
-    while len(confidence) < plan.limit and plan.go_on([confidence]):
+    while len(confidence) < plan.limit and pays([plan], rows * [plan.gain([confidence])]):
         confidence.append(0.7)
     return confidence
 
@@ -109,10 +115,10 @@ def test_constant_and_confidence() -> None:
     """A fixed length; and a draft that stops behind the first token it doubts."""
     assert limit(Constant(3).after(outcome(3, 3))) == 3
     plan = Confidence(k=4, threshold=0.4).plan([Key(0)])[0]
-    assert plan.go_on([[]])
-    assert plan.go_on([[0.9, 0.4]])
-    assert not plan.go_on([[0.9, 0.39]])
-    assert not plan.go_on([[0.9] * 4])
+    assert goes_on(plan, [[]])
+    assert goes_on(plan, [[0.9, 0.4]])
+    assert not goes_on(plan, [[0.9, 0.39]])
+    assert not goes_on(plan, [[0.9] * 4])
     assert plan.keep([0.9, 0.1])
     assert not plan.keep([0.1, 0.9])
 
@@ -162,8 +168,8 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
 def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
     """Its tokens count by the mean of what came true: how sure the draft is of them is not known yet."""
     worth = paths * Acceptance().mean
-    assert CostPlan(9, Acceptance(), 0.99 * worth, 0.0).go_on([[]] * paths)
-    assert not CostPlan(9, Acceptance(), 1.01 * worth, 0.0).go_on([[]] * paths)
+    assert goes_on(CostPlan(9, Acceptance(), 0.99 * worth, 0.0), [[]] * paths)
+    assert not goes_on(CostPlan(9, Acceptance(), 1.01 * worth, 0.0), [[]] * paths)
 
 
 def test_cost_tries_again() -> None:
@@ -234,7 +240,7 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
     for rows in (1, 1, 8):
         schedule, drafted = schedule.fresh(32), 0
         for _ in range(20):
-            confidence = chain(schedule.plan([Key(row) for row in range(rows)])[0])
+            confidence = chain(schedule.plan([Key(row) for row in range(rows)])[0], rows)
             k = len(confidence)
             nodes, drafting = rows * (k + 1), 0.1 * k
             shares, seconds = shared(rng, confidence, rows, 0.8), 1 + 0.05 * nodes
@@ -247,12 +253,13 @@ def test_chains_of_a_batch_end_together() -> None:
     """A draft pass takes as long for one row as for eight. (A row went on alone for fifteen, at an eighth of each.)"""
     acceptance = Acceptance().after([(0.75, i < 75) for i in range(100)], 100)
     cost = replace(fitted(0.02), drafts={"model": LinearFit().add(1, 0.15)}, acceptance=acceptance)
-    alone, *_ = cost.plan([Key(0)])
-    batch = cost.plan([Key(row) for row in range(8)])
-    assert alone.limit == 16
-    assert {plan.limit for plan in batch} <= {5, 6, 7}
-    sure = replace(cost, acceptance=Acceptance().after([(0.99, True)] * 100, 100))
-    assert [plan.limit for plan in sure.plan([Key(0), Key(1)])] == [16, 16]
+    plan, *_ = cost.plan([Key(row) for row in range(8)])
+    gain = plan.gain([[0.75]])
+    assert gain > 0
+    assert pays([plan], [gain] * 8)
+    assert not pays([plan], [gain])
+    (alone,) = cost.plan([Key(0)])
+    assert pays([alone], [alone.gain([[0.75]])])
 
 
 def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
@@ -327,7 +334,7 @@ def test_unlikely_guesses_that_hold_are_drafted() -> None:
     source, schedule, drafted = random.Random(0), Cost(), 0
     for _ in range(200):
         (plan,) = schedule.plan([Key(0)])
-        k = int(plan.limit > 0 and plan.go_on([[]]) and plan.keep([0.01]))
+        k = int(plan.limit > 0 and goes_on(plan, [[]]) and plan.keep([0.01]))
         drafted += k
         asked = 0.3 * (plan.limit > 0)
         made = outcome(k, int(source.random() < 0.5) * k, seconds=(asked, 1.0), confidence=[0.01] * k)
@@ -346,7 +353,7 @@ def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: 
         ends: list[list[float]] = [[]]
         nodes, depth, accepted, tested = 0, 0, 0, []
         alive = True
-        while ends and plan.go_on(ends, len(ends)):
+        while ends and goes_on(plan, ends, len(ends)):
             children = [[*end, rate] for end in ends for rate in rates if plan.keep([*end, rate])]
             if alive and children:  # whatever is right, is the child of the first
                 right = source.choices([*range(len(rates)), None], [*rates, 1 - sum(rates)])[0]
@@ -373,7 +380,7 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
         for _ in range(60):
             plan = schedule.plan([Key(0)])[0]
             depth = 0
-            while depth < plan.limit and plan.go_on([[0.7] * depth], width):
+            while depth < plan.limit and goes_on(plan, [[0.7] * depth], width):
                 depth += 1
             accepted = min(depth, 1)
             steps = [Step(0)] * (accepted + 1)
@@ -431,7 +438,7 @@ def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
     (near,), (far,) = (Cost().fresh(32, offloaded=far).plan([Key(0)]) for far in (False, True))
 
     def length(plan: Any) -> int:
-        return next(k for k in range(33) if not plan.go_on([[0.7] * k]) or k == 32)
+        return next(k for k in range(33) if not goes_on(plan, [[0.7] * k]) or k == 32)
 
     assert length(near) < 4
     assert length(far) > 2 * length(near)
@@ -477,7 +484,7 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
     assert (cost.other_seqs, cost.drafting_seqs) == (1, 0)
     shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, id=1)]))
-    assert shared.drafts["model"].at(1) == pytest.approx(0.1)
+    assert shared.drafts["model"].at(2) == pytest.approx(0.1)
     assert (shared.other_seqs, shared.drafting_seqs) == (1, 1)
     alone = shared.after(outcome(3, 3))
     assert (alone.other_seqs, alone.drafting_seqs) == (0, 0)

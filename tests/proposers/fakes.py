@@ -29,12 +29,13 @@ class FakePlan(Plan):
     drop: float = 0.0
     branches: int | None = None
     needs_confidence: bool = True
+    pass_cost: float = 0.0
     asked: list[list[float]] = field(default_factory=list)
 
-    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
         [path] = paths
         self.asked.append(list(path))
-        return not path or path[-1] >= self.doubt
+        return float(not path or path[-1] >= self.doubt)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         return confidence[-1] >= self.drop

@@ -3,7 +3,7 @@
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,13 +43,19 @@ class Chaining(FakeSession):
 
     def draft_chain(self, rows: Any, texts: Any, rules: Sequence[ChainRule], embeds: None = None) -> Chained:
         self.calls += 1
-        found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
-        return Chained([guesses for guesses, _ in found], [q for _, q in found])
+        found = [([], []) for _ in rows]
+        chains = [self.grow(*given) for given in zip(rows, texts, rules, found, strict=True)]
+        live = [(chain, rule, math.inf) for chain, rule in zip(chains, rules, strict=True)]
+        while live and sum(gain for *_, gain in live) >= max(rule.until.pass_cost for _, rule, _ in live):
+            live = [(chain, rule, gain) for chain, rule, _ in live if (gain := next(chain, None)) is not None]
+        q = [torch.stack(own) if rule.needs_q else None for rule, (_, own) in zip(rules, found, strict=True)]
+        return Chained([guesses for guesses, _ in found], q)
 
-    def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
-        until = rule.until
-        found: list[tuple[int, float]] = []
-        q: list[Tensor] = []
+    def grow(
+        self, row: int, text: list[int], rule: ChainRule, into: tuple[list[tuple[int, float]], list[Tensor]]
+    ) -> Iterator[float]:
+        """Guesses one token after the other `into` a list, with its q; returns the gain of a next one, if any."""
+        until, (found, q) = rule.until, into
         chance, fed = 1.0, text
         while True:
             self.held[row] += fed
@@ -61,7 +67,8 @@ class Chaining(FakeSession):
             found.append((token, sure))
             chance *= min(sure * until.rates[bisect_right(until.edges, sure)], 1.0)
             if len(found) == rule.most or not chance >= until.least or token in rule.ends:
-                return found, torch.stack(q) if rule.needs_q else None
+                return
+            yield chance - until.least
             fed = [token]
 
 
@@ -182,9 +189,10 @@ def test_no_guess() -> None:
     """A draft that overflowed proposes what it had before."""
 
     class Overflowing(Chaining):
-        def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
+        def grow(self, row: int, text: list[int], rule: ChainRule, into: Any) -> Iterator[float]:
             self.held[row] += [*text, 5]
-            return [(5, 0.5), (0, math.nan)], None
+            into[0].extend([(5, 0.5), (0, math.nan)])
+            yield from ()
 
     class Model(FakeModel):
         def session(self) -> Overflowing:
@@ -202,8 +210,8 @@ def test_no_guess() -> None:
 class Impatient(Limit):
     """A limit that asks for something else."""
 
-    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        return max(map(len, paths)) < 2
+    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
+        return float(max(map(len, paths)) < 2)
 
 
 def test_limits_of_another_kind() -> None:

@@ -108,7 +108,7 @@ def test_no_pass_without_a_plan() -> None:
 
 
 def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
-    """`go_on` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
+    """`gain` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
     model, row = FakeModel(), FakeSequence([1, 2])
     plan = FakePlan(4, doubt=2.0)
     [tree] = ModelDraft(model).start(50).propose([row], [plan])

@@ -32,7 +32,7 @@ WIDEST = 32
 _MOST_WASTE = 3  # plain rounds' seconds that drafting may waste before it is suspended
 _MOST_CREDIT = 12  # plain rounds' seconds of gains that offset later waste: texts have easy parts and hard ones
 _DRAFT_PASSES = 15  # trees are used where a target pass costs as much as this many draft passes
-_CARRIED = 0.1  # weight of the last request's tokens per second in the next one
+_CARRIED = 0.1  # weight of the last request's gain in the next one
 _GROWTH = 4  # a tree has at most this many times the nodes of the widest recent pass
 _PATIENCE = (16, 256)  # rounds without a draft before the next try: at first, and at most
 _LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
@@ -67,13 +67,14 @@ _OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
 class CostPlan:
     """One sequence's plan: `limit` tokens on a path, `branches` that one draft pass continues.
 
-    `draft_cost` of a draft pass and `verify_cost` of one more node: in tokens that decoding makes in the same seconds.
+    `pass_cost` of a draft pass over no nodes, for all of its sequences, and `node_cost` of one more node in the passes
+    of draft and target: in tokens that decoding makes in the same seconds.
     """
 
     limit: int
     acceptance: Acceptance
-    draft_cost: float
-    verify_cost: float
+    pass_cost: float
+    node_cost: float
     branches: int | None = None
     needs_confidence: ClassVar[bool] = True
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -83,39 +84,24 @@ class CostPlan:
         shorter = length < self.limit and self.branches in (None, 1)
         return replace(self, limit=length) if shorter else self
 
-    @property
-    def shared_length(self) -> int:
-        """The length up to which passes over chains of several sequences pay; each pays its share, if all go on.
-
-        Those whose guesses are right so far are, at a level, the mean acceptance to the power of those before it. One
-        that went on alone would take a whole draft pass for each of its tokens.
-        """
-        mean = self.acceptance.mean
-        gain = mean - self.verify_cost
-        if gain <= self.draft_cost:
-            return 1
-        longest = math.log(self.draft_cost / gain) / math.log(mean) if self.draft_cost and mean < 1 else self.limit
-        return 1 + int(min(longest, self.limit))
-
-    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether the next draft pass pays: its tokens, of unknown confidence, must be worth their whole cost."""
+    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
+        """The tokens, of unknown confidence, that the next draft pass brings beyond those that its nodes cost."""
         if max(map(len, paths)) >= self.limit:
-            return False
-        cost = self.draft_cost + width * self.verify_cost
-        return sum(map(self._chance, paths)) * self.acceptance.mean >= cost
+            return 0.0
+        return sum(map(self._chance, paths)) * self.acceptance.mean - width * self.node_cost
 
     @property
     def until(self) -> Until:
         """The same for a chain, in numbers."""
         from specdec.core.drafts import Until
 
-        least = (self.draft_cost + self.verify_cost) / self.acceptance.mean
-        return Until(self.acceptance.edges, self.acceptance.rates, least)
+        least, mean = self.node_cost / self.acceptance.mean, self.acceptance.mean
+        return Until(self.acceptance.edges, self.acceptance.rates, least, self.pass_cost / mean)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a drafted token is worth verifying, or its chance worth knowing; its draft pass is done."""
         is_trial = len(confidence) == 1 and self.branches in (None, 1) and self.acceptance.is_unknown(confidence[0])
-        return is_trial or self._chance(confidence) >= self.verify_cost
+        return is_trial or self._chance(confidence) >= self.node_cost
 
     def _chance(self, path: Sequence[float]) -> float:
         """The chance that a whole path is accepted."""
@@ -145,8 +131,8 @@ class Cost:
     branches: int | None = None
     widest: int | None = None
     offloaded: bool = False
-    # Of the draft: how often it is right, the seconds of its passes over the nodes of one level, by source, and the
-    # rounds that they are known from.
+    # Of the draft: how often it is right, the seconds of its passes over the nodes that all sequences have on a level,
+    # by source, and the rounds that they are known from.
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: Mapping[str, LinearFit] = field(default_factory=dict)
     measured_rounds: int = 0
@@ -163,9 +149,9 @@ class Cost:
     # Sequences of other requests in the last round, and how many of them shared the last draft passes.
     other_seqs: int = 0
     drafting_seqs: int = 0
-    # Fading sums over rounds, for the rate of tokens per second.
+    # Fading sums over rounds: the tokens, and those that the same seconds bring without a draft.
     tokens: float = 0.0
-    seconds: float = 0.0
+    plain_tokens: float = 0.0
     # Rounds without a draft: so far, after how many of them drafting is looked at again, and how many of the next need
     # no look at the rule. Seconds in which the draft read texts since it last guessed.
     idle: int = 0
@@ -220,7 +206,7 @@ class Cost:
             idle=max(self.idle, self.patience // 2),
             rest=0,
             tokens=_CARRIED * self.tokens,
-            seconds=_CARRIED * self.seconds,
+            plain_tokens=_CARRIED * self.plain_tokens,
         )
         prior = found._prior
         return replace(found, passes=self.passes._replace(steepness=prior.steepness, trust=prior.trust))
@@ -233,27 +219,28 @@ class Cost:
 
     def _plan_of(self, seqs: int) -> CostPlan:
         if not self.is_measured:
-            return self._plan(self.k, self._prior.draft_cost, self._prior.verify_cost)
+            everyone = seqs + self.other_seqs
+            return self._plan(self.k, everyone * self._prior.draft_cost, self._prior.verify_cost)
         if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
         if not self._pays(seqs):
             return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_seqs))
+        gain = max(self.tokens / self.plain_tokens if self.plain_tokens else 1.0, 1.0)
+        rate, drafting = gain * self._plain_rate(seqs + self.other_seqs), seqs + self._drafting_seqs
         # Only the slowest source asks before each pass; text drafts have no passes.
-        dearest = max(self.drafts.values(), key=lambda line: line.at(1))
-        draft_pass, node = dearest.at(0) / (seqs + self._drafting_seqs), self.passes.slope + dearest.slope
-        plan = self._plan(self.k, rate * draft_pass, rate * node)
-        return plan.up_to(plan.shared_length) if seqs + self._drafting_seqs > 1 else plan
+        dearest = max(self.drafts.values(), key=lambda line: line.at(drafting))
+        node = self.passes.slope + dearest.slope
+        return self._plan(self.k, rate * dearest.at(0), rate * node)
 
-    def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
+    def _plan(self, limit: int, pass_cost: float, node_cost: float) -> CostPlan:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
-            return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches)
+            return CostPlan(limit, self.acceptance, pass_cost, node_cost, branches)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.recent_nodes)
         branches = min(self.widest, max(2, nodes // limit))
-        return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, draft_cost, verify_cost, branches)
+        return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, pass_cost, node_cost, branches)
 
     @property
     def _nodes_are_cheap(self) -> bool:
@@ -291,8 +278,8 @@ class Cost:
         plain, mean = self._plain_rate(everyone), self.acceptance.mean
         seconds = self.passes.at(everyone * self.roots) + self.other_seconds
         # One more token for every sequence that drafts, from the cheapest source.
-        draft_pass = min(line.at(self.level_nodes) for line in self.drafts.values())
-        more = drafting * self.level_nodes * self.passes.slope + draft_pass
+        nodes = drafting * self.level_nodes
+        more = nodes * self.passes.slope + min(line.at(nodes) for line in self.drafts.values())
         expected, chance = float(everyone), 1.0
         for k in range(1, self.k + 1):
             chance *= mean
@@ -330,6 +317,10 @@ class Cost:
         if reads:
             return learned
         learned = learned._judged(round, everyone, tried)
+        plain_tokens = round.seconds * learned._plain_rate(len(everyone))
+        learned = learned._changed(
+            tokens=0.9 * learned.tokens + _tokens(everyone), plain_tokens=0.9 * learned.plain_tokens + plain_tokens
+        )
         return learned._changed(rest=0 if tried else learned._rest_after(round))
 
     def _changed(self, **values: Any) -> Self:
@@ -369,8 +360,6 @@ class Cost:
             "roots": _fading(self.roots, (round.nodes - nodes) / count),
             "recent_nodes": max(round.nodes / count, 0.95 * self.recent_nodes),
             "other_seqs": len(round.others),
-            "tokens": 0.9 * self.tokens + _tokens(everyone),
-            "seconds": 0.9 * self.seconds + round.seconds,
             "idle": self.idle + 1,
         }
         if not any(seq.depth for seq in everyone):
@@ -415,17 +404,18 @@ class Cost:
         )
 
     def _with_draft(self, round: Round) -> Mapping[str, LinearFit]:
-        """Seconds of draft passes by source; of several sources, only the longest draft counts.
+        """Seconds of draft passes by source; of several sources, only that of the longest draft counts.
 
         A draft that proposed nothing counts as one pass.
         """
-        sources = _sources(round)
-        longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in sources))
-        if longest.source not in sources:
+        sources, everyone = _sources(round), _everyone(round)
+        longest = max(everyone, key=lambda seq: (seq.depth, seq.source in sources))
+        source, levels = longest.source, max(longest.depth, 1)
+        if source not in sources:
             return self.drafts
-        line, levels = self.drafts.get(longest.source, LinearFit()), max(longest.depth, 1)
-        nodes, seconds = max(longest.drafted, 1) / levels, round.draft_seconds / levels
-        return {**self.drafts, longest.source: line.add(nodes, seconds)}
+        nodes = sum(max(seq.drafted, 1) for seq in everyone if seq.source == source)
+        fit = self.drafts.get(source, LinearFit()).add(nodes / levels, round.draft_seconds / levels)
+        return {**self.drafts, source: fit}
 
     def _patience_after(self, round: Round) -> int:
         """A try without an accepted token doubles the wait for the next one; an accepted token resets it.

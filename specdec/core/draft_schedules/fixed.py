@@ -80,22 +80,23 @@ class Limit:
     limit: int
     threshold: float = 0.0
     branches: int | None = None
+    pass_cost: ClassVar[float] = 0.0
 
     @property
     def needs_confidence(self) -> bool:
         """Only a threshold needs it."""
         return self.threshold > 0
 
-    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether a node may follow any of these paths."""
-        return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
+    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
+        """1 if a node may follow any of these paths, else 0."""
+        return float(any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths))
 
     @property
     def until(self) -> Until | None:
-        """The same in numbers: a guess below the threshold has chance 0. None for a subclass with its own `go_on`."""
+        """The same in numbers: a guess below the threshold has chance 0. None for a subclass with its own `gain`."""
         from specdec.core.drafts import Until
 
-        if type(self).go_on is not Limit.go_on:
+        if type(self).gain is not Limit.gain:
             return None
         return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
 
