@@ -14,12 +14,12 @@ from os import PathLike
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
@@ -40,7 +40,6 @@ from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
-_MULTIMODAL = getattr(transformers, "AutoModelForMultimodalLM", None)  # not in all versions
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
@@ -246,5 +245,5 @@ def _computes_on_cpu(how: Loading) -> bool:
 def _auto_class(config: Any) -> Any:
     known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq]
     if not config.is_encoder_decoder:
-        known = [AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL]
-    return next((one for one in known if one is not None and class_of(one, config)), known[0])
+        known = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
+    return next((one for one in known if class_of(one, config)), known[0])
