@@ -33,7 +33,7 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
 from specdec.models.loading.placement import device_map, dispatch, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
-from specdec.models.loading.weight_files import check
+from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
@@ -196,14 +196,15 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         if text is not None:
             model.__class__ = class_of(kind, config)
         check_complete(name, info, argument)
-        check(model)
+        stored = find(model)
         settle_four_bits(model)
         if quantizer.converts:
             quantizer.packs = places is None and how.backend != "eager"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)
-        read_ahead(model, how)
+                stored = find(model)
+        read_ahead(model, how, stored)
         if folder is not None and how.offload_folder is None:
             weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
