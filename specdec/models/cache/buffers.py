@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.models.cache.layout import Layout
 
@@ -29,12 +29,11 @@ def prefix_bytes(prefix: Prefix) -> int:
     return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
 
 
-class KvLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's buffers `[row capacity, heads, capacity, head width]`; keys and values may differ in width."""
+class KvLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's buffers `[row capacity, heads, capacity, head width]`; keys and values may differ in width.
 
-    is_sliding = False
-    is_compileable = False  # True would make the library build its static-cache masks
-    is_croppable = True
+    As in its base class, masks are over the whole past: they express windows, buffers do not.
+    """
 
     def __init__(self, parent: KvBuffers) -> None:
         super().__init__()
@@ -71,13 +70,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         """Tokens of the longest row before this pass."""
         return self.parent.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of a mask over the whole past; masks express windows, buffers do not."""
-        return self.parent.start + int(query_length), 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class KvBuffers(Cache):  # type: ignore[misc]
