@@ -72,7 +72,7 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
             reason = "reads weights of its layers by itself"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
-    elif reason is None and _bytes(model) >= _LEAST and kernels.available():
+    elif reason is None and sum(m.weight.nbytes for m in _linears(model).values()) >= _LEAST and kernels.available():
         model = model if owned else shallow_copy(model)
         _pack_if_faster(model)
     return model
@@ -109,10 +109,6 @@ def is_plain(module: nn.Module) -> bool:
     return (
         type(weight) is nn.Parameter and weight.dtype in dtypes and not weight.is_meta and "forward" not in vars(module)
     )
-
-
-def _bytes(model: Any) -> int:
-    return sum(layer.weight.numel() * layer.weight.element_size() for layer in _linears(model).values())
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ Prefix = list[Pair]
 
 
 def prefix_bytes(prefix: Prefix) -> int:
-    return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
+    return sum(side.nbytes for pair in prefix for side in pair)
 
 
 class KvLayer(DynamicLayer):  # type: ignore[misc]
@@ -101,7 +101,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """Bytes of the buffers; of those on the CPU, of the pages that were written."""
-        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers()]
+        sizes = [buffer.nbytes for buffer in self._buffers()]
         total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
         if not total or not is_lazy or min(sizes) < _PAGES:
             return total
