@@ -96,9 +96,8 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     if how.offload != "disk" and how.offload_folder is None:
         yield None
         return
-    own = how.offload_folder is None
     folder = Path(tempfile.mkdtemp(prefix="specdec-") if how.offload_folder is None else how.offload_folder)
-    existed = folder.exists()
+    existed = how.offload_folder is not None and folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -108,11 +107,11 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     try:
         yield folder
     except BaseException:
-        if own or not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
+        if existed:
             for path in set(folder.iterdir()) - before:
                 path.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
