@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -120,19 +120,14 @@ def pack_layers(
     model: Any, names: Sequence[str], weight: Callable[[str, Any], kernels.Weight | None]
 ) -> Callable[[], None]:
     """Replaces layers by packed ones over `weight(name, layer)`, unless that is None; returns the undoing."""
-    undo, tied = list[Callable[[], None]](), tied_embeddings(model)
+    undo, tied = ExitStack(), tied_embeddings(model)
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
             packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
-            undo.append(replaced(model, name, packed, tied.get(name, ())))
-
-    def undo_all() -> None:
-        for step in undo:
-            step()
-
-    return undo_all
+            undo.callback(replaced(model, name, packed, tied.get(name, ())))
+    return undo.close
 
 
 def weight_of(layer: Any) -> Tensor:
