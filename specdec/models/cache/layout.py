@@ -133,11 +133,9 @@ class ColumnMap:
             self.initial_length = work.text_length or len(work.tree.path(min(work.first, nodes - 1)))
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
-        if length >= self.length:
-            return []
+        """Cuts the text, which is longer, to `length` tokens, and drops branches; returns moves as `compact` does."""
         self.scattered, self.parents = self.scattered[: self.num_text], self.parents[: self.num_text]
-        moves = self.compact(0) if self.scattered else []
+        moves = self.compact(0)
         self.base = self.top = length
         return moves
 
