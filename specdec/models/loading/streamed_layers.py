@@ -194,21 +194,20 @@ def _layers_and_rest(model: nn.Module, stored: Mapping[str, Stored]) -> tuple[li
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = module
-    owners = {f"{name}.{i}": module for name, found in lists.items() for i, module in enumerate(found)}
-    by_owner: dict[str, list[Weight]] = {owner: [] for owner in ("", *owners)}
-    users: dict[Stored, set[str]] = defaultdict(set)
+    owners = [f"{name}.{i}" for name, found in lists.items() for i in range(len(found))]
+    placed, users = list[tuple[str, Weight]](), defaultdict[Stored, set[str]](set)
     for name, weight in _weights(model, stored):
         owner = next((owner for owner in owners if name.startswith(f"{owner}.")), "")
-        by_owner[owner].append(weight)
+        placed.append((owner, weight))
         users[weight.stored].add(owner)
-    shared = {stored for stored, found in users.items() if len(found) > 1}
-    rest = by_owner.pop("")
-    rest += [weight for weights in by_owner.values() for weight in weights if weight.stored in shared]
-    own = {owner: [w for w in weights if w.stored not in shared] for owner, weights in by_owner.items()}
-    layers = {owner: Layer(owners[owner], weights) for owner, weights in own.items() if weights}
-    names = [[f"{name}.{i}" for i in range(len(found))] for name, found in lists.items()]
-    by_list = [[layers[one] for one in of_list if one in layers] for of_list in names]
-    return [found for found in by_list if found], rest
+    own = defaultdict[str, list[Weight]](list)
+    for owner, weight in placed:
+        own[owner if len(users[weight.stored]) == 1 else ""].append(weight)
+    by_list = [
+        [Layer(module, own[owner]) for i, module in enumerate(found) if (owner := f"{name}.{i}") in own]
+        for name, found in lists.items()
+    ]
+    return [layers for layers in by_list if layers], own[""]
 
 
 def _weights(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[tuple[str, Weight]]:
