@@ -6,7 +6,6 @@ models, which were loaded here, are packed in place, layer by layer. Of others a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -209,11 +208,9 @@ def alike(logits: Tensor, expected: Tensor) -> bool:
 
 def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
-    layers = _linears(model).values()
-    kind = [f"{kernels.instructions()}, {torch.get_num_threads()} threads", type(model).__name__]
-    kind += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
-    digest = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:16]
-    del layers
+    processor = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+    what = ["packed passes are faster", processor, type(model).__name__]
+    what += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in _linears(model).values())
 
     def faster() -> bool:
         before = _seconds(model)
@@ -227,7 +224,7 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if holds(f"packed passes are faster: {digest}", faster) and _linears(model):
+    if holds("\n".join(what), faster) and _linears(model):
         _pack(model)
 
 
