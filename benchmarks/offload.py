@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.models.loading.streamed_layers import stream
+from specdec.models.loading.weight_files import find
 from specdec.options.bundled_models import pair
 
 PLAIN = "accelerate plain"
@@ -95,7 +96,7 @@ def models(folder: Path, args: Namespace, cold: Cold) -> dict[str, Any]:
         return out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places))
 
     streamed = mapped()
-    stream(streamed, max_memory=args.memory and args.memory * 2**20, buffers=args.buffers)
+    stream(streamed, find(streamed), max_memory=args.memory and args.memory * 2**20)
     found = {"own": (own("own"), folder / "own"), "mapped": (mapped(), folder), "streamed": (streamed, folder)}
     if args.prefetch:
         found["own, prefetched"] = prefetch(own("own2"), WEIGHTS), folder / "own2"
@@ -243,7 +244,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--branches", type=int, nargs="*", default=[4, 16], help="of trees that are 16 deep")
     parser.add_argument("--memory", type=int, help="MiB that the streamed target may take (default: no layer stays)")
-    parser.add_argument("--buffers", type=int, default=2, help="1: nothing is read ahead")
     parser.add_argument("--prefetch", action="store_true", help="accelerate's hooks behind a thread too, with --passes")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64, 256], help="tokens of single passes")
     parser.add_argument("--passes", action="store_true", help="single passes instead of texts")

@@ -41,22 +41,16 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, way: int = ops.FASTEST) -> None:
         super().__init__()
-        self.outputs, self.inputs = (weight.values if isinstance(weight, Quantized) else weight).shape
-        self.kind, self.way = kind_of(weight), way
+        given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
+        self.outputs, self.inputs = given.values.shape
+        self.kind, self.way, self.group = kind_of(weight), way, given.group or 0
         self.takes = (FLOATS[self.kind],) if self.kind in FLOATS else tuple(FLOATS.values())
         self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
-        if isinstance(weight, Quantized):
-            self.group = weight.group or 0
-            packed = packed_layout.packed(weight.values, INTEGERS[self.kind], self.group)
-            others = (
-                weight.factors,
-                packed_layout.packed_groups(weight.scales),
-                packed_layout.packed_groups(weight.mins),
-            )
-        else:
-            self.group, packed, others = 0, packed_layout.packed(weight.detach(), weight.dtype), (None, None, None)
-        for name, tensor in zip(("packed", "factors", "scales", "mins"), (packed, *others), strict=True):
-            self.register_buffer(name, tensor)
+        stored = (FLOATS | INTEGERS)[self.kind]
+        self.register_buffer("packed", packed_layout.packed(given.values, stored, self.group))
+        self.register_buffer("factors", given.factors)
+        self.register_buffer("scales", packed_layout.packed_groups(given.scales))
+        self.register_buffer("mins", packed_layout.packed_groups(given.mins))
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:

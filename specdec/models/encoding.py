@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,8 @@ class Encoding:
         frames = max(part.hidden.shape[1] for part in parts)
         if all(part.mask is None and part.hidden.shape[1] == frames for part in parts):
             return cls(torch.cat([part.hidden for part in parts]), None)
-        hidden, masks = [], []
-        for part in parts:
-            missing = frames - part.hidden.shape[1]
-            mask = torch.ones_like(part.hidden[..., 0], dtype=torch.long) if part.mask is None else part.mask
-            hidden.append(functional.pad(part.hidden, (0, 0, 0, missing)))
-            masks.append(functional.pad(mask, (0, missing)))
-        return cls(torch.cat(hidden), torch.cat(masks))
+        masks = [
+            torch.ones_like(one.hidden[..., 0], dtype=torch.long) if one.mask is None else one.mask for one in parts
+        ]
+        hidden = pad_sequence([row for part in parts for row in part.hidden], batch_first=True)
+        return cls(hidden, pad_sequence([row for mask in masks for row in mask], batch_first=True))

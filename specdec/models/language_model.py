@@ -104,9 +104,13 @@ class LanguageModel:
         looks_up = self.capability.cache_kind == "kv" and style in STYLES
         self._lookup = Lookup(self.decoder, style) if looks_up else None
         self._scaling = None if boundary is None else Scaling(self.decoder, boundary)
+        if self.is_strict:
+            for module in self.model.modules():
+                if isinstance(module, PackedLinear):
+                    module.way = ALIKE
         self.ragged = self._make_ragged()
         if self.is_strict:
-            self._make_strict()
+            self._check_strict()
         self._attention = attention_of(self.config)
         self._reader = StateReader(model)
         self._made_of = self._reader.read() or ModelState.of(model)
@@ -120,8 +124,7 @@ class LanguageModel:
     @property
     def backend(self) -> str:
         """The backend of passes: "eager", "packed" or "compiled"; "auto" becomes the last one when code exists."""
-        compiled = None if self.ragged is None else self.ragged.compiled
-        ready = compiled is not None and compiled.ready
+        ready = self._compiled is not None and self._compiled.ready
         return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
 
     @cached_property
@@ -151,7 +154,7 @@ class LanguageModel:
         others += [self.model.get_encoder()] if self.is_encoder_decoder else []
         unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
-        return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in unread)
+        return sum(tensor.nbytes for tensor in read if tensor not in unread)
 
     def state(self, name: str = "model") -> ModelState:
         """The current state that logits depend on besides the text; what was cached under another state is void.
@@ -334,9 +337,9 @@ class LanguageModel:
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
         if self._asked == "compiled":
-            ragged.compiled = ragged.compilation().start()
+            ragged.compiled = CompiledForward(ragged.model, ragged.joined).start()
         elif self._asked == "auto":
-            ragged.compiled = ragged.compilation().start_later()
+            ragged.compiled = CompiledForward(ragged.model, ragged.joined).start_later()
         return ragged
 
     @property
@@ -352,17 +355,14 @@ class LanguageModel:
         """Waits up to `timeout` seconds for compiling to end, if it was begun; returns whether passes run compiled."""
         return self._compiled is not None and self._compiled.wait(timeout)
 
-    def _make_strict(self) -> None:
+    def _check_strict(self) -> None:
         """Raises UnsupportedError if a token's logits depend on anything but its text."""
         name = type(self.model).__name__
         if self.ragged is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
-        for module in self.model.modules():  # they project encodings
-            if isinstance(module, PackedLinear):
-                module.way = ALIKE
         self.wait_until_compiled()
         if reason := strict_obstacle(self):
-            other = "" if is_packed(self.model) else "`backend`='packed' packs them, or "
+            other = "" if self._is_packed else "`backend`='packed' packs them, or "
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
 
 

@@ -41,14 +41,9 @@ _OTHERS = "start the job again, and look at the output of the other processes"
 
 
 class Shared:
-    """Something of which every process has a part: `own` in this process, under the same `number` in all."""
+    """Something of which every process has a part, under the same `number`: its `own`, or else the thing itself."""
 
     number: int
-
-    @property
-    def own(self) -> Any:
-        """The part of this process, to which commands apply."""
-        return self
 
 
 class Job:
@@ -102,7 +97,7 @@ class _Command(NamedTuple):
     def run(self) -> Any:
         """Applies the function to this process's part of the first argument."""
         first, *others = self.arguments
-        return self.function(first.own if isinstance(first, Shared) else first, *others, **self.options)
+        return self.function(getattr(first, "own", first), *others, **self.options)
 
 
 class Ranks:

@@ -120,7 +120,7 @@ def _noted(name: str) -> Callable[..., Any]:
     """A method without a pass, which every process runs on its own part."""
 
     def call(led: LedSession, *arguments: Any, **options: Any) -> Any:
-        return led._ranks.note(getattr(type(led._own), name), led, *arguments, **options)
+        return led._ranks.note(getattr(type(led.own), name), led, *arguments, **options)
 
     return call
 
@@ -129,25 +129,21 @@ class LedSession(Shared, Session):
     """A session of which every process has a part: changes go to all, and questions to rank 0's part."""
 
     def __init__(self, ranks: Ranks, number: int, own: Session) -> None:
-        self._ranks, self.number, self._own = ranks, number, own
+        self._ranks, self.number, self.own = ranks, number, own
         self.cache_reset_length, self.keeps_prefixes = own.cache_reset_length, own.keeps_prefixes
         ranks.drop_with(self, number)
 
-    @property
-    def own(self) -> Session:
-        return self._own
-
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        return LedPrefix(self._ranks, *self._ranks.make(type(self._own).keep_prefix, self, row, length))
+        return LedPrefix(self._ranks, *self._ranks.make(type(self.own).keep_prefix, self, row, length))
 
     def length(self, row: int) -> int:
-        return self._own.length(row)
+        return self.own.length(row)
 
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
     ) -> list[Logits]:
         bare = [replace(work, tree=Tree(work.tree.tokens, work.tree.parents), proposal=EMPTY) for work in works]
-        found = self._ranks.do(type(self._own).run, self, bare, hidden=hidden, attentions=attentions)
+        found = self._ranks.do(type(self.own).run, self, bare, hidden=hidden, attentions=attentions)
         return [replace(out, work=work) for out, work in zip(found, works, strict=True)]
 
     def refresh(self, rows: Sequence[int]) -> None:

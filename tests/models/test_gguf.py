@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.generator.tokenizers import tokenizer_beside
 from specdec.models import load
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
-from specdec.models.hf.private_api import whole_gguf
 from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.matrix import endless
@@ -35,7 +34,7 @@ TYPES = {
 def as_transformers_reads(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model in floats."""
     file = Path(path)
-    options = {"dtype": dtype, "quantization_config": whole_gguf()}
+    options = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).eval()
 
 

@@ -14,9 +14,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
-from specdec.models.hf import private_api
 from tests.folders import saved_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     """All weights become floats, whatever kernels are installed."""
     pytest.importorskip("gguf")
     saved_gguf(tmp_path / "model.gguf")
-    options = {"gguf_file": "model.gguf", "quantization_config": private_api.whole_gguf()}
+    options = {"gguf_file": "model.gguf", "quantization_config": GgufConfig(dequantize=True)}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     assert type(model.lm_head) is nn.Linear
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

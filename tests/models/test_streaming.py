@@ -17,6 +17,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.loading.streamed_layers import run_layer, stream
+from specdec.models.loading.weight_files import find
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
@@ -81,22 +82,12 @@ HALF = [
 def test_logits_are_those_of_the_model_in_memory(name: str, dtype: Any, tmp_path: Path) -> None:
     """Bit by bit, in the first pass and in the next, read ahead or not; weights are away between passes."""
     whole, model = pair(name, tmp_path, dtype)
-    stream(model)
+    stream(model, find(model))
     expected = logits(whole, name)
     for _ in range(2):
         assert torch.equal(logits(model, name), expected)
         assert is_offloaded(model)
     assert execution_device(model.get_input_embeddings()) == CPU
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "marian"])
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_models_offloaded_by_hand(name: str, buffers: int, tmp_path: Path) -> None:
-    """`accelerate.disk_offload` writes files of its own; one buffer reads nothing ahead, three read far."""
-    whole, model = tiny(name), tiny(name)
-    disk_offload(model, tmp_path, execution_device=CPU)
-    stream(model, buffers=buffers)
-    assert torch.equal(logits(model, name), logits(whole, name))
 
 
 BY_HAND = ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
@@ -118,7 +109,7 @@ def test_text_is_that_of_the_model_in_memory(name: str, place: str, tmp_path: Pa
     """
     if place == "streamed":
         language: Any = pair(name, tmp_path)[1]
-        stream(language)
+        stream(language, find(language))
     elif place == "memory":
         language = cpu_offload(tiny(name), execution_device=CPU)
     else:
@@ -134,7 +125,7 @@ def test_text_is_that_of_the_model_in_memory(name: str, place: str, tmp_path: Pa
 def test_tied_weights_are_read_once(tmp_path: Path) -> None:
     """Embedding and head that are one weight stay one, and stay in memory."""
     whole, model = pair("llama", tmp_path, tie_word_embeddings=True)
-    stream(model)
+    stream(model, find(model))
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     assert head.data_ptr() == embedding.data_ptr()
     assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
@@ -146,12 +137,13 @@ def test_memory_is_respected(name: str, tmp_path: Path) -> None:
     whole, _ = pair(name, tmp_path, num_hidden_layers=8) if name == "llama" else pair(name, tmp_path, num_layers=4)
     total, kept = in_memory(whole), []
     load = type(whole).from_pretrained
+    model = load(tmp_path / "model", device_map={"": "disk"})
     with pytest.raises(OptionError, match="at least") as error:
-        stream(load(tmp_path / "model", device_map={"": "disk"}), max_memory=1)
+        stream(model, find(model), max_memory=1)
     least = int(str(error.value).split("at least ")[1].split()[0])
     for memory in (least, (least + total) // 2, total - 1, total):
         model = load(tmp_path / "model", device_map={"": "disk"})
-        stream(model, max_memory=memory)
+        stream(model, find(model), max_memory=memory)
         kept.append(in_memory(model))
         assert kept[-1] + in_buffers(model) <= memory
         assert torch.equal(logits(model, name), logits(whole, name))
@@ -166,7 +158,7 @@ def test_what_accelerate_keeps_in_memory_stays(tmp_path: Path) -> None:
     here = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
     places = {"model.layers.1": "disk", **dict.fromkeys(here, "cpu")}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places)
-    stream(model)
+    stream(model, find(model))
     away = {name for name, weight in model.named_parameters() if weight.is_meta}
     assert away == {name for name, _ in model.named_parameters() if name.startswith("model.layers.1.")}
     assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
@@ -178,7 +170,7 @@ def test_several_shards(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "shards", device_map={"": "disk"})
-    stream(model)
+    stream(model, find(model))
     assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
 
 
@@ -189,11 +181,11 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-100])
     with pytest.raises(LoadError, match="ends after"):
-        stream(model)
+        stream(model, find(model))
     path.write_bytes(data)
     expected = logits(whole, "llama")
     assert torch.equal(logits(model, "llama"), expected)
-    stream(model)
+    stream(model, find(model))
     assert torch.equal(logits(model, "llama"), expected)
     path.write_bytes(data[:-5000])
     for _ in range(2):
@@ -211,13 +203,13 @@ def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
     _, model = pair("llama", tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
     with pytest.raises(LoadError, match="safetensors"):
-        stream(model)
+        stream(model, find(model))
 
 
 def test_an_exception_in_a_layer(tmp_path: Path) -> None:
     """The pass after it works, and weights are away in between."""
     whole, model = pair("llama", tmp_path)
-    stream(model)
+    stream(model, find(model))
 
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -233,7 +225,7 @@ def test_an_exception_in_a_layer(tmp_path: Path) -> None:
 def test_several_threads(tmp_path: Path) -> None:
     """Callers in several threads take turns layer by layer."""
     whole, model = pair("llama", tmp_path, num_hidden_layers=5)
-    stream(model)
+    stream(model, find(model))
     expected = logits(whole, "llama")
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(one, expected) for one in pool.map(lambda _: logits(model, "llama"), range(4)))
@@ -242,7 +234,7 @@ def test_several_threads(tmp_path: Path) -> None:
 def test_memory_and_threads_over_many_passes(tmp_path: Path) -> None:
     """Passes leave nothing behind, and the thread and the files go with the model."""
     model = pair("llama", tmp_path, num_hidden_layers=5)[1]
-    stream(model)
+    stream(model, find(model))
     logits(model, "llama")
     before, mine = live_bytes(), len(readers())
     for _ in range(20):
@@ -269,22 +261,12 @@ def live_bytes() -> int:
 def test_models_over_a_streamed_one(tmp_path: Path) -> None:
     """Layers keep their reading when a model stops early; a compiler would take weights of one moment for all."""
     whole, model = pair("llama", tmp_path)
-    stream(model)
+    stream(model, find(model))
     inputs = prompt_for("llama")
     expected = reference(whole, inputs, max_new_tokens=8).tolist()
     assert SpecGenerator(model, "early_exit:1").generate(**inputs, **OPTIONS).sequences.tolist() == expected
     with pytest.raises(UnsupportedError, match="compiled"):
         LanguageModel(model, backend="compiled")
-
-
-def test_what_cannot_be_streamed() -> None:
-    """Weights that are kept in memory, and no buffers at all."""
-    model = tiny("llama")
-    cpu_offload(model, execution_device=CPU)
-    with pytest.raises(UnsupportedError, match="offloaded to disk"):
-        stream(model)
-    with pytest.raises(OptionError, match="buffers"):
-        stream(model, buffers=0)
 
 
 def test_offloaded_later() -> None:

@@ -6,6 +6,7 @@ Everything but `run` and `draft_chain` is in `KvCache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +54,16 @@ class KvSession(KvCache):
 
     def _general(self, works: Sequence[Work], hidden: bool | Sequence[int], attentions: bool) -> list[Logits]:
         rows = [self.row(work.row) for work in works]
+        states = hidden_states_of(hidden)
+        extras: dict[str, Any] = {"output_hidden_states": states} if states else {}
         if attentions:
             self._language.check_attentions()
+            extras["output_attentions"] = True
         new, found = dict[int, RowNodes](), dict[int, Logits]()
-        states = hidden_states_of(hidden)
-        extras = {"output_hidden_states": states} if states else {}
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
-                more = {"output_attentions": True} if attentions else {}
-                found[work.row] = self._padded.see(row, work, extras | more)
+                found[work.row] = self._padded.see(row, work, extras)
             elif work.num_new:
                 row.columns.begin(work)
                 new[row.index] = RowNodes(row.index, row.columns, work)
@@ -76,7 +77,6 @@ class KvSession(KvCache):
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
-            extras |= {"output_attentions": True} if attentions else {}
             found |= self._padded.run(new, extras)
         none = self._like.new_empty(0, self._language.vocab_size)
         return [found.get(work.row) or Logits(work, none) for work in works]

@@ -6,11 +6,10 @@ models, which were loaded here, are packed in place, layer by layer. Of others a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -72,7 +71,7 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
             reason = "reads weights of its layers by itself"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
-    elif reason is None and _bytes(model) >= _LEAST and kernels.available():
+    elif reason is None and sum(m.weight.nbytes for m in _linears(model).values()) >= _LEAST and kernels.available():
         model = model if owned else shallow_copy(model)
         _pack_if_faster(model)
     return model
@@ -111,10 +110,6 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def _bytes(model: Any) -> int:
-    return sum(layer.weight.numel() * layer.weight.element_size() for layer in _linears(model).values())
-
-
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
     return pack_layers(model, list(_linears(model)), lambda _, layer: weight_of(layer))
@@ -124,19 +119,14 @@ def pack_layers(
     model: Any, names: Sequence[str], weight: Callable[[str, Any], kernels.Weight | None]
 ) -> Callable[[], None]:
     """Replaces layers by packed ones over `weight(name, layer)`, unless that is None; returns the undoing."""
-    undo, tied = list[Callable[[], None]](), tied_embeddings(model)
+    undo, tied = ExitStack(), tied_embeddings(model)
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
             packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
-            undo.append(replaced(model, name, packed, tied.get(name, ())))
-
-    def undo_all() -> None:
-        for step in undo:
-            step()
-
-    return undo_all
+            undo.callback(replaced(model, name, packed, tied.get(name, ())))
+    return undo.close
 
 
 def weight_of(layer: Any) -> Tensor:
@@ -218,11 +208,9 @@ def alike(logits: Tensor, expected: Tensor) -> bool:
 
 def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
-    layers = _linears(model).values()
-    kind = [f"{kernels.instructions()}, {torch.get_num_threads()} threads", type(model).__name__]
-    kind += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
-    digest = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:16]
-    del layers
+    processor = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+    what = ["packed passes are faster", processor, type(model).__name__]
+    what += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in _linears(model).values())
 
     def faster() -> bool:
         before = _seconds(model)
@@ -236,7 +224,7 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if holds(f"packed passes are faster: {digest}", faster) and _linears(model):
+    if holds("\n".join(what), faster) and _linears(model):
         _pack(model)
 
 

@@ -62,9 +62,6 @@ class RaggedForward:
         wanted = zip(states, returned, strict=True) if layers else ()
         return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in wanted)
 
-    def compilation(self) -> CompiledForward:
-        return CompiledForward(self.model, self.joined)
-
     def joined(self) -> RaggedModel:
         """The model with packed layers fused that read the same input, over the same memory."""
         joined: RaggedModel = shallow_copy(self.model)

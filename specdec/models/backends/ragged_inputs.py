@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class StepInputs:
         """The first tokens of these rows go to these columns."""
         at = np.arange(passes)[:, None] + np.array(columns)
         own = np.broadcast_to(np.array([row.row_index for row in rows]), at.shape)
-        tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
+        tables = [np.stack([own, at, np.minimum(kind.first_seen(at), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
         return cls(torch.from_numpy((at + np.array([row.columns.shift for row in rows]))[:, None]), stacked)
 
@@ -125,7 +125,7 @@ class _Placed:
         """The table `[nodes, 4 + words]` with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
-        first = _first(self.positions, kind)
+        first = kind.first_seen(self.positions)
         table[:, 0], table[:, 1] = self.row_index, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
@@ -133,13 +133,6 @@ class _Placed:
             bits[:, :few] = self.kin & (self.depth >= first[:, None])
             table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return table
-
-
-def _first(position: Any, kind: AttentionKind) -> Any:
-    """The first position that nodes at `position` see."""
-    if kind.window is not None:
-        return np.maximum(position - kind.window + 1, kind.first)
-    return np.maximum(position * 0 if kind.chunk is None else position // kind.chunk * kind.chunk, kind.first)
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:

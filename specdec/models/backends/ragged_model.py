@@ -26,7 +26,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.kernels import ALIKE, PackedLinear
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.capability import ModelSpec
@@ -214,9 +213,7 @@ _ORDER_FREE = {
 
 
 def make_order_free(model: nn.Module) -> None:
-    """Replaces torch's activations, and lets packed layers compute passes of all widths alike."""
+    """Replaces torch's activations."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) in _ORDER_FREE:
             model.set_submodule(name, _ORDER_FREE[type(module)])
-        elif isinstance(module, PackedLinear):
-            module.way = ALIKE

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.models.cache.layout import Layout
 
@@ -26,15 +26,14 @@ Prefix = list[Pair]
 
 
 def prefix_bytes(prefix: Prefix) -> int:
-    return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
+    return sum(side.nbytes for pair in prefix for side in pair)
 
 
-class KvLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's buffers `[row capacity, heads, capacity, head width]`; keys and values may differ in width."""
+class KvLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's buffers `[row capacity, heads, capacity, head width]`; keys and values may differ in width.
 
-    is_sliding = False
-    is_compileable = False  # True would make the library build its static-cache masks
-    is_croppable = True
+    As in its base class, masks are over the whole past: they express windows, buffers do not.
+    """
 
     def __init__(self, parent: KvBuffers) -> None:
         super().__init__()
@@ -72,13 +71,6 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Tokens of the longest row before this pass."""
         return self.parent.start
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of a mask over the whole past; masks express windows, buffers do not."""
-        return self.parent.start + int(query_length), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
 
 class KvBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers of a session; `prepare` sets where the next pass writes.
@@ -109,7 +101,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """Bytes of the buffers; of those on the CPU, of the pages that were written."""
-        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers()]
+        sizes = [buffer.nbytes for buffer in self._buffers()]
         total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
         if not total or not is_lazy or min(sizes) < _PAGES:
             return total

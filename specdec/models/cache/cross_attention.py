@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
@@ -17,29 +17,12 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
 
 
-class Frames(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's projections `[rows, heads, frames, head width]`, which passes only read."""
-
-    is_sliding = is_compileable = is_croppable = False
+class Frames(DynamicLayer):  # type: ignore[misc]
+    """One layer's projections `[rows, heads, frames, head width]`: as it has a length, layers project nothing anew."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Not 0, which would make layers project anew."""
-        return self.keys.shape[2]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class CrossAttention:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,16 @@ class AttentionKind:
     chunk: int | None = None
     first: int = 0
 
+    def first_seen(self, positions: Any) -> Any:
+        """The first position that nodes at `positions` see; tensors and arrays alike."""
+        if self.window is not None:
+            begins = positions - self.window + 1
+        elif self.chunk is not None:
+            begins = positions // self.chunk * self.chunk
+        else:
+            begins = positions * 0
+        return begins.clip(self.first)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
@@ -41,13 +52,8 @@ class AttentionView:
     def mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, nodes, end]`, added to attention scores: 0 where a node may look, the lowest number elsewhere."""
         visible = self.visible
-        query, key = self.positions[:, :, None], self.key_positions[:, None]
-        if kind.window is not None:
-            visible = visible & (key > query - kind.window)
-        if kind.chunk is not None:
-            visible = visible & (key // kind.chunk == query // kind.chunk)
-        if kind.first:
-            visible = visible & (key >= kind.first)
+        if kind.window is not None or kind.chunk is not None or kind.first:
+            visible = visible & (self.key_positions[:, None] >= kind.first_seen(self.positions)[:, :, None])
         # Added to scores, as eager attention adds any mask; finite, because a softmax over -inf alone is NaN.
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, torch.finfo(dtype).min
@@ -127,11 +133,9 @@ class ColumnMap:
             self.initial_length = work.text_length or len(work.tree.path(min(work.first, nodes - 1)))
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
-        if length >= self.length:
-            return []
+        """Cuts the text, which is longer, to `length` tokens, and drops branches; returns moves as `compact` does."""
         self.scattered, self.parents = self.scattered[: self.num_text], self.parents[: self.num_text]
-        moves = self.compact(0) if self.scattered else []
+        moves = self.compact(0)
         self.base = self.top = length
         return moves
 

@@ -141,10 +141,9 @@ def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
             super().__init__(config, *given, **options)
             beside, base = eyes(self), self.base_model
             dropped = [(base, name) for name in beside]
-            if not reads_text and beside:
-                own = [(owner, name) for owner in (base, self) for name, _ in owner.named_children()]
-                dropped = [(owner, name) for owner, name in own if getattr(owner, name) is not base]
-                dropped = [(owner, name) for owner, name in dropped if owner is self or name not in beside]
+            if beside and not reads_text:
+                dropped = [(base, name) for name, _ in base.named_children() if name not in beside]
+                dropped += [(self, name) for name, part in self.named_children() if part is not base]
             for owner, name in dropped:
                 delattr(owner, name)
             ignored = {rf"(^|\.){re.escape(name)}\." for _, name in dropped}

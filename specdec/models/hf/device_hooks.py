@@ -28,10 +28,6 @@ def execution_device(module: nn.Module) -> torch.device:
     return next(_devices(module), None) or (torch.device("cpu") if own is None else own.device)
 
 
-def execution_devices(model: nn.Module) -> set[torch.device]:
-    return {device for module in model.modules() for device in _devices(module)}
-
-
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
     """Context in which the module's own weights are on its device."""
@@ -57,10 +53,6 @@ class Home:
     def entry(self) -> Mapping[str, Any] | None:
         """The loader's index entry of a weight in a file; None if it is in memory or missing."""
         return getattr(self.loader, "index", {}).get(self.key)
-
-    @property
-    def folder(self) -> str:
-        return self.loader.save_folder
 
 
 def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:

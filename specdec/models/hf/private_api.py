@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils, utils
 from transformers.masking_utils import create_causal_mask
@@ -99,12 +98,6 @@ def quantizes(model: Any) -> Callable[[str], bool]:
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`rows` `[n, in]` times int8 `weight` `[out, in]` and `scale` `[out]`: no public kernel reads int8 weights."""
     return torch._weight_int8pack_mm(rows, weight, scale)
-
-
-def whole_gguf() -> Any:
-    """The config that dequantizes all GGUF weights; None before `GgufConfig`, when that was the only way."""
-    config = getattr(transformers, "GgufConfig", None)
-    return None if config is None else config(dequantize=True)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GgufConfig
 
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
-from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
+from specdec.models.hf.private_api import cached, gguf_bars
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
@@ -66,7 +67,7 @@ class GgufFile(Quantizer):
             ) from error
 
     def config(self, dtype: torch.dtype) -> Any:
-        return whole_gguf()
+        return GgufConfig(dequantize=True)  # of all weights, whatever kernels are installed
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:

@@ -14,12 +14,12 @@ from os import PathLike
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
@@ -33,14 +33,13 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
 from specdec.models.loading.placement import device_map, dispatch, offload_folder, parts, read_ahead
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
-from specdec.models.loading.weight_files import check
+from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
-_MULTIMODAL = getattr(transformers, "AutoModelForMultimodalLM", None)  # not in all versions
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
@@ -197,14 +196,15 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         if text is not None:
             model.__class__ = class_of(kind, config)
         check_complete(name, info, argument)
-        check(model)
+        stored = find(model)
         settle_four_bits(model)
         if quantizer.converts:
             quantizer.packs = places is None and how.backend != "eager"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)
-        read_ahead(model, how)
+                stored = find(model)
+        read_ahead(model, how, stored)
         if folder is not None and how.offload_folder is None:
             weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
@@ -246,5 +246,5 @@ def _computes_on_cpu(how: Loading) -> bool:
 def _auto_class(config: Any) -> Any:
     known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq]
     if not config.is_encoder_decoder:
-        known = [AutoModelForCausalLM, AutoModelForImageTextToText, _MULTIMODAL]
-    return next((one for one in known if one is not None and class_of(one, config)), known[0])
+        known = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
+    return next((one for one in known if class_of(one, config)), known[0])

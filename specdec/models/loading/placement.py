@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.private_api import skipped_keys
 from specdec.models.loading.streamed_layers import stream
+from specdec.models.loading.weight_files import Stored
 from specdec.options.load import Loading
 
 DeviceMap = dict[str, str | int]
@@ -52,16 +53,16 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
 
 
-def read_ahead(model: Any, how: Loading) -> None:
+def read_ahead(model: Any, how: Loading, stored: Mapping[str, Stored]) -> None:
     """Streams layers from disk, or keeps those that fit in `max_memory`; with several devices accelerate's hooks stay.
 
-    Raises OptionError if not even what lies outside the layers fits.
+    `stored`: where the weights on disk are (`find`). Raises OptionError if not even what lies outside the layers fits.
     """
     if how.offload == "disk" and not torch.accelerator.is_available():
         most = (how.max_memory or {}).get("cpu")
-        stream(model, max_memory=None if most is None else convert_file_size_to_int(most))
+        stream(model, stored, max_memory=None if most is None else convert_file_size_to_int(most))
     elif how.offload == "disk" and how.max_memory is None:
-        stream(model)
+        stream(model, stored)
 
 
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
@@ -95,9 +96,8 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     if how.offload != "disk" and how.offload_folder is None:
         yield None
         return
-    own = how.offload_folder is None
     folder = Path(tempfile.mkdtemp(prefix="specdec-") if how.offload_folder is None else how.offload_folder)
-    existed = folder.exists()
+    existed = how.offload_folder is not None and folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -107,11 +107,11 @@ def offload_folder(how: Loading) -> Iterator[Path | None]:
     try:
         yield folder
     except BaseException:
-        if own or not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
+        if existed:
             for path in set(folder.iterdir()) - before:
                 path.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.hf.device_hooks import detach, execution_devices
-from specdec.models.loading.weight_files import Files, Stored, find
+from specdec.models.hf.device_hooks import detach, execution_device
+from specdec.models.loading.weight_files import Files, Stored
 
 _ALIGNED = 64  # bytes; kernels round differently at other addresses
+_BUFFERS = 2  # at most: one is read while the other computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class Reader:
         for found in streamed:
             start, n = len(self._after), len(found)
             self._after += [start + (i + 1) % n for i in range(n)]
-        sizes = Buffer.sizes(self.layers, device) if self.layers else (0, 0)
-        self._files, self._free = files, [Buffer(sizes, device) for _ in range(buffers if self.layers else 0)]
+        self._files = files
+        self._free = [Buffer(Buffer.sizes(self.layers, device), device) for _ in range(buffers)]
         self._reading: dict[int, tuple[Buffer, Future[list[Tensor]]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specdec-weights")
         self._lock = threading.Lock()
@@ -159,25 +160,21 @@ def run_layer(reader: Reader, number: int, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> None:
-    """Lets a model that accelerate has offloaded to disk read its layers itself; changes `model`.
+def stream(model: nn.Module, stored: Mapping[str, Stored], *, max_memory: int | None = None) -> None:
+    """Lets a model that accelerate has offloaded to disk, and that computes on one device, read its layers itself.
 
-    `max_memory` bounds the bytes of weights and buffers: what is outside the layers stays in memory, with at most
-    `buffers` buffers, then as many layers as fit (None: no layer). With one buffer nothing is read ahead. Raises
-    OptionError if `max_memory` is too small, UnsupportedError if weights are not in files or several devices compute,
-    LoadError for missing or broken files; the model is then unchanged.
+    Changes `model`, whose weights on disk are `stored` (`weight_files.find`). `max_memory` bounds the bytes of weights
+    and buffers: what is outside the layers stays in memory, with two buffers or, where there is less room, one, then as
+    many layers as fit (None: no layer). With one buffer nothing is read ahead. Raises OptionError if `max_memory` is
+    too small, UnsupportedError for weights of other types than plain ones, LoadError for files that cannot be read; the
+    model is then unchanged.
     """
-    if buffers < 1:
-        raise OptionError.of("buffers", "at least 1", buffers)
-    devices = execution_devices(model)
-    if len(devices) > 1:
-        raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
-    device, files = devices.pop() if devices else torch.device("cpu"), Files()
-    lists, rest = _layers_and_rest(model)
+    device, files = execution_device(model), Files()
+    lists, rest = _layers_and_rest(model, stored)
     here = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     fixed = sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in here}.values())
     fixed += sum({weight.stored: weight.nbytes for weight in rest}.values())
-    streamed, buffers = _streamed(lists, fixed, max_memory, buffers, device)
+    streamed, buffers = _streamed(lists, fixed, max_memory, device)
     reader = Reader(streamed, device, buffers, files)
     numbers = {layer: number for number, layer in enumerate(reader.layers)}
     kept = [layer for layers in lists for layer in layers if layer not in numbers]
@@ -191,31 +188,29 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
         layer.module().forward = partial(run_layer, reader, number)
 
 
-def _layers_and_rest(model: nn.Module) -> tuple[list[list[Layer]], list[Weight]]:
+def _layers_and_rest(model: nn.Module, stored: Mapping[str, Stored]) -> tuple[list[list[Layer]], list[Weight]]:
     """The layers with weights on disk, list by list, and the weights that belong to none or to several."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = module
-    owners = {f"{name}.{i}": module for name, found in lists.items() for i, module in enumerate(found)}
-    by_owner: dict[str, list[Weight]] = {owner: [] for owner in ("", *owners)}
-    users: dict[Stored, set[str]] = defaultdict(set)
-    for name, weight in _weights(model):
+    owners = [f"{name}.{i}" for name, found in lists.items() for i in range(len(found))]
+    placed, users = list[tuple[str, Weight]](), defaultdict[Stored, set[str]](set)
+    for name, weight in _weights(model, stored):
         owner = next((owner for owner in owners if name.startswith(f"{owner}.")), "")
-        by_owner[owner].append(weight)
+        placed.append((owner, weight))
         users[weight.stored].add(owner)
-    shared = {stored for stored, found in users.items() if len(found) > 1}
-    rest = by_owner.pop("")
-    rest += [weight for weights in by_owner.values() for weight in weights if weight.stored in shared]
-    own = {owner: [w for w in weights if w.stored not in shared] for owner, weights in by_owner.items()}
-    layers = {owner: Layer(owners[owner], weights) for owner, weights in own.items() if weights}
-    names = [[f"{name}.{i}" for i in range(len(found))] for name, found in lists.items()]
-    by_list = [[layers[one] for one in of_list if one in layers] for of_list in names]
-    return [found for found in by_list if found], rest
+    own = defaultdict[str, list[Weight]](list)
+    for owner, weight in placed:
+        own[owner if len(users[weight.stored]) == 1 else ""].append(weight)
+    by_list = [
+        [Layer(module, own[owner]) for i, module in enumerate(found) if (owner := f"{name}.{i}") in own]
+        for name, found in lists.items()
+    ]
+    return [layers for layers in by_list if layers], own[""]
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
-    stored = find(model)
+def _weights(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[tuple[str, Weight]]:
     for prefix, module in model.named_modules():
         for home in (module._parameters, module._buffers):
             for leaf, tensor in home.items():
@@ -228,19 +223,21 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 
 def _streamed(
-    lists: Sequence[list[Layer]], fixed: int, max_memory: int | None, buffers: int, device: torch.device
+    lists: Sequence[list[Layer]], fixed: int, max_memory: int | None, device: torch.device
 ) -> tuple[list[list[Layer]], int]:
     """The layers that do not stay, where `fixed` bytes are in memory anyway, and how many buffers there is room for."""
     layers = [layer for found in lists for layer in found]
-    if max_memory is None or not layers:
-        return list(lists), buffers
+    if not layers:
+        return [], 0
+    if max_memory is None:
+        return list(lists), _BUFFERS
     spare = max_memory - fixed
     if sum(layer.nbytes for layer in layers) <= spare:
         return [], 0
     size = sum(Buffer.sizes(layers, device))
     if spare < size:
         raise OptionError.of("max_memory", f"at least {fixed + size} bytes for this model", max_memory)
-    buffers, streamed = min(buffers, spare // size), []
+    buffers, streamed = min(_BUFFERS, spare // size), []
     spare -= buffers * size
     for found in reversed(lists):  # decoders come last, and their layers are read in every pass
         kept = _spread(found, spare)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import LoadError, UnsupportedError
+from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import Home, home
 
 _DTYPES = {
@@ -79,63 +79,40 @@ def _close(files: dict[str, BinaryIO]) -> None:
         file.close()
 
 
-def away(model: nn.Module) -> Iterator[tuple[str, Tensor, Home | None]]:
-    """Names and tensors of parameters and buffers that are not in memory, and where accelerate has them."""
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return ((name, tensor, home(model, name)) for name, tensor in tensors if tensor.is_meta)
-
-
 def find(model: nn.Module) -> dict[str, Stored]:
-    """The place of each weight that is `away`, by name.
+    """The places on disk of parameters and buffers that accelerate will load from there, by name.
 
-    Raises UnsupportedError for weights that accelerate keeps in memory or does not manage, LoadError if a file is
-    missing, broken or too short, or holds a weight of another shape.
+    Raises LoadError if accelerate has no such weight, or a file is missing, broken or too short, or holds a weight of
+    another shape.
     """
-    header, found = cache(_header), {}
-    for name, tensor, place in away(model):
-        if place is None:
-            raise UnsupportedError(
-                f"weight {name!r} is not managed by accelerate: load the model with accelerate's disk offloading"
-            )
-        if place.entry is None:
-            raise UnsupportedError(
-                f"weight {place.key!r} is in no file: only models that are offloaded to disk can be streamed"
-            )
-        found[name] = _stored(place, place.entry, header, tensor)
-    return found
-
-
-def check(model: nn.Module) -> None:
-    """Raises LoadError if a weight that accelerate will load is missing, or has another shape in its file."""
-    header = cache(_header)
+    header, found = cache(_header), dict[str, Stored]()
     keys: dict[int, set[str]] = {}  # of each loader
-    for name, tensor, place in away(model):
-        if place is None:
-            continue  # not managed by accelerate
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if not tensor.is_meta or (place := home(model, name)) is None:
+            continue  # in memory, or not managed by accelerate
         if place.entry is not None:
-            _stored(place, place.entry, header, tensor)
+            found[name] = _stored(place, place.entry, header, tensor)
         elif place.key not in keys.setdefault(id(place.loader), set(place.loader)):
             raise LoadError(
                 f"weight {name!r} should lie on disk, and no file has it, as it is no part of the checkpoint: give its "
                 "module a place in memory in `device_map`, or pass `offload`='disk' instead"
             )
+    return found
 
 
-def _stored(place: Home, entry: Mapping[str, Any], header: Any, tensor: Tensor) -> Stored:
-    """The place of `tensor`, checked against the model's shape: in a checkpoint's file, or in one of its own."""
-    if "safetensors_file" in entry:
-        path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
-        stored: Stored | None = header(path).get(name)
-        if stored is None:
-            raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
-    else:
-        path, dtype = os.path.join(place.folder, f"{place.key}.dat"), getattr(torch, entry["dtype"])
-        stored = Stored(path, 0, dtype, tuple(entry["shape"]))
-        _check_length(path, stored.nbytes)
+def _stored(
+    place: Home, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Stored]], tensor: Tensor
+) -> Stored:
+    """The place of `tensor` in a checkpoint's file, checked against the model's shape."""
+    path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
+    stored = header(path).get(name)
+    if stored is None:
+        raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
     if stored.shape != tuple(tensor.shape):
         raise LoadError(
-            f"weight {place.key!r} has shape {list(stored.shape)} in {stored.path}, the model expects "
-            f"{list(tensor.shape)}: the checkpoint's files do not belong together; download or save it again"
+            f"weight {place.key!r} has shape {list(stored.shape)} in {path}, the model expects {list(tensor.shape)}: "
+            "the checkpoint's files do not belong together; download or save it again"
         )
     return stored
 
@@ -146,6 +123,7 @@ def _header(path: str) -> Mapping[str, Stored]:
         with open(path, "rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(start - 8))
+            length = os.path.getsize(path)
     except (OSError, ValueError, MemoryError, OverflowError) as error:
         raise LoadError(f"{path} is no readable safetensors file ({error}): download or save it again") from error
     entries.pop("__metadata__", None)
@@ -154,17 +132,10 @@ def _header(path: str) -> Mapping[str, Stored]:
         for name, entry in entries.items()
         if entry["dtype"] in _DTYPES
     }
-    _check_length(path, max((stored.offset + stored.nbytes for stored in found.values()), default=start))
-    return found
-
-
-def _check_length(path: str, needed: int) -> None:
-    try:
-        length = os.path.getsize(path)
-    except OSError as error:
-        raise LoadError(f"weights are missing: {error}") from error
+    needed = max((stored.offset + stored.nbytes for stored in found.values()), default=start)
     if length < needed:
         raise LoadError(_too_short(path, needed, length))
+    return found
 
 
 def _too_short(path: str, needed: int, length: int) -> str:
