@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from specdec.errors import CancelledError, OptionError
@@ -234,5 +235,7 @@ def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, UploadFile):
+        return "a file"
     text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
