@@ -57,24 +57,9 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
 
 
-def too_late(seconds: float) -> ApiError:
-    """A 504: the request took more than `seconds`."""
-    return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
-
-
-def slow_upload() -> ApiError:
-    """A 408: the body did not arrive in time."""
-    return ApiError(408, "the body did not arrive in time", code="slow_upload")
-
-
-def slow_reader(room: int) -> ApiError:
-    """A 408: more than `room` bytes wait for the client."""
-    return ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="slow_reader")
-
-
-def client_left() -> ApiError:
-    """A 499: nobody reads the answer."""
-    return ApiError(499, "the client has left", code=LEFT)
+def above_limit(message: str, param: str) -> ApiError:
+    """A 400: more than this server allows."""
+    return ApiError(400, f"{message} at most on this server", param=param, code="above_limit")
 
 
 # Names of the library -> names in requests.

@@ -13,7 +13,7 @@ from specdec.core.tree import Step, common_length
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.server.cancellation import Cancel
-from specdec.server.errors import ApiError
+from specdec.server.errors import above_limit
 from specdec.server.messages import Message
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
@@ -37,26 +37,22 @@ def check(asked: Generate, limits: Limits) -> None:
     bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
         if most is not None and (getattr(asked, name, None) or 0) > most:
-            raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
+            raise above_limit(f"`{name}` may be {most}", name)
 
 
 def check_length(characters: int, param: str, limits: Limits) -> None:
     """Raises a 400 for a prompt with more characters than the server allows."""
     if characters > limits.prompt_characters:
-        message = f"`{param}` may have {limits.prompt_characters:,} characters at most on this server"
-        raise ApiError(400, message, param=param, code="above_limit")
+        raise above_limit(f"`{param}` may have {limits.prompt_characters:,} characters", param)
 
 
 def check_messages(messages: Sequence[Message], limits: Limits) -> None:
     """Raises a 400 for more text or pictures, or larger data URLs, than the server allows."""
     pictures, most = [url for message in messages for url in message.pictures], limits.picture_bytes
-    text = None
     if len(pictures) > limits.pictures:
-        text = f"`messages` may hold {limits.pictures} pictures at most on this server"
-    elif any(3 * len(url) > 4 * most + 192 for url in pictures):  # a byte in base64 is 4/3
-        text = f"a picture may have {most:,} bytes at most on this server: make it smaller"
-    if text is not None:
-        raise ApiError(400, text, param="messages", code="above_limit")
+        raise above_limit(f"`messages` may hold {limits.pictures} pictures", "messages")
+    if any(3 * len(url) > 4 * most + 192 for url in pictures):  # a byte in base64 is 4/3
+        raise above_limit(f"a picture may have {most:,} bytes", "messages")
     check_length(sum(message.characters for message in messages), "messages", limits)
 
 

@@ -16,7 +16,7 @@ from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.direct_socket import wire_of
-from specdec.server.errors import ApiError
+from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
@@ -34,8 +34,7 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     """Continues one text or several."""
     limits = state_of(request).settings.limits
     if len(asked.prompts) > limits.prompts:
-        message = f"`prompt` may be {limits.prompts} texts at most on this server"
-        raise ApiError(400, message, param="prompt", code="above_limit")
+        raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
     check_length(max(map(len, asked.prompts)), "prompt", limits)
     return await _answer(request, asked, asked.prompts)
 
