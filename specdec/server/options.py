@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Draft
-from specdec.core.tree import Step, common_length
+from specdec.core.tree import Step
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.server.cancellation import Cancel
@@ -119,13 +119,19 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
     """
     if len(ids) < 2:
         return []
+
+    def only(text: Tensor, logits: Tensor) -> Tensor:
+        masked = torch.full_like(logits, -torch.inf)
+        masked[:, ids[text.shape[1]]] = 0.0
+        return masked
+
     job = generator.submit(
         [[ids[0]]],
         max_new_tokens=len(ids) - 1,
         do_sample=False,
         eos_token_id=[],
-        logits_processor=[Only(ids)],
-        assistant_model="ngram",
+        logits_processor=[only],
+        assistant_model="suffix",
         prediction=list(ids),
         schedule="constant",
         num_assistant_tokens=_CHUNK,
@@ -134,23 +140,3 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
     )
     cancel.add_done_callback(lambda _: job.cancel())
     return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]
-
-
-class Only:
-    """A logits processor that allows only the text `ids`."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = list(ids)
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[rows, vocab]` after `ids` `[rows, length]`: -inf but for the text's next token."""
-        masked = torch.full_like(logits, -torch.inf)
-        masked[:, self._ids[ids.shape[1]]] = 0.0
-        return masked
-
-    def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` continue the text."""
-        return common_length(self._ids[len(text) :], tokens)
-
-    def __repr__(self) -> str:
-        return f"Only({len(self._ids)} tokens)"
