@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -272,7 +273,9 @@ class SpecGenerator:
             for model in models:
                 model.state("draft")
             check_draft(draft, options, given, extras.prediction, named=bool(named))
-            grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
+            if (form := options.form) is not None:
+                grammar = self._grammar(form, options, extras)
+                extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
             # By default only prompts whose text the cache cannot change use it.
             cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
@@ -291,7 +294,6 @@ class SpecGenerator:
                 pacing,
                 state=state,
                 exactness=exactness,
-                grammar=grammar,
                 reuses_prefixes=self._prefixes is not None and cached,
                 caller_blocks=caller_blocks and extras.streamer is None,
             )

@@ -209,9 +209,7 @@ class TextModel:
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
         if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
-            rows = request.n * request.num_beams
-            grammar = self._grammar(form, options.get("eos_token_id", self._ends))
-            options["logits_processor"] = [grammar.copy(begin, max(rows, request.num_samples or 1))]
+            options["logits_processor"] = [self._grammar(form, options.get("eos_token_id", self._ends))]
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
@@ -236,7 +234,7 @@ class TextModel:
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
     def _grammar(self, form: Form, ends: Sequence[int]) -> Grammar:
-        """The grammar of a form, to be copied; after a complete text one of the call's end tokens, `ends`, follows."""
+        """The grammar of a form; after a complete text one of the call's end tokens, `ends`, follows."""
         return self.generator.grammars.make(form, self.tokenizer, ends or [self.tokenizer.eos_token_id])
 
     def _form_of_calls(self, request: Generate) -> Form | None:
