@@ -63,11 +63,6 @@ class OpenAI(Task):
         own = fields.get("custom_id")
         return {"id": f"batch_req_{_id(seed)}", "custom_id": own, "response": response, "error": None}
 
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """The length of the request."""
-        return len(str(fields.get(name)))
-
 
 def _request(fields: Fields) -> ChatRequest | CompletionRequest:
     """The request of a row; raises a 400, or a 404 for an unknown endpoint."""
