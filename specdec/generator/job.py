@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from time import perf_counter as clock
 from time import time
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specdec.core.outcome import SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.stats import Stats
+from specdec.core.stats import Stats, total
 from specdec.core.tree import Step
 from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
@@ -26,8 +27,6 @@ from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
 from specdec.generator.inputs.prompts import pad_id
 from specdec.models import plain_modes
 
-_SUMMED = ("num_new_tokens", "cached_prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-_JOINED = ("per_step_drafted", "per_step_accepted")
 _PHASES = ("draft_seconds", "verify_seconds", "select_seconds")
 
 
@@ -161,9 +160,8 @@ class Job:
         settings["backend"] = call.target.backend
         if draft is not None and draft.models:
             settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))
-        counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in _SUMMED}
-        counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in _JOINED}
-        return Stats(
+        return replace(
+            total(per_row),
             num_target_passes=call.request.passes,
             seconds=seconds,
             finish_reasons=tuple(reasons),
@@ -171,7 +169,6 @@ class Job:
             per_row=per_row,
             settings=settings,
             exactness=call.exactness,
-            **counts,
             **self._phases,
         )
 
