@@ -16,8 +16,8 @@ from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import StopTexts
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
-from specdec.generator.inputs.prompts import NAMES
+from specdec.generator.inputs.pictures import PIXELS, has_template
+from specdec.generator.inputs.prompts import read_messages
 from specdec.generator.job import Delta
 from specdec.generator.tokenizers import Detokenizer, decode
 from specdec.options.generate import Form, listed
@@ -163,25 +163,18 @@ class TextModel:
     def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
         """The model's inputs for a conversation; `how`: arguments of the chat template.
 
-        Raises a 400 without a template, where it refuses the messages, and for pictures that cannot be read.
+        Raises a 400 without a template, OptionError where it refuses the messages, and for pictures that cannot be
+        read.
         """
         plain, processor = [message.plain for message in messages], self.generator.processor
         if any(message.pictures for message in messages):
             if not self.generator.target.sees or processor is None:
                 raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
-            with refusing():
-                made = with_pictures(plain, processor, pixels=self._pixels, **how)
-            return {name: value for name, value in made.items() if name in NAMES}
-        if not self.chats:
+        elif not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
-        if any(message.role == "tool" or message.tool_calls for message in messages):
+        elif any(message.role == "tool" or message.tool_calls for message in messages):
             check_takes_tools(self._template, self.name, "messages")
-        try:
-            return {"input_ids": [chat_ids(plain, self.tokenizer, processor, **how)]}
-        except OptionError:  # of the processor's template, in words
-            raise
-        except Exception as error:  # whatever a template raises
-            raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
+        return read_messages(plain, self.tokenizer, processor, pixels=self._pixels, **how)
 
     def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> tuple[str, list[TokenScore]]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
