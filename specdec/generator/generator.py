@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -226,19 +227,15 @@ class SpecGenerator:
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
-        texts = [Detokenizer(tokenizer, call.options.cut_before) for _ in call.seqs] if tokenizer is not None else None
+        texts = defaultdict[int, Detokenizer](lambda: Detokenizer(tokenizer, call.options.cut_before))  # by row
         with closing(job.follow()) as rounds:
             for deltas in rounds:
                 for one in deltas:
-                    text = texts[one.row].push(one.token_ids, last=one.finish is not None) if texts else ""
+                    last = one.finish is not None
+                    text = "" if tokenizer is None else texts[one.row].push(one.token_ids, last=last)
                     yield Event(text, one.token_ids, one.accepted, one.row, one.finish)
-        out = job.result
-        assert out is not None
-        if call.options.at_the_end:
-            assert out.stats is not None
-            for row, (ids, reason) in enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True)):
-                yield Event(out.texts[row] if out.texts else "", ids, 0, row, reason)
-        return out
+        assert job.result is not None
+        return job.result
 
     def _prepare(
         self,

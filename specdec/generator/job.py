@@ -31,7 +31,7 @@ _PHASES = ("draft_seconds", "verify_seconds", "select_seconds")
 
 
 class Delta(NamedTuple):
-    """What one round added to one row: its steps, the first `accepted` guessed by the draft; why it ended, or None."""
+    """What is new of one row: its steps, the first `accepted` known as the draft's guesses; why it ended, or None."""
 
     row: int
     steps: list[Step]
@@ -59,15 +59,15 @@ class Job:
     def run(self) -> Generation:
         """Runs the call to its end and returns its result; raises what ended it early."""
         for _ in self.follow(stream=False):
-            pass  # it yields nothing
+            pass
         assert self._result is not None
         return self._result
 
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call and returns its result; with `stream` yields the deltas of each round.
 
-        Beams and ranked samples, whose texts are chosen at the end, yield nothing. Raises what ended the call early:
-        CancelledError after `cancel`. Closing the iterator cancels the call.
+        Without it, and of beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
+        Raises what ended the call early: CancelledError after `cancel`. Closing the iterator cancels the call.
         """
         began, call, streamer = clock(), self.call, self.call.extras.streamer
         stream = stream and not call.options.at_the_end
@@ -101,8 +101,12 @@ class Job:
             self._seconds = clock() - began
         if streamer is not None:
             streamer.end()
-        self._result = self._make_result(self._seconds, complete=True)
-        return self._result
+        out = self._result = self._make_result(self._seconds, complete=True)
+        if not stream:
+            assert out.stats is not None
+            ends = enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True))
+            yield [Delta(row, [Step(token) for token in ids], 0, reason) for row, (ids, reason) in ends]
+        return out
 
     @property
     def result(self) -> Generation | None:

@@ -139,13 +139,9 @@ class TextModel:
             for deltas in rounds:
                 for delta in deltas:
                     yield from rows[delta.row].deltas(delta)
-        out = job.result
-        assert out is not None
-        assert out.stats is not None
-        if not any(row.streamed for row in rows):
-            for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
-                yield row.whole(tokens, reason)
-        yield out.stats
+        assert job.result is not None
+        assert job.result.stats is not None
+        yield job.result.stats
 
     def _inputs(self, prompt: PromptRequest) -> dict[str, Any]:
         """The model's inputs: an empty text becomes a token."""
@@ -281,24 +277,17 @@ class _Row:
         self._text = Detokenizer(tokenizer, cut_before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
-        self.streamed = False
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
         """The deltas of a round: its tokens, or with `chunk` as many groups of that size as are pending.
 
         The last round's rest follows, in whatever size.
         """
-        self.streamed = True
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
         while len(self._pending) >= size or (self._pending and delta.finish is not None):
             group, self._pending = self._pending[:size], self._pending[size:]
             yield self._delta(group, None if self._pending else delta.finish)
-
-    def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        """The only delta of a text that is not streamed."""
-        text = self._text.push(tokens, last=True)
-        return self._after_echo(TextDelta(self._row, text, len(tokens), openai_reason(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
