@@ -111,13 +111,13 @@ class TextRequest:
         observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
         with closing(self._model.run(prompt, cancel)) as updates:
             for update in updates:
-                self._answer.count(at, update)
+                self._answer.take(at, update)
                 observed.update(update)
                 if isinstance(update, Started):
                     yield b""
-                elif isinstance(update, TextDelta) and not self._asked.stream:
-                    self._answer.add(at, update)
-                elif isinstance(update, TextDelta) and (update.text or update.finish or update.scores):
+                elif not self._asked.stream or isinstance(update, Stats):
+                    continue
+                elif update.text or update.finish or update.scores:
                     event = self._answer.event(self._answer.chunk(at, update))
                     if self.wire is None or not self.wire.send(event):
                         yield event
