@@ -196,7 +196,6 @@ class SpecGenerator:
 
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
-        given = {name: value for name, value in given.items() if value is not None}
         objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS}
         fields = {name: value for name, value in given.items() if name not in objects}
         return self._options(fields, given.get("generation_config"))
