@@ -12,7 +12,7 @@ from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error, invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
-from specdec.server.text import PromptRequest, TextDelta, TextModel
+from specdec.server.text import PromptRequest, TextModel
 
 ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -41,9 +41,7 @@ class OpenAI(Task):
         answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0, calls=calls)
         for at, prompt in enumerate(prompts):
             for update in self._model.run(PromptRequest(request, prompt), Cancel()):
-                answer.count(at, update)
-                if isinstance(update, TextDelta):
-                    answer.add(at, update)
+                answer.take(at, update)
         body = answer.whole()
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
         return self._line(fields, seed, 200, body), answer.stats
@@ -62,11 +60,6 @@ class OpenAI(Task):
         response = {"status_code": status, "request_id": _id(seed), "body": body}
         own = fields.get("custom_id")
         return {"id": f"batch_req_{_id(seed)}", "custom_id": own, "response": response, "error": None}
-
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """The length of the request."""
-        return len(str(fields.get(name)))
 
 
 def _request(fields: Fields) -> ChatRequest | CompletionRequest:

@@ -56,8 +56,8 @@ class BatchSpec:
         return self.field or task_class(self.task).field
 
     def size(self, row: Row) -> int:
-        """The approximate length of a row; rows of similar lengths share passes well."""
-        return task_class(self.task).size(row.fields, self.input)
+        """The approximate length of a row; rows of similar lengths share passes well. 0: unknown, of a recording."""
+        return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
     def start(self) -> Worker:
         """Loads the models; raises OptionError and LoadError as `from_pretrained` does."""
@@ -80,12 +80,6 @@ class Task(ABC):
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The fields of a failed row."""
         return {"output": None, "finish_reason": None, "usage": None, "error": explained(error)}
-
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """The approximate length of a row."""
-        value = fields.get(name)
-        return len(value) if isinstance(value, str | Sequence) else 0
 
 
 class Generate(Task):
@@ -120,14 +114,6 @@ class Chat(Generate):
         if (system := self._spec.more.get("system")) is not None:
             messages = [{"role": "system", "content": system}, *messages]
         return answered(self._generator.generate(messages=messages, **call_options(self._spec, fields, seed)))
-
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """The length of all messages."""
-        chat = fields.get(name)
-        if not isinstance(chat, list):
-            return super().size(fields, name)
-        return sum(len(str(message.get("content"))) for message in chat if isinstance(message, dict))
 
 
 class Summarize(Task):
@@ -171,11 +157,6 @@ class Transcribe(Task):
         answer = result([found["text"]], [reason], {"completion_tokens": found.stats.num_new_tokens})
         chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
         return {**answer, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
-
-    @classmethod
-    def size(cls, fields: Fields, name: str) -> int:
-        """0: unknown before the recording is read."""
-        return 0
 
 
 TASKS: dict[str, type[Task] | None] = {

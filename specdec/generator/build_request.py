@@ -70,8 +70,7 @@ class Extras:
 class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
-    `pacing`: its schedule. `state` and `exactness` are the target's. `grammar`: of the form that the options set,
-    copied for each row. `caller_blocks`: as in `Request`.
+    `pacing`: its schedule. `state` and `exactness` are the target's. `caller_blocks`: as in `Request`.
     """
 
     target: LanguageModel
@@ -82,7 +81,6 @@ class Call:
     pacing: Pacing
     state: ModelState
     exactness: Exactness
-    grammar: Grammar | None = None
     reuses_prefixes: bool = False
     caller_blocks: bool = False
     request: Request = field(init=False)
@@ -161,8 +159,10 @@ class Call:
         o, prompt, device = self.options, self.prompts.rows[r], self.target.device
         forced = frozenset(listed(o.forced_eos_token_id))
         stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
-        own = () if self.grammar is None else (self.grammar.copy(len(prompt.tokens), o.num_beams),)
-        processors = [*self.extras.logits_processor, *own]
+        processors = [
+            one.copy(len(prompt.tokens), o.num_beams) if isinstance(one, Grammar) else one
+            for one in self.extras.logits_processor
+        ]
         strategy = self._strategy(r, prompt, seed, stop, processors)
         sampler: Any = strategy.sampler  # None: the strategy takes no draft
         task = DraftTask(

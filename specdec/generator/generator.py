@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -194,7 +196,6 @@ class SpecGenerator:
 
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
-        given = {name: value for name, value in given.items() if value is not None}
         objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS}
         fields = {name: value for name, value in given.items() if name not in objects}
         return self._options(fields, given.get("generation_config"))
@@ -225,19 +226,15 @@ class SpecGenerator:
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
-        texts = [Detokenizer(tokenizer, call.options.cut_before) for _ in call.seqs] if tokenizer is not None else None
+        texts = defaultdict[int, Detokenizer](lambda: Detokenizer(tokenizer, call.options.cut_before))  # by row
         with closing(job.follow()) as rounds:
             for deltas in rounds:
                 for one in deltas:
-                    text = texts[one.row].push(one.token_ids, last=one.finish is not None) if texts else ""
+                    last = one.finish is not None
+                    text = "" if tokenizer is None else texts[one.row].push(one.token_ids, last=last)
                     yield Event(text, one.token_ids, one.accepted, one.row, one.finish)
-        out = job.result
-        assert out is not None
-        if call.options.at_the_end:
-            assert out.stats is not None
-            for row, (ids, reason) in enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True)):
-                yield Event(out.texts[row] if out.texts else "", ids, 0, row, reason)
-        return out
+        assert job.result is not None
+        return job.result
 
     def _prepare(
         self,
@@ -272,7 +269,9 @@ class SpecGenerator:
             for model in models:
                 model.state("draft")
             check_draft(draft, options, given, extras.prediction, named=bool(named))
-            grammar = None if (form := options.form) is None else self._grammar(form, options, extras)
+            if (form := options.form) is not None:
+                grammar = self._grammar(form, options, extras)
+                extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
             # By default only prompts whose text the cache cannot change use it.
             cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
@@ -291,7 +290,6 @@ class SpecGenerator:
                 pacing,
                 state=state,
                 exactness=exactness,
-                grammar=grammar,
                 reuses_prefixes=self._prefixes is not None and cached,
                 caller_blocks=caller_blocks and extras.streamer is None,
             )

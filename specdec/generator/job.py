@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from time import perf_counter as clock
 from time import time
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specdec.core.outcome import SequenceRound
 from specdec.core.sequence import RunningSequence
-from specdec.core.stats import Stats
+from specdec.core.stats import Stats, total
 from specdec.core.tree import Step
 from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
@@ -26,13 +27,11 @@ from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
 from specdec.generator.inputs.prompts import pad_id
 from specdec.models import plain_modes
 
-_SUMMED = ("num_new_tokens", "cached_prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-_JOINED = ("per_step_drafted", "per_step_accepted")
 _PHASES = ("draft_seconds", "verify_seconds", "select_seconds")
 
 
 class Delta(NamedTuple):
-    """What one round added to one row: its steps, the first `accepted` guessed by the draft; why it ended, or None."""
+    """What is new of one row: its steps, the first `accepted` known as the draft's guesses; why it ended, or None."""
 
     row: int
     steps: list[Step]
@@ -60,15 +59,15 @@ class Job:
     def run(self) -> Generation:
         """Runs the call to its end and returns its result; raises what ended it early."""
         for _ in self.follow(stream=False):
-            pass  # it yields nothing
+            pass
         assert self._result is not None
         return self._result
 
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call and returns its result; with `stream` yields the deltas of each round.
 
-        Beams and ranked samples, whose texts are chosen at the end, yield nothing. Raises what ended the call early:
-        CancelledError after `cancel`. Closing the iterator cancels the call.
+        Without it, and of beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
+        Raises what ended the call early: CancelledError after `cancel`. Closing the iterator cancels the call.
         """
         began, call, streamer = clock(), self.call, self.call.extras.streamer
         stream = stream and not call.options.at_the_end
@@ -102,8 +101,12 @@ class Job:
             self._seconds = clock() - began
         if streamer is not None:
             streamer.end()
-        self._result = self._make_result(self._seconds, complete=True)
-        return self._result
+        out = self._result = self._make_result(self._seconds, complete=True)
+        if not stream:
+            assert out.stats is not None
+            ends = enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True))
+            yield [Delta(row, [Step(token) for token in ids], 0, reason) for row, (ids, reason) in ends]
+        return out
 
     @property
     def result(self) -> Generation | None:
@@ -161,9 +164,8 @@ class Job:
         settings["backend"] = call.target.backend
         if draft is not None and draft.models:
             settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))
-        counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in _SUMMED}
-        counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in _JOINED}
-        return Stats(
+        return replace(
+            total(per_row),
             num_target_passes=call.request.passes,
             seconds=seconds,
             finish_reasons=tuple(reasons),
@@ -171,7 +173,6 @@ class Job:
             per_row=per_row,
             settings=settings,
             exactness=call.exactness,
-            **counts,
             **self._phases,
         )
 

@@ -59,18 +59,18 @@ class Answer:
         """The sums over the prompts that are done."""
         return total(self._stats)
 
-    def count(self, prompt: int, update: Started | TextDelta | Stats) -> None:
+    def take(self, prompt: int, update: Started | TextDelta | Stats) -> None:
+        """Counts an update, and keeps the text of an answer that is one body."""
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts["prompt"] = update.prompt_tokens
         elif isinstance(update, TextDelta):
             counts["new"] += update.tokens
+            if not self.request.stream:
+                self._deltas[prompt * self.request.n + update.row].append(update)
         else:
             counts["cached"] = cached_tokens(update)
             self._stats.append(update)
-
-    def add(self, prompt: int, delta: TextDelta) -> None:
-        self._deltas[prompt * self.request.n + delta.row].append(delta)
 
     def whole(self) -> dict[str, Any]:
         said = {"role": "assistant", "refusal": None}

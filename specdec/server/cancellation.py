@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specdec.errors import CancelledError
-from specdec.server.errors import slow_reader
+from specdec.server.errors import ApiError
 
 T = TypeVar("T")
 _END: Any = object()
@@ -47,7 +47,8 @@ async def in_threads(
             queue.put_nowait(item)
         elif not cancel.cancelled():
             cancel.cancel()
-            queue.put_nowait(slow_reader(room))
+            message = f"the client reads too slowly: over {room:,} bytes wait"
+            queue.put_nowait(ApiError(408, message, code="slow_reader"))
 
     async def run(job: Callable[[Cancel], Generator[T]]) -> None:
         cancel = Cancel()

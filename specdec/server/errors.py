@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from specdec.errors import CancelledError, OptionError
@@ -56,24 +57,9 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
 
 
-def too_late(seconds: float) -> ApiError:
-    """A 504: the request took more than `seconds`."""
-    return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
-
-
-def slow_upload() -> ApiError:
-    """A 408: the body did not arrive in time."""
-    return ApiError(408, "the body did not arrive in time", code="slow_upload")
-
-
-def slow_reader(room: int) -> ApiError:
-    """A 408: more than `room` bytes wait for the client."""
-    return ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="slow_reader")
-
-
-def client_left() -> ApiError:
-    """A 499: nobody reads the answer."""
-    return ApiError(499, "the client has left", code=LEFT)
+def above_limit(message: str, param: str) -> ApiError:
+    """A 400: more than this server allows."""
+    return ApiError(400, f"{message} at most on this server", param=param, code="above_limit")
 
 
 # Names of the library -> names in requests.
@@ -234,5 +220,7 @@ def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, UploadFile):
+        return "a file"
     text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

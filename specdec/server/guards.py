@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.server.direct_socket import wire_of
-from specdec.server.errors import LEFT, ApiError, reported, slow_upload, unavailable
+from specdec.server.errors import LEFT, ApiError, reported, unavailable
 from specdec.server.responses import watched
 from specdec.server.settings import host_of
 from specdec.server.state import ERROR, LOG, State, client_of, sender_of, state_of
@@ -135,7 +135,7 @@ def _bounded(request: Request, state: State, most: int) -> Receive:
         with anyio.move_on_after(max(began + limits.upload_seconds - time.monotonic(), 0)):
             message = await request.receive()
         if message is None:
-            raise slow_upload()
+            raise ApiError(408, "the body did not arrive in time", code="slow_upload")
         if message["type"] == "http.disconnect":
             raise state.given_up()
         seen += len(message.get("body", b""))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Draft
-from specdec.core.tree import Step, common_length
+from specdec.core.tree import Step
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.server.cancellation import Cancel
-from specdec.server.errors import ApiError
+from specdec.server.errors import above_limit
 from specdec.server.messages import Message
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
@@ -37,26 +37,22 @@ def check(asked: Generate, limits: Limits) -> None:
     bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
         if most is not None and (getattr(asked, name, None) or 0) > most:
-            raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
+            raise above_limit(f"`{name}` may be {most}", name)
 
 
 def check_length(characters: int, param: str, limits: Limits) -> None:
     """Raises a 400 for a prompt with more characters than the server allows."""
     if characters > limits.prompt_characters:
-        message = f"`{param}` may have {limits.prompt_characters:,} characters at most on this server"
-        raise ApiError(400, message, param=param, code="above_limit")
+        raise above_limit(f"`{param}` may have {limits.prompt_characters:,} characters", param)
 
 
 def check_messages(messages: Sequence[Message], limits: Limits) -> None:
     """Raises a 400 for more text or pictures, or larger data URLs, than the server allows."""
     pictures, most = [url for message in messages for url in message.pictures], limits.picture_bytes
-    text = None
     if len(pictures) > limits.pictures:
-        text = f"`messages` may hold {limits.pictures} pictures at most on this server"
-    elif any(3 * len(url) > 4 * most + 192 for url in pictures):  # a byte in base64 is 4/3
-        text = f"a picture may have {most:,} bytes at most on this server: make it smaller"
-    if text is not None:
-        raise ApiError(400, text, param="messages", code="above_limit")
+        raise above_limit(f"`messages` may hold {limits.pictures} pictures", "messages")
+    if any(3 * len(url) > 4 * most + 192 for url in pictures):  # a byte in base64 is 4/3
+        raise above_limit(f"a picture may have {most:,} bytes", "messages")
     check_length(sum(message.characters for message in messages), "messages", limits)
 
 
@@ -123,13 +119,19 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
     """
     if len(ids) < 2:
         return []
+
+    def only(text: Tensor, logits: Tensor) -> Tensor:
+        masked = torch.full_like(logits, -torch.inf)
+        masked[:, ids[text.shape[1]]] = 0.0
+        return masked
+
     job = generator.submit(
         [[ids[0]]],
         max_new_tokens=len(ids) - 1,
         do_sample=False,
         eos_token_id=[],
-        logits_processor=[Only(ids)],
-        assistant_model="ngram",
+        logits_processor=[only],
+        assistant_model="suffix",
         prediction=list(ids),
         schedule="constant",
         num_assistant_tokens=_CHUNK,
@@ -138,23 +140,3 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
     )
     cancel.add_done_callback(lambda _: job.cancel())
     return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]
-
-
-class Only:
-    """A logits processor that allows only the text `ids`."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = list(ids)
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[rows, vocab]` after `ids` `[rows, length]`: -inf but for the text's next token."""
-        masked = torch.full_like(logits, -torch.inf)
-        masked[:, self._ids[ids.shape[1]]] = 0.0
-        return masked
-
-    def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` continue the text."""
-        return common_length(self._ids[len(text) :], tokens)
-
-    def __repr__(self) -> str:
-        return f"Only({len(self._ids)} tokens)"

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
 from specdec.server.direct_socket import LOST, Wire
-from specdec.server.errors import LEFT, ApiError, reported, too_late
+from specdec.server.errors import LEFT, ApiError, reported
 from specdec.server.state import ERROR, state_of
 
 PING = 15.0
@@ -52,7 +52,9 @@ async def watched(
             return task.result()
         late = not gone.done() and not task.done()
         await _cancel(task)
-        raise too_late(patience) if late else state.given_up()
+        if late:
+            raise ApiError(504, f"the request took longer than {patience:g} s: ask for less", code="timeout")
+        raise state.given_up()
     finally:
         gone.cancel()
         await _cancel(task)

@@ -140,12 +140,8 @@ class ServeSettings(_Frozen):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the address."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        address = address_of(self.host)
+        return self.host == "localhost" or (address is not None and address.is_loopback)
 
 
 def read_settings(given: Mapping[str, Any]) -> ServeSettings:

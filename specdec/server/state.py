@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import HTTPConnection, Request
 
 from specdec.server.admission import Admission, Clients
-from specdec.server.errors import ApiError, client_left, unavailable
+from specdec.server.errors import LEFT, ApiError, unavailable
 from specdec.server.keys import Keys
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
@@ -93,7 +93,7 @@ class State:
         """The error of a request whose task was cancelled."""
         if self.stopping:
             return unavailable("the server is shutting down")
-        return client_left()
+        return ApiError(499, "the client has left", code=LEFT)
 
 
 def state_of(request: Request) -> State:

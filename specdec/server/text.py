@@ -16,8 +16,8 @@ from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import StopTexts
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_template, with_pictures
-from specdec.generator.inputs.prompts import NAMES
+from specdec.generator.inputs.pictures import PIXELS, has_template
+from specdec.generator.inputs.prompts import read_messages
 from specdec.generator.job import Delta
 from specdec.generator.tokenizers import Detokenizer, decode
 from specdec.options.generate import Form, listed
@@ -139,13 +139,9 @@ class TextModel:
             for deltas in rounds:
                 for delta in deltas:
                     yield from rows[delta.row].deltas(delta)
-        out = job.result
-        assert out is not None
-        assert out.stats is not None
-        if not any(row.streamed for row in rows):
-            for row, tokens, reason in zip(rows, out.new_tokens(), out.stats.finish_reasons, strict=True):
-                yield row.whole(tokens, reason)
-        yield out.stats
+        assert job.result is not None
+        assert job.result.stats is not None
+        yield job.result.stats
 
     def _inputs(self, prompt: PromptRequest) -> dict[str, Any]:
         """The model's inputs: an empty text becomes a token."""
@@ -163,25 +159,18 @@ class TextModel:
     def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
         """The model's inputs for a conversation; `how`: arguments of the chat template.
 
-        Raises a 400 without a template, where it refuses the messages, and for pictures that cannot be read.
+        Raises a 400 without a template, OptionError where it refuses the messages, and for pictures that cannot be
+        read.
         """
         plain, processor = [message.plain for message in messages], self.generator.processor
         if any(message.pictures for message in messages):
             if not self.generator.target.sees or processor is None:
                 raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
-            with refusing():
-                made = with_pictures(plain, processor, pixels=self._pixels, **how)
-            return {name: value for name, value in made.items() if name in NAMES}
-        if not self.chats:
+        elif not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
-        if any(message.role == "tool" or message.tool_calls for message in messages):
+        elif any(message.role == "tool" or message.tool_calls for message in messages):
             check_takes_tools(self._template, self.name, "messages")
-        try:
-            return {"input_ids": [chat_ids(plain, self.tokenizer, processor, **how)]}
-        except OptionError:  # of the processor's template, in words
-            raise
-        except Exception as error:  # whatever a template raises
-            raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
+        return read_messages(plain, self.tokenizer, processor, pixels=self._pixels, **how)
 
     def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> tuple[str, list[TokenScore]]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
@@ -209,9 +198,7 @@ class TextModel:
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
         if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
-            rows = request.n * request.num_beams
-            grammar = self._grammar(form, options.get("eos_token_id", self._ends))
-            options["logits_processor"] = [grammar.copy(begin, max(rows, request.num_samples or 1))]
+            options["logits_processor"] = [self._grammar(form, options.get("eos_token_id", self._ends))]
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
@@ -236,7 +223,7 @@ class TextModel:
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
     def _grammar(self, form: Form, ends: Sequence[int]) -> Grammar:
-        """The grammar of a form, to be copied; after a complete text one of the call's end tokens, `ends`, follows."""
+        """The grammar of a form; after a complete text one of the call's end tokens, `ends`, follows."""
         return self.generator.grammars.make(form, self.tokenizer, ends or [self.tokenizer.eos_token_id])
 
     def _form_of_calls(self, request: Generate) -> Form | None:
@@ -290,24 +277,17 @@ class _Row:
         self._text = Detokenizer(tokenizer, cut_before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
-        self.streamed = False
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
         """The deltas of a round: its tokens, or with `chunk` as many groups of that size as are pending.
 
         The last round's rest follows, in whatever size.
         """
-        self.streamed = True
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
         while len(self._pending) >= size or (self._pending and delta.finish is not None):
             group, self._pending = self._pending[:size], self._pending[size:]
             yield self._delta(group, None if self._pending else delta.finish)
-
-    def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
-        """The only delta of a text that is not streamed."""
-        text = self._text.push(tokens, last=True)
-        return self._after_echo(TextDelta(self._row, text, len(tokens), openai_reason(finish)))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]

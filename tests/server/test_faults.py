@@ -1,6 +1,5 @@
 """What a client is told of a request that does not go: a sentence in its own words, about a field that it knows."""
 
-import inspect
 import io
 import json
 import logging
@@ -381,8 +380,7 @@ SOUNDS: list[Any] = [b"no sound", b"", silence(0.0), silence(21.0), None, "text"
 @pytest.mark.parametrize("path", ["transcriptions", "translations"])
 def test_every_field_of_a_form(path: str) -> None:
     """Also where nothing or text comes in the place of a file, and of a recording that is none."""
-    params = inspect.signature(audio_routes.transcriptions).parameters
-    known = {*params, "timestamp_granularities[]", "timestamp_granularities", "Content-Type"}
+    known = {*audio_routes.Transcribing.model_fields, "timestamp_granularities[]", "Content-Type"}
     with asking(app(speech_model())) as c:
         for fields, sound in [*((one, silence()) for one in FORMS), *(({}, one) for one in SOUNDS)]:
             text = {"x": (None, "y")} if sound is None else {"file": (None, sound)}
@@ -391,3 +389,12 @@ def test_every_field_of_a_form(path: str) -> None:
             assert answer.status_code == (404 if fields.get("model") == "none" else 400), (fields, answer.text)
             error = answer.json()["error"]
             check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
+
+
+def test_a_file_in_the_place_of_a_text() -> None:
+    """It is told. (The error about it failed.)"""
+    with asking(app(speech_model())) as c:
+        for name in ("language", "x"):
+            answer = c.post("/v1/audio/transcriptions", files={"file": ("a.wav", silence()), name: ("b.wav", b"x")})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == name

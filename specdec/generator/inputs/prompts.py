@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator.inputs.pictures import chat_ids, has_pictures, with_pictures
+from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
 from specdec.options.fields import is_list, is_whole, plain
@@ -116,12 +116,9 @@ def read_prompts(
         given = {name: value for name, value in given.items() if name not in idle}
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
-    if messages is not None and has_pictures(messages):
-        made = with_pictures(messages, processor, fetch=fetch)
-        value = made.pop("input_ids")
-        given = {**given, **{name: tensor for name, tensor in made.items() if name in NAMES}}
-    elif messages is not None:
-        value = _chat(messages, tokenizer, processor)
+    if messages is not None:
+        made = read_messages(messages, tokenizer, processor, fetch=fetch)
+        value, given = made.pop("input_ids"), {**given, **made}
     how = given, options, target, tokenizer
     if target.is_encoder_decoder:
         prompts = _encoder_decoder(value, *how)
@@ -173,8 +170,16 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
             raise OptionError(f"`{mask}` marks tokens that count, but no tokens were given: pass `{name}` with it")
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any, processor: Any) -> list[list[int]]:
-    """Ids of one conversation or several, by the chat template."""
+def read_messages(
+    messages: Sequence[Any], tokenizer: Any, processor: Any, *, fetch: bool = False, pixels: int = PIXELS, **how: Any
+) -> dict[str, Any]:
+    """The model's inputs for one conversation or several, by the chat template, whose arguments are `how`.
+
+    Pictures as in `with_pictures`. Raises OptionError without a template, and for what it refuses.
+    """
+    if has_pictures(messages):
+        made = with_pictures(messages, processor, fetch=fetch, pixels=pixels, **how)
+        return {name: value for name, value in made.items() if name in NAMES}
     if not hasattr(tokenizer, "apply_chat_template"):
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
     if getattr(tokenizer, "chat_template", "") is None and getattr(processor, "chat_template", None) is None:
@@ -182,9 +187,9 @@ def _chat(messages: Sequence[Any], tokenizer: Any, processor: Any) -> list[list[
     if not isinstance(messages, Sequence) or not messages:
         raise OptionError.of("messages", "a list of messages", messages)
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    how = {"add_generation_prompt": True, "tokenize": True}
+    how = {"add_generation_prompt": True, "tokenize": True, **how}
     try:
-        return [chat_ids(c, tokenizer, processor, **how) for c in conversations]
+        return {"input_ids": [chat_ids(c, tokenizer, processor, **how) for c in conversations]}
     except OptionError:
         raise
     except Exception as error:  # whatever a template raises

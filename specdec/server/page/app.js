@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const POINTS = 60;
 const LOAD_EVERY = 2000; // milliseconds
+const TABS = ["complete", "chat", "listen"];
 let models = [];
 let mode = "complete";
 let turns = []; // of the conversation
@@ -189,21 +190,30 @@ function inWords(found) {
 }
 
 function busy(on) {
-  $("send").disabled = on;
-  $("stop").disabled = !on;
+  for (const id of ["send", "hear"]) $(id).disabled = on;
+  for (const id of ["stop", "hush"]) $(id).disabled = !on;
   $("measure").disabled = on || !last || !card().drafts;
   $("output").setAttribute("aria-busy", on);
 }
 
-async function send() {
+// Does `work`, which the buttons and Escape stop; `figures` are where that is told.
+async function doing(figures, work) {
   tell(null);
-  let asked;
-  try {
-    asked = request();
-  } catch (error) {
-    return tell(error);
-  }
   running = new AbortController();
+  busy(true);
+  try {
+    await work();
+  } catch (error) {
+    $(figures).textContent = error.name === "AbortError" ? "stopped" : "";
+    tell(error);
+  } finally {
+    running = null;
+    busy(false);
+  }
+}
+
+async function send() {
+  const asked = request();
   const place = $("output");
   place.textContent = "";
   if (mode === "complete") {
@@ -212,50 +222,35 @@ async function send() {
     given.textContent = asked.body.prompt;
     place.append(given);
   }
-  busy(true);
-  try {
-    const found = await run(asked, writer(place));
-    last = asked;
-    $("figures").textContent = inWords(found);
-    note("speed", found.tokens / found.seconds);
-    if (found.figures && found.figures.num_draft_tokens) note("acceptance", 100 * found.figures.draft_acceptance_rate);
-    if (mode === "chat") {
-      turns = [...asked.body.messages, { role: "assistant", content: found.text }];
-      addTurn("You", $("prompt").value);
-      addTurn("Model", ...place.childNodes);
-      $("prompt").value = $("picture").value = "";
-      picture = null;
-    }
-  } catch (error) {
-    if (error.name === "AbortError") $("figures").textContent = "stopped";
-    tell(error);
-  } finally {
-    running = null;
-    busy(false);
+  const found = await run(asked, writer(place));
+  last = asked;
+  $("figures").textContent = inWords(found);
+  note("speed", found.tokens / found.seconds);
+  if (found.figures && found.figures.num_draft_tokens) note("acceptance", 100 * found.figures.draft_acceptance_rate);
+  if (mode === "chat") {
+    turns = [...asked.body.messages, { role: "assistant", content: found.text }];
+    addTurn("You", $("prompt").value);
+    addTurn("Model", ...place.childNodes);
+    emptyPrompt();
   }
 }
 
+function emptyPrompt() {
+  $("prompt").value = $("picture").value = "";
+  picture = null;
+}
+
 async function measure() {
-  tell(null);
-  running = new AbortController();
-  busy(true);
-  try {
-    const speeds = {};
-    for (const [name, speculate] of [["with the draft", true], ["without", false]]) {
-      $("figures").textContent = `measuring ${name} …`;
-      const body = { ...last.body, speculate, seed: last.body.seed ?? 0 };
-      if (!speculate) for (const field of ["schedule", "num_assistant_tokens", "prediction"]) delete body[field];
-      const found = await run({ path: last.path, body }, () => {});
-      speeds[name] = found.tokens / found.seconds;
-    }
-    const ratio = speeds["with the draft"] / speeds.without;
-    $("figures").textContent = `measured: ${speeds["with the draft"].toFixed(1)} tokens per second with the draft, ${speeds.without.toFixed(1)} without: ${ratio.toFixed(2)}×`;
-  } catch (error) {
-    tell(error);
-  } finally {
-    running = null;
-    busy(false);
+  const speeds = {};
+  for (const [name, speculate] of [["with the draft", true], ["without", false]]) {
+    $("figures").textContent = `measuring ${name} …`;
+    const body = { ...last.body, speculate, seed: last.body.seed ?? 0 };
+    if (!speculate) for (const field of ["schedule", "num_assistant_tokens", "prediction"]) delete body[field];
+    const found = await run({ path: last.path, body }, () => {});
+    speeds[name] = found.tokens / found.seconds;
   }
+  const ratio = speeds["with the draft"] / speeds.without;
+  $("figures").textContent = `measured: ${speeds["with the draft"].toFixed(1)} tokens per second with the draft, ${speeds.without.toFixed(1)} without: ${ratio.toFixed(2)}×`;
 }
 
 function addTurn(who, ...content) {
@@ -272,33 +267,20 @@ function addTurn(who, ...content) {
 let recorder = null;
 
 async function transcribe(blob, name) {
-  tell(null);
-  running = new AbortController();
-  $("hear").disabled = true;
-  $("hush").disabled = false;
   $("transcript").textContent = "";
   $("sound-figures").textContent = "listening …";
   const began = performance.now();
-  try {
-    const form = new FormData();
-    form.append("file", blob, name);
-    form.append("model", $("model").value);
-    form.append("response_format", $("form").value);
-    const translate = $("translate").checked;
-    if ($("language").value && !translate) form.append("language", $("language").value);
-    const path = `/v1/audio/${translate ? "translations" : "transcriptions"}`;
-    const answer = await ask(path, { method: "POST", body: form, signal: running.signal });
-    const text = await answer.text();
-    $("transcript").textContent = $("form").value === "verbose_json" ? JSON.stringify(JSON.parse(text), null, 1) : text;
-    $("sound-figures").textContent = `in ${((performance.now() - began) / 1000).toFixed(2)} s`;
-  } catch (error) {
-    $("sound-figures").textContent = error.name === "AbortError" ? "stopped" : "";
-    tell(error);
-  } finally {
-    running = null;
-    $("hear").disabled = false;
-    $("hush").disabled = true;
-  }
+  const form = new FormData();
+  form.append("file", blob, name);
+  form.append("model", $("model").value);
+  form.append("response_format", $("form").value);
+  const translate = $("translate").checked;
+  if ($("language").value && !translate) form.append("language", $("language").value);
+  const path = `/v1/audio/${translate ? "translations" : "transcriptions"}`;
+  const answer = await ask(path, { method: "POST", body: form, signal: running.signal });
+  const text = await answer.text();
+  $("transcript").textContent = $("form").value === "verbose_json" ? JSON.stringify(JSON.parse(text), null, 1) : text;
+  $("sound-figures").textContent = `in ${((performance.now() - began) / 1000).toFixed(2)} s`;
 }
 
 // Browsers record in forms that servers do not read: everything is made a wav file of 16 kHz here.
@@ -330,17 +312,13 @@ async function record() {
     const parts = [];
     recorder = new MediaRecorder(stream);
     recorder.ondataavailable = (event) => parts.push(event.data);
-    recorder.onstop = async () => {
+    recorder.onstop = () => {
       stream.getTracks().forEach((track) => track.stop());
       recorder = null;
       $("record").textContent = "Record";
       $("record").setAttribute("aria-pressed", "false");
       $("heard").textContent = "";
-      try {
-        await transcribe(await asWav(new Blob(parts)), "recording.wav");
-      } catch (error) {
-        tell(error);
-      }
+      doing("sound-figures", async () => transcribe(await asWav(new Blob(parts)), "recording.wav"));
     };
     recorder.start();
     $("record").textContent = "Stop and transcribe";
@@ -354,14 +332,10 @@ async function record() {
 
 async function hear() {
   const file = $("file").files[0];
-  if (!file) return tell(new Error("Choose a recording first."));
+  if (!file) throw new Error("Choose a recording first.");
   const readable = /\.(wav|flac|mp3|ogg|oga|opus)$/i.test(file.name);
-  try {
-    const blob = readable ? file : await asWav(file).catch(() => file);
-    await transcribe(blob, blob === file ? file.name : "recording.wav");
-  } catch (error) {
-    tell(error);
-  }
+  const blob = readable ? file : await asWav(file).catch(() => file);
+  await transcribe(blob, blob === file ? file.name : "recording.wav");
 }
 
 // ---- live figures ----
@@ -438,20 +412,20 @@ function chosen() {
   const own = card();
   $("card").textContent = own.draft ? `draft: ${own.draft}, ${own.backend}` : "no draft";
   const modes = own.task === "speech" ? ["listen"] : own.chat ? ["complete", "chat"] : ["complete"];
-  for (const name of ["complete", "chat", "listen"]) $(`tab-${name}`).hidden = !modes.includes(name);
+  for (const name of TABS) $(`tab-${name}`).hidden = !modes.includes(name);
   choose(modes.includes(mode) ? mode : modes[modes.length - 1]);
   const form = $("options").elements;
   for (const name of ["speculate", "schedule", "num_assistant_tokens"]) form[name].disabled = !own.drafts;
   form.prediction.disabled = !own.predicts;
   form.prediction.placeholder = own.predicts ? "" : "only for drafts that copy";
   last = null;
-  busy(false);
+  busy(Boolean(running));
   look();
 }
 
 function choose(name) {
   mode = name;
-  for (const one of ["complete", "chat", "listen"]) {
+  for (const one of TABS) {
     const on = one === name;
     $(`tab-${one}`).setAttribute("aria-selected", on);
     $(`tab-${one}`).tabIndex = on ? 0 : -1;
@@ -476,24 +450,23 @@ function begin() {
     $("key").value = sessionStorage.getItem("key") || "";
   } catch { /* nothing is kept */ }
   $("work").classList.add("coloured");
-  $("ask").addEventListener("submit", (event) => { event.preventDefault(); if (!running) send(); });
-  $("listen").addEventListener("submit", (event) => { event.preventDefault(); if (!running) hear(); });
+  $("ask").addEventListener("submit", (event) => { event.preventDefault(); if (!running) doing("figures", send); });
+  $("listen").addEventListener("submit", (event) => { event.preventDefault(); if (!running) doing("sound-figures", hear); });
   $("options").addEventListener("submit", (event) => event.preventDefault());
   $("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); if (!running) send(); }
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); if (!running) doing("figures", send); }
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
   for (const id of ["stop", "hush"]) $(id).addEventListener("click", () => running && running.abort());
-  $("measure").addEventListener("click", measure);
+  $("measure").addEventListener("click", () => doing("figures", measure));
   $("clear").addEventListener("click", () => {
     turns = [];
     last = null;
     for (const id of ["turns", "output", "figures"]) $(id).textContent = "";
-    $("prompt").value = $("picture").value = "";
-    picture = null;
+    emptyPrompt();
     $("prompt").focus();
     tell(null);
-    busy(false);
+    busy(Boolean(running));
   });
   $("record").addEventListener("click", record);
   $("colours").addEventListener("change", () => $("work").classList.toggle("coloured", $("colours").checked));
@@ -507,12 +480,11 @@ function begin() {
     const dark = getComputedStyle(document.documentElement).getPropertyValue("--page").trim() === "#14171a";
     theme(dark ? "light" : "dark");
   });
-  const tabs = ["complete", "chat", "listen"];
-  for (const name of tabs) {
+  for (const name of TABS) {
     $(`tab-${name}`).addEventListener("click", () => choose(name));
     $(`tab-${name}`).addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      const open = tabs.filter((one) => !$(`tab-${one}`).hidden);
+      const open = TABS.filter((one) => !$(`tab-${one}`).hidden);
       if (!step) return;
       const next = open[(open.indexOf(name) + step + open.length) % open.length];
       choose(next);

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Form, Request, UploadFile
-from pydantic import Field
+from fastapi import APIRouter, Form, Request, UploadFile
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specdec.pipelines import Transcription
@@ -21,93 +21,84 @@ from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.messages import Text
-from specdec.server.models import Host
 from specdec.server.responses import EventStream, watched
 from specdec.server.speech import SpeechModel
 from specdec.server.state import client_of, state_of
 
 router = APIRouter(route_class=RecordingRoute, tags=["audio"])
 
-Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
-Granularity = Literal["segment", "word"]
-_COMMON = {"file", "model", "prompt", "response_format", "temperature", "seed", "stream", "timestamp_granularities[]"}
 
-Model = Annotated[Text | None, Form(max_length=256)]
-Prompt = Annotated[Text | None, Form(max_length=4096)]
-Language = Annotated[Text | None, Form(max_length=32)]
-Temperature = Annotated[float, Form(ge=0, le=1, allow_inf_nan=False)]
-Seed = Annotated[int, Form(ge=0, lt=2**63)]
-Granularities = Annotated[list[Granularity], Form(alias="timestamp_granularities[]"), Field(max_length=2)]
+class Translation(BaseModel):
+    """The form with a recording to translate."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    file: UploadFile
+    model: Annotated[Text | None, Field(max_length=256)] = None
+    prompt: Annotated[Text | None, Field(max_length=4096)] = None
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    temperature: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The transcriber's options."""
+        stamps = None if self.response_format in ("json", "text") else True
+        how = {"temperature": self.temperature or None, "seed": self.seed}
+        return {"task": "translate", "return_timestamps": stamps, **how}
+
+
+class Transcribing(Translation):
+    """The form with a recording to transcribe."""
+
+    language: Annotated[Text | None, Field(max_length=32)] = None
+    timestamp_granularities: Annotated[
+        list[Literal["segment", "word"]], Field(alias="timestamp_granularities[]", max_length=2)
+    ] = []
+    stream: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The transcriber's options."""
+        words = {"return_timestamps": "word"} if "word" in self.timestamp_granularities else {}
+        return {**super().options, "task": "transcribe", "language": self.language, **words}
 
 
 @router.post("/v1/audio/transcriptions")
 async def transcriptions(
-    request: Request,
-    file: Annotated[UploadFile, File()],
-    model: Model = None,
-    language: Language = None,
-    prompt: Prompt = None,
-    response_format: Annotated[Format, Form()] = "json",
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    timestamp_granularities: Granularities = [],  # noqa: B006
-    stream: Annotated[bool, Form()] = False,
+    request: Request, asked: Annotated[Transcribing, Form(media_type=RecordingRoute.media)]
 ) -> Response:
     """Transcribes a recording."""
-    await _check_fields(request, _COMMON | {"language"})
-    if stream and response_format != "json":
+    granularities = asked.timestamp_granularities
+    if asked.stream and asked.response_format != "json":
         raise ApiError(400, "`stream` returns plain text: it needs `response_format` json", param="response_format")
-    if timestamp_granularities and response_format != "verbose_json":
+    if granularities and asked.response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
-    words = "word" in timestamp_granularities
-    stamps = None if response_format in ("json", "text") else "word" if words else True
-    options = {"task": "transcribe", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
-    options["language"] = language
-    host = state_of(request).host(model, "speech")
-    heard = _heard(request, host, file, prompt, options)
-    if stream:
-        return EventStream(await watched(request, primed(_events(heard))))
-    segments = not words or "segment" in timestamp_granularities
-    return _answer(host, await watched(request, _whole(heard)), options, response_format, segments=segments)
+    if asked.stream:
+        return EventStream(await watched(request, primed(_events(_heard(request, asked)))))
+    return await _answer(request, asked, segments="word" not in granularities or "segment" in granularities)
 
 
 @router.post("/v1/audio/translations")
 async def translations(
-    request: Request,
-    file: Annotated[UploadFile, File()],
-    model: Model = None,
-    prompt: Prompt = None,
-    response_format: Annotated[Format, Form()] = "json",
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    request: Request, asked: Annotated[Translation, Form(media_type=RecordingRoute.media)]
 ) -> Response:
     """Translates a recording into English."""
-    await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
-    stamps = None if response_format in ("json", "text") else True
-    options = {"task": "translate", "return_timestamps": stamps, "temperature": temperature or None, "seed": seed}
-    host = state_of(request).host(model, "speech")
-    found = await watched(request, _whole(_heard(request, host, file, prompt, options)))
-    return _answer(host, found, options, response_format, segments=True)
+    return await _answer(request, asked, segments=True)
 
 
-async def _check_fields(request: Request, known: set[str]) -> None:
-    if unknown := [name for name in await request.form() if name not in known]:
-        raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
-
-
-def _heard(
-    request: Request, host: Host, file: UploadFile, prompt: str | None, options: dict[str, Any]
-) -> AsyncGenerator[str | Transcription, None]:
+def _heard(request: Request, asked: Translation) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
-    state, model, began = state_of(request), host.model, time.monotonic()
-    metrics = state.metrics
+    state, began = state_of(request), time.monotonic()
+    host, metrics = state.host(asked.model, "speech"), state.metrics
+    model = host.model
     assert isinstance(model, SpeechModel)
 
     def hear(cancel: Cancel) -> Generator[str | Transcription]:
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
-        with file.file:
-            content = file.file.read()
-        with closing(model.hear(content, prompt, options, cancel)) as items:
+        with asked.file.file as file:
+            content = file.read()
+        with closing(model.hear(content, asked.prompt, asked.options, cancel)) as items:
             for item in items:
                 host.beat()
                 if isinstance(item, Transcription):
@@ -153,7 +144,8 @@ def _usage(found: Transcription) -> dict[str, Any]:
     return {"type": "duration", "seconds": math.ceil(found.duration)}
 
 
-def _answer(host: Host, found: Transcription, options: dict[str, Any], form: Format, *, segments: bool) -> Response:
+async def _answer(request: Request, asked: Translation, *, segments: bool) -> Response:
+    found, form = await watched(request, _whole(_heard(request, asked))), asked.response_format
     text = found["text"].strip()
     if form == "json":
         return JSONResponse({"text": text, "usage": _usage(found)})
@@ -162,19 +154,20 @@ def _answer(host: Host, found: Transcription, options: dict[str, Any], form: For
     if form in ("srt", "vtt"):
         return PlainTextResponse((srt if form == "srt" else vtt)(found["chunks"]))
     body: dict[str, Any] = {
-        "task": options["task"],
+        "task": asked.options["task"],
         "language": found.language,
         "duration": round(found.duration, 3),
         "text": text,
         "usage": _usage(found),
     }
-    if options["return_timestamps"] == "word":
+    if asked.options["return_timestamps"] == "word":
         spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in found["chunks"]]
         body["words"] = [
             {"word": word, "start": start or 0.0, "end": (start or 0.0) if end is None else end}
             for word, start, end in spans
         ]
     if segments:  # between timestamps; OpenAI's scores of segments are null
+        tokenizer = state_of(request).host(asked.model, "speech").model.generator.tokenizer
         unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
         body["segments"] = [
             {
@@ -182,7 +175,7 @@ def _answer(host: Host, found: Transcription, options: dict[str, Any], form: For
                 "seek": 0,
                 "start": round(segment.start, 3),
                 "end": round(segment.end, 3),
-                "text": host.model.generator.tokenizer.decode(segment.tokens, skip_special_tokens=True),
+                "text": tokenizer.decode(segment.tokens, skip_special_tokens=True),
                 "tokens": segment.tokens,
                 **unknown,
             }

@@ -16,7 +16,7 @@ from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel, in_threads, primed
 from specdec.server.direct_socket import wire_of
-from specdec.server.errors import ApiError
+from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
@@ -34,8 +34,7 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     """Continues one text or several."""
     limits = state_of(request).settings.limits
     if len(asked.prompts) > limits.prompts:
-        message = f"`prompt` may be {limits.prompts} texts at most on this server"
-        raise ApiError(400, message, param="prompt", code="above_limit")
+        raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
     check_length(max(map(len, asked.prompts)), "prompt", limits)
     return await _answer(request, asked, asked.prompts)
 
@@ -112,13 +111,13 @@ class TextRequest:
         observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
         with closing(self._model.run(prompt, cancel)) as updates:
             for update in updates:
-                self._answer.count(at, update)
+                self._answer.take(at, update)
                 observed.update(update)
                 if isinstance(update, Started):
                     yield b""
-                elif isinstance(update, TextDelta) and not self._asked.stream:
-                    self._answer.add(at, update)
-                elif isinstance(update, TextDelta) and (update.text or update.finish or update.scores):
+                elif not self._asked.stream or isinstance(update, Stats):
+                    continue
+                elif update.text or update.finish or update.scores:
                     event = self._answer.event(self._answer.chunk(at, update))
                     if self.wire is None or not self.wire.send(event):
                         yield event
