@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from specdec.bench.suite import Suite
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
+from specdec.options.kept_lines import whole_lines
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,14 @@ class Store:
         first = {"kind": "benchmark", "fingerprint": fingerprint}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            whole = self._whole_lines()
+            with self._file.open("ab") as file:
+                whole = [json.loads(line) for line in whole_lines(file)]
             if not whole:
                 self._append(first)
         except OSError as error:
             raise OptionError.of("out", "a folder that can be written to", str(folder), str(error)) from None
+        except ValueError as error:
+            raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
         if whole and whole[0] != first:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for line in whole[1:]:
@@ -166,18 +170,6 @@ class Store:
     def _append(self, line: Mapping[str, Any]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        """The lines of earlier runs; drops a last one that a kill cut short."""
-        if not self._file.exists():
-            return []
-        whole, newline, _ = self._file.read_bytes().rpartition(b"\n")
-        with self._file.open("r+b") as file:
-            file.truncate(len(whole) + len(newline))
-        try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
 
 
 def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
