@@ -269,7 +269,6 @@ def doctor(
     seconds: float = Option(_SECONDS, min=0.1, help="Approximate duration of the estimate."),
     *,
     json_: bool,
-    quiet: bool,
 ) -> int:
     """Examine the machine, the installation and a pair of models.
 
@@ -278,7 +277,7 @@ def doctor(
     Exit code 1: something is wrong; see the line with ✗.
     """
     found: list[Finding] = []
-    for finding in _examine(ctx.params, quiet=quiet):
+    for finding in _examine(ctx.params):
         if not json_:
             _show(finding, headed=not found or found[-1].section != finding.section)
         found.append(finding)
@@ -288,21 +287,21 @@ def doctor(
     return FAILED if any(finding.state == "bad" for finding in found) else OK
 
 
-def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
+def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields findings one by one, with a spinner before each section."""
-    with loading("looking at the machine", quiet=quiet):
+    with loading("looking at the machine"):
         here = [*machine(), *installation()]
     yield from here
     if params["target"] is None:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request, quiet=quiet)
+        generator: SpecGenerator = load(request)
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return
     yield from models(generator)
-    with loading(f"decoding for {params['seconds']:.0f} seconds", quiet=quiet):
+    with loading(f"decoding for {params['seconds']:.0f} seconds"):
         measured = list(estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
     yield from measured
 
