@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -25,7 +24,7 @@ from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
-from specdec.cli.show import Printer, print_texts, report, show_stats, write
+from specdec.cli.show import Printer, print_texts, report, show_stats
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
@@ -195,12 +194,13 @@ def generate(
             out = printer.follow(generator.stream(**call))
         else:
             out = generator.generate(**call)
+    assert out.stats is not None
     if json_:
-        found = report(out, request, interrupted=interrupt.asked)
-        write(Console(), json.dumps(found, ensure_ascii=False) + "\n")
+        found = {"texts": out.texts, "token_ids": out.new_tokens(), "finish_reasons": list(out.stats.finish_reasons)}
+        report({**found, "interrupted": interrupt.asked}, request, out.stats)
     elif not live:
         print_texts(out.texts or [])
-    if stats and out.stats is not None:
+    if stats:
         show_stats(out.stats)
     if interrupt.asked:
         return INTERRUPTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +20,9 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import load, read_request
-from specdec.cli.show import PROMPT, write
+from specdec.cli.show import PROMPT, write, write_json
 from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
-from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -282,8 +280,7 @@ def doctor(
             _show(finding, headed=not found or found[-1].section != finding.section)
         found.append(finding)
     if json_:
-        whole = {"findings": [asdict(finding) for finding in found], "versions": versions()}
-        write(Console(), json.dumps(whole, ensure_ascii=False) + "\n")
+        write_json({"findings": [asdict(finding) for finding in found]})
     return FAILED if any(finding.state == "bad" for finding in found) else OK
 
 

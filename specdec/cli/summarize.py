@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
-from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
+from specdec.cli.show import print_text, report, show_stats
 from specdec.cli.terminal import INTERRUPTED, OK, Bar, say
 from specdec.core.stats import total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
-from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.pipelines import Summaries, Summarizer
@@ -105,12 +102,7 @@ def make(request: Request, **how: Any) -> Summarizer:
 
 
 def conclude(
-    request: Request,
-    texts: dict[str, str],
-    found: Sequence[Summaries],
-    *,
-    as_json: bool,
-    stats: bool,
+    request: Request, texts: dict[str, str], found: Sequence[Summaries], *, as_json: bool, stats: bool
 ) -> None:
     documents = [document for part in found for document in part.documents]
     counts = total([part.stats for part in found])
@@ -125,8 +117,6 @@ def conclude(
             }
             for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
-        whole = {"documents": rows, "stats": stats_fields(counts)}
-        whole |= {"settings": settings(request, counts), "versions": versions()}
-        write(Console(), json.dumps(whole, ensure_ascii=False) + "\n")
+        report({"documents": rows}, request, counts)
     if stats:
         show_stats(counts)
