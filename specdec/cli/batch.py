@@ -13,7 +13,7 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
-from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, duration, loading, remark, say, stop_on_interrupt
+from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
 from specdec.cli.transcribe import read_speech
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
@@ -72,7 +72,7 @@ def batch(
     """
     request = read_task(ctx.params)
     first_of_job(request)
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, Bar() as notify:
+    with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         from specdec.batch import Pool, Source, connect, embedded, over_ray, run
 
         def tell(done: Progress) -> None:

@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 from specdec.cli import flags
 from specdec.cli.request import DRAFT_OPTIONS, Request, is_here, load, not_utf8, read_request
 from specdec.cli.show import Printer, show_stats
-from specdec.cli.terminal import OK, loading, say, stop_on_interrupt
+from specdec.cli.terminal import OK, Interrupt, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.bundled_models import locate
 from specdec.options.load import Loading
@@ -128,7 +128,7 @@ class Conversation:
         asked = [*self.said, {"role": "user", "content": message}]
         cut_before = self._generator.options(**self._options).cut_before
         printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False, cut_before=cut_before)
-        with stop_on_interrupt() as interrupt:
+        with Interrupt() as interrupt:
             call = {**self._options, "stopping_criteria": [interrupt]}
             out = printer.follow(self._generator.stream(messages=asked, **call))
         self._stats = out.stats

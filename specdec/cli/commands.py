@@ -33,6 +33,7 @@ from specdec.cli.terminal import (
     INTERRUPTED,
     OK,
     USAGE,
+    Interrupt,
     abandon_stdout,
     fail,
     hush,
@@ -40,7 +41,6 @@ from specdec.cli.terminal import (
     notes,
     remark,
     say,
-    stop_on_interrupt,
 )
 from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
@@ -183,7 +183,7 @@ def generate(
     asked = with_images(text, image or [])
     generator = load(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
-    with stop_on_interrupt() as interrupt:
+    with Interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]

@@ -10,7 +10,7 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import passed
-from specdec.cli.terminal import INTERRUPTED, OK, Bar, loading, say, stop_on_interrupt
+from specdec.cli.terminal import INTERRUPTED, OK, Bar, Interrupt, loading, say
 from specdec.options.bundled_models import locate
 
 _ALL = 1_000_000  # prompts
@@ -37,7 +37,7 @@ def distill(
     from specdec.distill.distill import distill
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, Bar() as notify:
+    with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         card = distill(
             locate(target, "target", "TARGET"),
             out,

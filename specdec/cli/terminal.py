@@ -240,12 +240,21 @@ class Bar(progress.Progress):
 
 
 class Interrupt:
-    """Ctrl-C as a stopping criterion: the call ends with its next token; a second Ctrl-C raises KeyboardInterrupt."""
+    """Ctrl-C within the context as a stopping criterion: the call ends with its next token; the second one raises
+    KeyboardInterrupt.
+    """
 
     reason = "interrupted"
 
     def __init__(self) -> None:
         self.asked = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
         return self.asked
@@ -254,13 +263,3 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-
-
-@contextmanager
-def stop_on_interrupt() -> Iterator[Interrupt]:
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.ask)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
