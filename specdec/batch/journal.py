@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import EngineError, OptionError
+from specdec.options.kept_lines import whole_lines
 
 _DEAD = 2**24  # bytes of the journal's lines that are in the file, above which the journal is rewritten
 
@@ -37,10 +38,10 @@ class Journal:
                 self._journal_path.unlink(missing_ok=True)
                 self._file.truncate(0)
             self._check(settings)
-            self.next = sum(1 for _ in _whole_lines(self._file))
+            self.next = sum(1 for _ in whole_lines(self._file))
             if self._journal_path.exists():
                 self._journal = _opened(self._journal_path)
-                for entry in list(_whole_lines(self._journal))[1:]:
+                for entry in list(whole_lines(self._journal))[1:]:
                     row, _, line = entry.partition(b"\t")
                     if int(row) >= self.next:
                         self._pending[int(row)] = line
@@ -169,14 +170,3 @@ def _writing(path: Path | str) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror or error}): what was written stays, and once there is room "
             "the same command goes on"
         ) from None
-
-
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; removes an incomplete last one from it."""
-    end = 0
-    with Path(file.name).open("rb") as reader:
-        for line in reader:
-            if line.endswith(b"\n"):
-                end += len(line)
-                yield line
-    file.truncate(end)

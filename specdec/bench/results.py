@@ -20,8 +20,8 @@ from specdec.bench.figures import (
     typical,
 )
 from specdec.bench.machine import Watch
-from specdec.bench.runner import Outcome, name_of
-from specdec.bench.samples import Mismatch, Sample
+from specdec.bench.runner import name_of
+from specdec.bench.samples import Mismatch, Sample, Store
 from specdec.bench.suite import PLAIN, Cell, Group
 
 Results = dict[str, Any]
@@ -29,18 +29,18 @@ _MIB = 2**20
 _LEARNED = 2  # times the first repeat's acceptance length, from which on a draft must have seen the answers
 
 
-def results(outcome: Outcome) -> Results:
+def results(store: Store) -> Results:
     """The content of a report, as JSON values."""
-    suite, store = outcome.suite, outcome.store
-    groups = [_group(outcome, group) for group in suite.groups()]
+    suite = store.suite
+    groups = [_group(store, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
     load = max((run.provenance["load"] for run in store.runs), default=0.0)
     found: Results = {
         "name": suite.name,
-        "fingerprint": outcome.fingerprint,
+        "fingerprint": store.fingerprint,
         "groups": groups,
-        "mismatches": [{**asdict(m), "excuse": _excuse(outcome, m)} for m in store.mismatches],
-        "failures": [asdict(failure) for failure in outcome.failures],
+        "mismatches": [{**asdict(m), "excuse": _excuse(store, m)} for m in store.mismatches],
+        "failures": [asdict(failure) for failure in store.failures],
         "contention": Watch(spins, load).verdict() if spins else "nothing was measured",
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
@@ -55,9 +55,9 @@ def exit_state(found: Results) -> str:
     return "failed" if found["failures"] else "ok"
 
 
-def _group(outcome: Outcome, group: Group) -> Results:
-    plain = outcome.store.of(group.label, PLAIN)
-    systems = [_system(outcome, group, cell, plain) for cell in (None, *group.cells)]
+def _group(store: Store, group: Group) -> Results:
+    plain = store.of(group.label, PLAIN)
+    systems = [_system(store, group, cell, plain) for cell in (None, *group.cells)]
     return {
         "label": group.label,
         "target": group.target,
@@ -68,13 +68,13 @@ def _group(outcome: Outcome, group: Group) -> Results:
         "batch": group.batch,
         "comparable": group.strategy.comparable,
         "systems": [system for system in systems if system is not None],
-        "sweeps": _sweeps(outcome, group, plain),
+        "sweeps": _sweeps(store, group, plain),
     }
 
 
-def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sample]) -> Results | None:
+def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) -> Results | None:
     """The figures of one system; None without samples."""
-    samples = outcome.store.of(group.label, name_of(cell))
+    samples = store.of(group.label, name_of(cell))
     if not samples:
         return None
     tokens = sum(s.count for s in samples)
@@ -111,7 +111,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "exactness": samples[0].exactness,
         "backend": samples[0].backend,
         "draft_backend": samples[0].draft_backend,
-        **_sameness(outcome, group, samples),
+        **_sameness(store, group, samples),
     }
 
 
@@ -152,12 +152,12 @@ def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str,
     return found
 
 
-def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Results:
+def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
     """How many texts equal plain decoding's; zeros where they may differ."""
     if samples[0].system == PLAIN or not group.strategy.comparable:
         return {"compared": 0, "identical": 0, "forgiven": 0}
     keys = {s.key for s in samples}
-    excuses = [_excuse(outcome, m) for m in outcome.store.mismatches if m.key in keys]
+    excuses = [_excuse(store, m) for m in store.mismatches if m.key in keys]
     compared = sum(len(s.tokens) for s in samples)
     return {
         "compared": compared,
@@ -166,20 +166,20 @@ def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Resu
     }
 
 
-def _excuse(outcome: Outcome, mismatch: Mismatch) -> str | None:
+def _excuse(store: Store, mismatch: Mismatch) -> str | None:
     """Why a text may differ: a row-dependent target, or a near-tie of its two best logits."""
-    sample, near_tie = outcome.store.samples[mismatch.key], outcome.suite.near_tie
+    sample, near_tie = store.samples[mismatch.key], store.suite.near_tie
     if sample.exactness == "row-dependent":
         return sample.exactness
     return "near-tie" if mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0 else None
 
 
-def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results]:
+def _sweeps(store: Store, group: Group, plain: list[Sample]) -> list[Results]:
     """Each draft with several constant lengths: their speedups, and the prediction from its acceptance."""
     found = []
     for draft in dict.fromkeys(cell.draft for cell in group.cells):
         cells = {
-            k: outcome.store.of(group.label, cell.label)
+            k: store.of(group.label, cell.label)
             for cell in group.cells
             if cell.draft == draft and cell.drafting.schedule == "constant" and cell.is_chain
             if (k := cell.drafting.num_assistant_tokens) is not None

@@ -32,24 +32,21 @@ WARM_UP = 16  # new tokens of a warm-up call
 
 @dataclass
 class GroupRun:
-    """A group, its prompts in batches, and where its records, failures and progress go."""
+    """A group, its prompts in batches, and where its records and progress go."""
 
-    suite: Suite
     group: Group
     batches: Sequence[Sequence[PromptText]]
     store: Store
-    failures: list[Failure]
     report: Callable[[str], None]
 
     @property
     def size(self) -> int:
         """The number of samples of a complete run."""
-        return (1 + len(self.group.cells)) * len(self.batches) * self.suite.repeats
+        return (1 + len(self.group.cells)) * len(self.batches) * self.store.suite.repeats
 
     def is_finished(self) -> bool:
         """Whether all samples exist and all differences are explained."""
-        is_measured = len(self.store.samples.keys() & set(self._keys())) == self.size
-        return is_measured and all(map(self._is_explained, self._keys()))
+        return all(key in self.store.samples and self._is_explained(key) for key in self._keys())
 
     def run(self, systems: Systems, watch: Watch) -> None:
         """Measures and compares what is missing."""
@@ -57,7 +54,7 @@ class GroupRun:
         alive = [cell for cell in every if self._attempt(cell, partial(self._warm_up, systems, cell))]
         if None not in alive or (self.group.cells and alive == [None]):
             return  # nothing to compare
-        for turn in range(len(self.batches) * self.suite.repeats):
+        for turn in range(len(self.batches) * self.store.suite.repeats):
             repeat, batch = divmod(turn, len(self.batches))
             first = turn % len(alive)
             for cell in alive[first:] + alive[:first]:
@@ -66,12 +63,12 @@ class GroupRun:
 
     def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
         """Runs `action` unless the system failed before; returns whether it succeeded, and notes the failure."""
-        if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.failures):
+        if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.store.failures):
             return False
         try:
             action()
         except Exception as error:
-            self.failures.append(Failure(self.group.label, name_of(cell), in_words(error)))
+            self.store.failures.append(Failure(self.group.label, name_of(cell), in_words(error)))
             return False
         return True
 
@@ -79,7 +76,7 @@ class GroupRun:
         """Short calls; the first loads the draft."""
         self.report(f"warming up: {name_of(cell)}")
         generator = systems.generator(self.group.label, cell)
-        for _ in range(self.suite.warm_up):
+        for _ in range(self.store.suite.warm_up):
             generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
 
     def _sample(self, systems: Systems, watch: Watch, cell: Cell | None, batch: int, repeat: int) -> None:
@@ -115,7 +112,7 @@ class GroupRun:
 
     def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
         """The arguments of `generate`, with at most `most` new tokens."""
-        options = self.suite.call(self.group.strategy, cell)
+        options = self.store.suite.call(self.group.strategy, cell)
         if most is not None:
             options["max_new_tokens"] = min(most, options["max_new_tokens"])
         if self.group.prompts.chat:
@@ -144,7 +141,7 @@ class GroupRun:
     def _keys(self) -> Iterator[Key]:
         for cell in (None, *self.group.cells):
             for batch in range(len(self.batches)):
-                for repeat in range(self.suite.repeats):
+                for repeat in range(self.store.suite.repeats):
                     yield Key(self.group.label, name_of(cell), batch, repeat)
 
 
@@ -166,18 +163,8 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run left behind: the records of this suite, and the systems that could not be measured."""
-
-    suite: Suite
-    store: Store
-    failures: list[Failure]
-    fingerprint: str
-
-
-def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: None) -> Outcome:
-    """Measures what `folder/samples.jsonl` lacks, and calls `notify(done, total, doing)` before every step.
+def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: None) -> Store:
+    """Measures what `folder/samples.jsonl` lacks; calls `notify(done, total, doing)` before every step.
 
     A system that fails is noted and the others go on. Raises SpecdecError where a library is missing, OptionError for
     drafts without a place, prompts that cannot be read, and where the folder belongs to another configuration.
@@ -188,21 +175,20 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
     place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
-    mark = fingerprint(suite.model_dump(mode="json"), texts, place)
-    store, failures, groups = Store(folder, mark), list[Failure](), list[GroupRun]()
+    store, groups = Store(folder, suite, fingerprint(suite, texts, place)), list[GroupRun]()
 
     def report(doing: str) -> None:
         notify(len(store.samples), sum(group.size for group in groups), doing)
 
     for group in suite.groups():
         of_group = batches(prompts[suite.prompts.index(group.prompts)], group.batch)
-        groups.append(GroupRun(suite, group, of_group, store, failures, report))
+        groups.append(GroupRun(group, of_group, store, report))
     if unfinished := [group for group in groups if not group.is_finished()]:
         store.add(Run(provenance()))
         watch = Watch()
         for _, some in groupby(unfinished, key=lambda g: (g.group.target, g.group.mode.label)):
             _measure(list(some), watch)
-    return Outcome(suite, store, failures, mark)
+    return store
 
 
 def check_drafts(suite: Suite) -> None:
@@ -212,7 +198,7 @@ def check_drafts(suite: Suite) -> None:
     """
     for group in suite.groups():
         for cell in group.cells:
-            name = cell.draft.rpartition("+")[2]
+            name = cell.model
             known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
             way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
             if not known and ":" not in name:
@@ -233,7 +219,7 @@ def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
     try:
         systems = Systems(target, mode)
     except Exception as error:
-        groups[0].failures += [Failure(group.group.label, PLAIN, in_words(error)) for group in groups]
+        groups[0].store.failures += [Failure(group.group.label, PLAIN, in_words(error)) for group in groups]
         return
     for group in groups:
         group.run(systems, watch)

@@ -11,8 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.bench.suite import Suite
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
+from specdec.options.kept_lines import whole_lines
 
 
 @dataclass(frozen=True)
@@ -117,24 +119,29 @@ _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
 class Store:
-    """The records of one configuration; reads those in the folder, and appends a line for each new one.
+    """The records of a suite; reads those in the folder, and appends a line for each new one but for `failures`.
 
     Raises OptionError for a folder that cannot be written to, or whose samples belong to another configuration.
     """
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path, suite: Suite, fingerprint: str) -> None:
         self._file = folder / "samples.jsonl"
+        self.suite, self.fingerprint = suite, fingerprint
         self.samples: dict[Key, Sample] = {}
         self.mismatches: list[Mismatch] = []
         self.runs: list[Run] = []
+        self.failures: list[Failure] = []
         first = {"kind": "benchmark", "fingerprint": fingerprint}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            whole = self._whole_lines()
+            with self._file.open("ab") as file:
+                whole = [json.loads(line) for line in whole_lines(file)]
             if not whole:
                 self._append(first)
         except OSError as error:
             raise OptionError.of("out", "a folder that can be written to", str(folder), str(error)) from None
+        except ValueError as error:
+            raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
         if whole and whole[0] != first:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for line in whole[1:]:
@@ -164,37 +171,16 @@ class Store:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        """The lines of earlier runs; drops a last one that a kill cut short."""
-        if not self._file.exists():
-            return []
-        whole, newline, _ = self._file.read_bytes().rpartition(b"\n")
-        with self._file.open("r+b") as file:
-            file.truncate(len(whole) + len(newline))
-        try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
 
-
-def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
+def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
     """A hash of the configuration: suite, prompts, versions and threads, files of local models."""
-    models = {}
-    for name, role in _models(suite):
+    names, models = {(group.target, "target") for group in suite.groups()}, {}
+    names |= {(cell.model, "draft") for group in suite.groups() for cell in group.cells}
+    for name, role in names:
         with suppress(SpecdecError):  # of an unknown pair
             folder = Path(bundled_models.locate(name, role))
             if name and folder.is_dir():
                 files = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.is_file()]
                 models[str(folder)] = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in files]
-    whole = json.dumps([suite, prompts, place, models], sort_keys=True, default=str)
+    whole = json.dumps([suite.model_dump(mode="json"), prompts, place, models], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
-
-
-def _models(suite: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and role of each model of a suite: MODEL of `suffix+MODEL`."""
-    drafts = list(suite["drafts"])
-    for target in suite["targets"]:
-        yield (target["target"] if isinstance(target, Mapping) else target), "target"
-        drafts += target["drafts"] if isinstance(target, Mapping) else [target]  # a pair is its own draft
-    for draft in drafts:
-        yield draft.rpartition("+")[2], "draft"

@@ -67,6 +67,11 @@ class Cell:
         return f"{self.draft}, {self.drafting.label}"
 
     @property
+    def model(self) -> str:
+        """The draft's name, or that of the model beside a text draft: MODEL of `suffix+MODEL`."""
+        return self.draft.rpartition("+")[2]
+
+    @property
     def is_chain(self) -> bool:
         """Whether the draft is known to propose chains; without a number of branches, a caller's own may make trees."""
         branches, word = self.drafting.num_assistant_branches, self.draft.partition(":")[0]
@@ -209,7 +214,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
         for cell in group.cells or (None,):
             resolve(suite.call(group.strategy, cell))
             if cell is not None:
-                check_spelling(cell.draft.rpartition("+")[2], "drafts")
+                check_spelling(cell.model, "drafts")
     for labels in ([group.label for group in groups], *([cell.label for cell in group.cells] for group in groups)):
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
-from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
+from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
 from specdec.cli.transcribe import read_speech
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
@@ -65,8 +65,6 @@ def batch(
         False, "--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs."
     ),
     overwrite: bool = Option(False, "--overwrite", help="Start over, even if OUT exists."),
-    *,
-    quiet: bool,
 ) -> int:
     """Answer every row of a file. After Ctrl-C or a kill, the same command resumes.
 
@@ -74,7 +72,7 @@ def batch(
     """
     request = read_task(ctx.params)
     first_of_job(request)
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
+    with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         from specdec.batch import Pool, Source, connect, embedded, over_ray, run
 
         def tell(done: Progress) -> None:
@@ -93,10 +91,9 @@ def batch(
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
-    if not quiet:
-        earlier = f", {done.before} before" if done.before else ""
-        made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
-        say(f"{made}{earlier}, {done.failed} failed")
+    earlier = f", {done.before} before" if done.before else ""
+    made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
+    remark(f"{made}{earlier}, {done.failed} failed")
     for number, reason in done.failures:
         say(f"error: row {number + 1}: {reason}", "red")
     if (more := done.failed - len(done.failures)) > 0:

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import WORDS, passed
 from specdec.cli.show import write
-from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, loading, say
+from specdec.cli.terminal import FAILED, MISMATCH, OK, Bar, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.fields import COPYING
@@ -66,8 +66,6 @@ def bench(
     ),
     out: Path | None = Option(None, help="Folder for samples and report; bench-NAME by default."),
     restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
-    *,
-    quiet: bool,
 ) -> int:
     """Compare drafts with plain decoding. Speeds and texts are compared, and a report is written.
 
@@ -75,7 +73,7 @@ def bench(
     neither --near-tie nor a row-dependent target excuses it.
     """
     keys = suite_keys(ctx.params)
-    with loading("reading the suite", quiet=quiet):
+    with loading("reading the suite"):
         from specdec.bench import exit_state, read_suite, results, run, write_report
 
         suite = read_suite(keys)
@@ -84,7 +82,7 @@ def bench(
         with suppress(NotADirectoryError):  # the run raises its own error
             (folder / "samples.jsonl").unlink(missing_ok=True)
     try:
-        with counting(quiet=quiet) as notify:
+        with Bar() as notify:
             found = results(run(suite, folder, notify))
     except KeyboardInterrupt:
         without = " without --restart" if restart else ""

@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 from specdec.cli import flags
 from specdec.cli.request import DRAFT_OPTIONS, Request, is_here, load, not_utf8, read_request
 from specdec.cli.show import Printer, show_stats
-from specdec.cli.terminal import OK, loading, say, stop_on_interrupt
+from specdec.cli.terminal import OK, Interrupt, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.bundled_models import locate
 from specdec.options.load import Loading
@@ -40,7 +40,6 @@ def chat(
     seed: int | None = Option(None, help="Seed of sampling; random by default."),
     *,
     stats: bool,
-    quiet: bool,
 ) -> int:
     """Talk to a chat model; the draft's tokens are coloured. Ctrl-C stops an answer, Ctrl-D leaves.
 
@@ -50,8 +49,8 @@ def chat(
     request = read_request(ctx.params, new_tokens=NEW_TOKENS)
     if request.options.get("num_return_sequences", 1) > 1:
         raise OptionError("`num_return_sequences`: a conversation has one answer a turn: leave it out")
-    check_template(request, quiet=quiet)
-    talk = Conversation(load(request, quiet=quiet), request.options, system, quiet=quiet)
+    check_template(request)
+    talk = Conversation(load(request), request.options, system)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):
@@ -70,9 +69,9 @@ def chat(
     return OK
 
 
-def check_template(request: Request, *, quiet: bool) -> None:
+def check_template(request: Request) -> None:
     """Raises OptionError for a target without a chat template, before its weights are read."""
-    with loading(f"loading the tokenizer of {request.target}", quiet=quiet):
+    with loading(f"loading the tokenizer of {request.target}"):
         from specdec.generator.tokenizers import tokenizer_beside
 
         how, _ = Loading.split({name: value for name, value in request.loading.items() if name != "draft_options"})
@@ -85,8 +84,8 @@ def check_template(request: Request, *, quiet: bool) -> None:
 class Conversation:
     """What was said, and the generator and the options of the next answer."""
 
-    def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None, *, quiet: bool) -> None:
-        self._generator, self._options, self._quiet = generator, options, quiet
+    def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None) -> None:
+        self._generator, self._options = generator, options
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.said = [*self._first]
         self._stats: Stats | None = None
@@ -121,7 +120,7 @@ class Conversation:
         named = locate(draft, "draft", "/draft")
         kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
         options = {**kept, "assistant_model": named}
-        with loading(f"loading {draft}", quiet=self._quiet, downloads=not is_here(named)):
+        with loading(f"loading {draft}", downloads=not is_here(named)):
             self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
         self._options = options
 
@@ -129,7 +128,7 @@ class Conversation:
         asked = [*self.said, {"role": "user", "content": message}]
         cut_before = self._generator.options(**self._options).cut_before
         printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False, cut_before=cut_before)
-        with stop_on_interrupt() as interrupt:
+        with Interrupt() as interrupt:
             call = {**self._options, "stopping_criteria": [interrupt]}
             out = printer.follow(self._generator.stream(messages=asked, **call))
         self._stats = out.stats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -25,7 +24,7 @@ from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
-from specdec.cli.show import Printer, print_texts, report, show_stats, write
+from specdec.cli.show import Printer, print_texts, report, show_stats
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
@@ -34,12 +33,14 @@ from specdec.cli.terminal import (
     INTERRUPTED,
     OK,
     USAGE,
+    Interrupt,
     abandon_stdout,
     fail,
+    hush,
     is_beside,
     notes,
+    remark,
     say,
-    stop_on_interrupt,
 )
 from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
@@ -67,9 +68,10 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
     beside = is_beside(arguments)
-    quiet = beside or "--quiet" in arguments or "-q" in arguments
-    with warnings.catch_warnings(), notes(quiet=quiet):
-        warnings.showwarning = _show_warning(quiet=quiet)
+    with warnings.catch_warnings(), notes():
+        warnings.showwarning = _show_warning()
+        if beside:
+            hush()
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
@@ -96,14 +98,14 @@ def run(arguments: Sequence[str]) -> int:
             return fail(f"error: {message}", FAILED)
 
 
-def _show_warning(*, quiet: bool) -> Any:
+def _show_warning() -> Any:
     shown: set[str] = set()  # options are checked before models are loaded and again by every call
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         line = "warning: " + " ".join(str(message).split())
-        if not quiet and line not in shown:
+        if line not in shown:
             shown.add(line)
-            say(line, "yellow")
+            remark(line, "yellow")
 
     return show
 
@@ -173,16 +175,15 @@ def generate(
     stream: bool = Option(True, help="Print text as it is generated."),
     json_: bool,
     stats: bool,
-    quiet: bool,
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
     asked = with_images(text, image or [])
-    generator = load(request, quiet=quiet)
+    generator = load(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
-    with stop_on_interrupt() as interrupt:
+    with Interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]
@@ -193,18 +194,19 @@ def generate(
             out = printer.follow(generator.stream(**call))
         else:
             out = generator.generate(**call)
+    assert out.stats is not None
     if json_:
-        found = report(out, request, interrupted=interrupt.asked)
-        write(Console(), json.dumps(found, ensure_ascii=False) + "\n")
+        found = {"texts": out.texts, "token_ids": out.new_tokens(), "finish_reasons": list(out.stats.finish_reasons)}
+        report({**found, "interrupted": interrupt.asked}, request, out.stats)
     elif not live:
         print_texts(out.texts or [])
-    if stats and out.stats is not None:
+    if stats:
         show_stats(out.stats)
     if interrupt.asked:
         return INTERRUPTED
     is_silent = not any(text.strip() for text in out.texts or [])  # many chat models are, without their template
-    if is_silent and not chat and not quiet and getattr(generator.tokenizer, "chat_template", None):
-        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
+    if is_silent and not chat and getattr(generator.tokenizer, "chat_template", None):
+        remark("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
     return OK
 
 

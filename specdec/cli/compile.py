@@ -10,7 +10,7 @@ import typer
 
 from specdec.cli import flags
 from specdec.cli.request import passed
-from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
+from specdec.cli.terminal import FAILED, OK, Bar, duration, fail, loading, remark, say
 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
@@ -24,7 +24,6 @@ def compile_(
     target: str = flags.target("Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).", ...),
     *,
     draft_model: str | None,
-    quiet: bool,
 ) -> int:
     """Compile the passes of TARGET and its draft model. It takes 20 to 60 seconds each, once per architecture,
     size and dtype.
@@ -35,21 +34,20 @@ def compile_(
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     began = monotonic()
-    with loading(f"loading {target}", quiet=quiet):
+    with loading(f"loading {target}"):
         generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **passed(ctx.params))
     try:
-        ready = _wait(generator, quiet=quiet)
+        ready = _wait(generator)
     except KeyboardInterrupt:
         say("compiling goes on in the background")
         raise
     if not ready:
         return fail("error: not everything could be compiled", FAILED)
-    if not quiet:
-        say(f"ready after {duration(monotonic() - began)}: --backend auto and compiled use it with these options")
+    remark(f"ready after {duration(monotonic() - began)}: --backend auto and compiled use it with these options")
     return OK
 
 
-def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
+def _wait(generator: SpecGenerator) -> bool:
     """Waits for compiled code, with an estimated bar; returns whether all models run on it."""
     drafts = generator.draft.models if generator.draft is not None else ()
     models, began = (generator.target, *drafts), monotonic()
@@ -57,7 +55,7 @@ def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
     waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]
     for thread in waiting:
         thread.start()
-    with counting(quiet=quiet) as notify:
+    with Bar() as notify:
         while left := [thread for thread in waiting if thread.is_alive()]:
             left[0].join(0.5)
             done = len(models) - len(left)

@@ -10,7 +10,7 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import passed
-from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
+from specdec.cli.terminal import INTERRUPTED, OK, Bar, Interrupt, loading, say
 from specdec.options.bundled_models import locate
 
 _ALL = 1_000_000  # prompts
@@ -31,15 +31,13 @@ def distill(
     steps: int | None = Option(None, help="Steps of training."),
     seed: int = Option(0, help="Seed of weights, windows and samples."),
     cache_gib: float = Option(4.0, help="Disk space in GiB for the target's outputs, computed once."),
-    *,
-    quiet: bool,
 ) -> int:
     """Train a draft, an EAGLE-3 head, for TARGET. Ctrl-C ends early; the same command resumes."""
     from specdec.bench.prompts import read_prompts
     from specdec.distill.distill import distill
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
+    with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         card = distill(
             locate(target, "target", "TARGET"),
             out,

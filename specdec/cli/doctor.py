@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +20,9 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import load, read_request
-from specdec.cli.show import PROMPT, write
+from specdec.cli.show import PROMPT, write, write_json
 from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
-from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -269,7 +267,6 @@ def doctor(
     seconds: float = Option(_SECONDS, min=0.1, help="Approximate duration of the estimate."),
     *,
     json_: bool,
-    quiet: bool,
 ) -> int:
     """Examine the machine, the installation and a pair of models.
 
@@ -278,31 +275,30 @@ def doctor(
     Exit code 1: something is wrong; see the line with ✗.
     """
     found: list[Finding] = []
-    for finding in _examine(ctx.params, quiet=quiet):
+    for finding in _examine(ctx.params):
         if not json_:
             _show(finding, headed=not found or found[-1].section != finding.section)
         found.append(finding)
     if json_:
-        whole = {"findings": [asdict(finding) for finding in found], "versions": versions()}
-        write(Console(), json.dumps(whole, ensure_ascii=False) + "\n")
+        write_json({"findings": [asdict(finding) for finding in found]})
     return FAILED if any(finding.state == "bad" for finding in found) else OK
 
 
-def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
+def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields findings one by one, with a spinner before each section."""
-    with loading("looking at the machine", quiet=quiet):
+    with loading("looking at the machine"):
         here = [*machine(), *installation()]
     yield from here
     if params["target"] is None:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request, quiet=quiet)
+        generator: SpecGenerator = load(request)
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return
     yield from models(generator)
-    with loading(f"decoding for {params['seconds']:.0f} seconds", quiet=quiet):
+    with loading(f"decoding for {params['seconds']:.0f} seconds"):
         measured = list(estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
     yield from measured
 

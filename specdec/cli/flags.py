@@ -11,6 +11,7 @@ from typing import Any
 from typer import Argument, Option
 
 from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, WORDS
+from specdec.cli.terminal import hush
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
 from specdec.options.fields import COPYING
@@ -49,6 +50,8 @@ def takes(*words: str) -> Callable[[Command], Command]:
 
         @wraps(command)
         def called(**given: Any) -> int | None:
+            if given.get("quiet"):
+                hush()
             return command(**{name: given[name] for name in own})
 
         first = [one for one in own.values() if one.kind is not one.KEYWORD_ONLY]

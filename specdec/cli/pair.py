@@ -14,7 +14,7 @@ from typer import Option
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
-from specdec.cli.terminal import MISMATCH, OK, fail, loading, say
+from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def demo(
     *,
     sample: bool | None,
     temperature: float | None,
-    quiet: bool,
 ) -> int:
     """Watch a small model write code without and with its draft. Then see where the time went."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
@@ -42,7 +41,7 @@ def demo(
     pair = bundled_models.pair()
     os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
     out = Console()
-    with loading(f"loading zoo:{pair.name}", quiet=quiet):
+    with loading(f"loading zoo:{pair.name}"):
         from specdec.bench.duel import duel, prompt
         from specdec.bench.machine import Watch
         from specdec.generator.generator import SpecGenerator
@@ -55,7 +54,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    reported = _report_busy(watch, quiet=quiet)  # now, since decoding may take minutes
+    reported = _report_busy(watch)  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -68,7 +67,7 @@ def demo(
             ("■ the target's own\n\n", TARGET),
         ):
             write(out, words, style)
-    with Console(stderr=True, quiet=quiet).status("measuring both in turn"):
+    with Console(stderr=True, quiet=is_quiet()).status("measuring both in turn"):
         result = duel(assisted, plain, text, watch=watch, **options)
     assisted.compile()
     for parts in time_spent(result):
@@ -76,14 +75,14 @@ def demo(
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
     if not reported:
-        _report_busy(watch, quiet=quiet)
+        _report_busy(watch)
     return _compared(result, assisted.tokenizer)
 
 
-def _report_busy(watch: Watch, *, quiet: bool) -> bool:
+def _report_busy(watch: Watch) -> bool:
     """Returns whether other programs slow the demo down, and prints it on stderr."""
-    if watch.busy and not quiet:
-        say(watch.verdict())
+    if watch.busy:
+        remark(watch.verdict())
     return watch.busy
 
 

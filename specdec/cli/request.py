@@ -250,11 +250,11 @@ def first_of_job(request: Request) -> None:
         leading(Loading(tp_plan=request.loading["tp_plan"]))
 
 
-def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
+def load(request: Request, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
     target = locate(request.target, "target", "TARGET")
     names = [target, *(request.draft if isinstance(request.draft, tuple) else [request.draft])]
-    with loading(f"loading {request.target}", quiet=quiet, downloads=not all(map(is_here, names))):
+    with loading(f"loading {request.target}", downloads=not all(map(is_here, names))):
         from specdec.generator.generator import SpecGenerator
 
         return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)

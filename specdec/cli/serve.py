@@ -15,7 +15,7 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
-from specdec.cli.terminal import OK, loading
+from specdec.cli.terminal import OK, is_quiet, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
 from specdec.options.resolve import read_yaml
@@ -69,14 +69,12 @@ def serve(
         None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
     ),
     log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
-    *,
-    quiet: bool,
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install -e '.[serve]'")
     keys = settings_keys(ctx.params)
-    silent = quiet or keys.get("log") == "json"  # whose lines are all JSON
+    silent = keys.get("log") == "json"  # whose lines are all JSON
     with loading("reading the settings", quiet=silent):
         from specdec.server import check_address, create_app, load, read_settings, start_log
         from specdec.server import serve as run
@@ -87,7 +85,7 @@ def serve(
             Keys(settings.api_key_file)
         check_address(settings)  # before anything is loaded
     start_log(settings.log)
-    if not quiet:  # Python's warnings become lines of the log
+    if not is_quiet():  # Python's warnings become lines of the log
         warnings.showwarning = lambda message, *_, **__: logging.getLogger("specdec.server").warning("%s", message)
     with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
         models = [load(model, settings.limits, settings.share) for model in settings.models]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import json
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -98,25 +99,17 @@ def print_text(text: str, heading: str | None) -> None:
     write(out, f"{text}\n")
 
 
-def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str, Any]:
-    stats = out.stats
-    assert stats is not None
-    return {
-        "texts": out.texts,
-        "token_ids": out.new_tokens(),
-        "finish_reasons": list(stats.finish_reasons),
-        "interrupted": interrupted,
-        "stats": stats_fields(stats),
-        "settings": settings(request, stats),
-        "versions": versions(),
-    }
-
-
-def settings(request: Request, stats: Stats) -> dict[str, Any]:
-    """The models, how they were loaded, and the options of decoding."""
+def report(found: Mapping[str, Any], request: Request, stats: Stats) -> None:
+    """Prints what was found as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
     draft = " + ".join(request.draft) if isinstance(request.draft, tuple) else request.draft
     names = {"target": request.target, "draft": draft, "method": request.method}
-    return {**names, **request.loading, "options": request.options, **stats.settings}
+    settings = {**names, **request.loading, "options": request.options, **stats.settings}
+    write_json({**found, "stats": stats_fields(stats), "settings": settings})
+
+
+def write_json(found: Mapping[str, Any]) -> None:
+    """Prints one object, with the versions of the software."""
+    write(Console(), json.dumps({**found, "versions": versions()}, ensure_ascii=False) + "\n")
 
 
 def stats_fields(stats: Stats) -> dict[str, Any]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
-from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
-from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
+from specdec.cli.show import print_text, report, show_stats
+from specdec.cli.terminal import INTERRUPTED, OK, Bar, say
 from specdec.core.stats import total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
-from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.pipelines import Summaries, Summarizer
@@ -48,7 +45,6 @@ def summarize(
     *,
     config: Path | None,
     stats: bool,
-    quiet: bool,
 ) -> int:
     """Summarize texts of any length. The summaries are the same with and without a draft."""
     if demo and files:
@@ -59,11 +55,16 @@ def summarize(
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     first_of_job(request)
     texts = bundled_models.functions() if demo else read_files(files or [])
-    summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
+    summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK
     found: list[Summaries] = []
+    bar, all_names = Bar(), list(texts)
     try:
-        for names, made in summaries(summarizer, texts, batch_size, options, quiet=quiet):
+        for first in range(0, len(texts), batch_size):
+            names = all_names[first : first + batch_size]
+            with bar:
+                bar(first, len(texts), f"summarizing {', '.join(names)}")
+                made = summarizer.summarize([texts[name] for name in names], batch_size=batch_size, **options)
             found.append(made)
             for name, summary in zip(names, made.documents, strict=True):
                 for text in summary.texts if format == "text" else ():
@@ -75,21 +76,6 @@ def summarize(
     if found:
         conclude(request, texts, found, as_json=format == "json", stats=stats)
     return code
-
-
-def summaries(
-    summarizer: Summarizer, texts: Mapping[str, str], size: int, options: Mapping[str, Any], *, quiet: bool
-) -> Iterator[tuple[list[str], Summaries]]:
-    """Yields the names and the summaries of `size` texts at a time; a spinner estimates the time left."""
-    beat, names = Heartbeat(quiet=quiet), list(texts)
-    for first in range(0, len(names), size):
-        now = names[first : first + size]
-        doing = f"summarizing {', '.join(now)}"
-        beat(first, len(names), doing)
-        left = beat.left(first, len(names))
-        with loading(f"{doing}{f', about {left} left' if left else ''}", quiet=quiet):
-            made = summarizer.summarize([texts[name] for name in now], batch_size=size, **options)
-        yield now, made
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
@@ -104,11 +90,11 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
+def make(request: Request, **how: Any) -> Summarizer:
     """The summarizer of a request, with a length limit."""
     from specdec.pipelines.summaries.summarize import TASK, Summarizer
 
-    generator = load(request, quiet=quiet, task=TASK)
+    generator = load(request, task=TASK)
     limits = generator.options(**request.options)
     if limits.max_new_tokens is None and limits.max_length is None:
         request.options["max_new_tokens"] = DEFAULT_NEW_TOKENS
@@ -116,12 +102,7 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 
 
 def conclude(
-    request: Request,
-    texts: dict[str, str],
-    found: Sequence[Summaries],
-    *,
-    as_json: bool,
-    stats: bool,
+    request: Request, texts: dict[str, str], found: Sequence[Summaries], *, as_json: bool, stats: bool
 ) -> None:
     documents = [document for part in found for document in part.documents]
     counts = total([part.stats for part in found])
@@ -136,8 +117,6 @@ def conclude(
             }
             for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
-        whole = {"documents": rows, "stats": stats_fields(counts)}
-        whole |= {"settings": settings(request, counts), "versions": versions()}
-        write(Console(), json.dumps(whole, ensure_ascii=False) + "\n")
+        report({"documents": rows}, request, counts)
     if stats:
         show_stats(counts)

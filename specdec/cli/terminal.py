@@ -6,18 +6,19 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+_SIGN = 20.0  # seconds from one line of progress to the next
 
 EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
@@ -52,35 +53,21 @@ def say(message: str, style: str = "") -> None:
     Console(stderr=True).print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-class Heartbeat:
-    """Without a terminal: a line on stderr every `seconds`, with the share that is done and the time left.
+def remark(message: str, style: str = "") -> None:
+    """`say` unless the command is to be quiet."""
+    if not is_quiet():
+        say(message, style)
 
-    A new total starts another part of the work, with its own pace; with `grows` it is more of the same work.
-    """
 
-    def __init__(self, *, quiet: bool, seconds: float = 20.0, grows: bool = False) -> None:
-        self._silent = quiet or Console(stderr=True).is_terminal
-        self._seconds, self._grows = seconds, grows
-        self._began = self._last = time.monotonic()
-        self._before, self._total = 0.0, -1.0
+def is_quiet() -> bool:
+    """Whether nothing but errors and results is printed."""
+    return _Notes.quiet
 
-    def __call__(self, done: float, total: float, doing: str) -> None:
-        """Call it after each step; what is done at the first step of a part does not count for the pace."""
-        now = time.monotonic()
-        if self._total < 0 or (total != self._total and not self._grows):
-            self._before, self._total, self._began = done, total, now
-        if self._silent or now - self._last < self._seconds or not total:
-            return
-        self._last = now
-        left = self.left(done, total, now)
-        say(f"{done / total:.0%}{f', about {left} left' if left else ''}: {doing}")
 
-    def left(self, done: float, total: float, now: float | None = None) -> str | None:
-        """The time left at the pace so far; None before the first step."""
-        made = done - self._before
-        if made <= 0:
-            return None
-        return duration((total - done) * ((now or time.monotonic()) - self._began) / made)
+def hush() -> None:
+    """Prints no progress, no notes and no warnings any more, until the context of `notes` ends."""
+    _Notes.quiet = True
+    logging.getLogger("specdec").setLevel(logging.NOTSET)
 
 
 def duration(seconds: float) -> str:
@@ -92,12 +79,13 @@ def duration(seconds: float) -> str:
 class _Notes(logging.Handler):
     """Prints the library's log as lines on stderr; `held` keeps the lines while a text is printed."""
 
+    quiet = False
     held: list[str] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"note: {record.getMessage()}"
         if _Notes.held is None:
-            say(line, "dim")
+            remark(line, "dim")
         else:
             _Notes.held.append(line)
 
@@ -112,20 +100,20 @@ def notes_after() -> Iterator[None]:
     finally:
         _Notes.held = None
         for line in held:
-            say(line, "dim")
+            remark(line, "dim")
 
 
 @contextmanager
-def notes(*, quiet: bool) -> Iterator[None]:
-    """Prints the library's log from INFO on within the context, nothing if quiet."""
-    log, handler = logging.getLogger("specdec"), logging.NullHandler() if quiet else _Notes(logging.INFO)
+def notes() -> Iterator[None]:
+    """Prints the library's log from INFO on within the context, unless `hush` is called in it."""
+    log = logging.getLogger("specdec")
     before, level, propagates = log.handlers[:], log.level, log.propagate
-    log.addHandler(handler)  # without a handler, logging itself prints warnings
-    if not quiet:
-        log.setLevel(logging.INFO)
+    log.addHandler(_Notes(logging.INFO))
+    log.setLevel(logging.INFO)
     try:
         yield
     finally:
+        _Notes.quiet = False
         log.handlers, log.propagate = before, propagates
         log.setLevel(level)
 
@@ -153,8 +141,9 @@ class _Tries(logging.Filter):
 
 
 @contextmanager
-def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[None]:
-    """A spinner on stderr, a bar while weights are loaded, the hub's own bars for downloads."""
+def loading(message: str, *, quiet: bool = False, downloads: bool = False) -> Iterator[None]:
+    """A spinner on stderr, a bar while weights are loaded, the hub's own bars for downloads; none of them if quiet."""
+    quiet = quiet or is_quiet()
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     hub, tries = logging.getLogger("huggingface_hub.utils._http"), _Tries(quiet=quiet)
@@ -178,7 +167,7 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
 @contextmanager
 def _weights(message: str, *, quiet: bool) -> Iterator[None]:
     """A bar over the weights that transformers loads; without a terminal a line now and then."""
-    with counting(message, quiet=quiet) as notify:
+    with Bar(message, quiet=quiet) as notify:
 
         def counted(parts: Iterable[Any]) -> Iterator[Any]:
             total = len(parts) if isinstance(parts, Sized) else 0
@@ -206,48 +195,66 @@ def _hush_transformers() -> Any:
     return logging
 
 
-@contextmanager
-def counting(doing: str = "", *, quiet: bool, grows: bool = False) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar on stderr with the time left, or a line now and then; yields `notify(done, total, doing)`."""
-    with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
-        task, beat = bar.add_task(doing, total=None), Heartbeat(quiet=quiet, grows=grows)
-
-        def notify(done: float, total: float, doing: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=doing)
-            beat(done, total, doing)
-
-        yield notify
-
-
-class _TimeLeft(TimeRemainingColumn):
+class _TimeLeft(progress.TimeRemainingColumn):
     """The time left; nothing without a total."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         found = super().render(task)
         return found.append(" left") if found else found
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar whose share and times stay visible beside a long description."""
-    return Progress(
-        TaskProgressColumn(),
-        BarColumn(bar_width=12),
-        _TimeLeft(),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        expand=True,
-    )
+class Bar(progress.Progress):
+    """A bar on stderr with the time left, or without a terminal a line every `_SIGN` seconds; call it after each step.
+
+    A new total is another part of the work, with its own pace; with `grows` it is more of the same work. The bar is
+    there within the context, which may be entered again.
+    """
+
+    def __init__(self, doing: str = "", *, quiet: bool = False, grows: bool = False) -> None:
+        description = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # share and times stay visible beside it
+        super().__init__(
+            progress.TaskProgressColumn(),
+            progress.BarColumn(bar_width=12),
+            _TimeLeft(),
+            progress.TextColumn("{task.description}", markup=False, table_column=description),
+            console=Console(stderr=True, quiet=quiet or is_quiet()),
+            speed_estimate_period=inf,
+            transient=True,
+            expand=True,
+        )
+        self.disable = not self.console.is_terminal
+        self.add_task(doing, total=None)
+        self._grows, self._said = grows, self.get_time()
+
+    def __call__(self, done: float, total: float, doing: str) -> None:
+        """`done` of `total` steps are done, and the next one is `doing`."""
+        [task] = self.tasks
+        if task.total is None or not (self._grows or total == task.total):
+            self.reset(task.id, completed=-1)  # so that the pace is measured from here, at 0 steps too
+        task.total, task.finished_time = total or None, None  # more of the work may have come
+        self.update(task.id, completed=done, description=doing)
+        if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._said < _SIGN:
+            return
+        self._said, left = self.get_time(), task.time_remaining
+        say(f"{done / total:.0%}{'' if left is None else f', about {duration(left)} left'}: {doing}")
 
 
 class Interrupt:
-    """Ctrl-C as a stopping criterion: the call ends with its next token; a second Ctrl-C raises KeyboardInterrupt."""
+    """Ctrl-C within the context as a stopping criterion: the call ends with its next token; the second one raises
+    KeyboardInterrupt.
+    """
 
     reason = "interrupted"
 
     def __init__(self) -> None:
         self.asked = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
         return self.asked
@@ -256,13 +263,3 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-
-
-@contextmanager
-def stop_on_interrupt() -> Iterator[Interrupt]:
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.ask)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)

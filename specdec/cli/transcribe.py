@@ -15,7 +15,7 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, WORDS, Request, is_here, passed, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, counting, loading, say
+from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
@@ -59,8 +59,6 @@ def transcribe(
     set_: list[str] | None = Option(None, "--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable."),
     output_dir: Path | None = Option(None, help="Folder for NAME.txt, .json, .srt or .vtt."),
     resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
-    *,
-    quiet: bool,
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
 
@@ -79,7 +77,7 @@ def transcribe(
         recordings = unfinished(recordings, format, output_dir)
         if not recordings:
             return OK
-    with loading(f"loading {name}", quiet=quiet, downloads=not all(map(is_here, (request.target, request.draft)))):
+    with loading(f"loading {name}", downloads=not all(map(is_here, (request.target, request.draft)))):
         from specdec.pipelines import Transcriber
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
@@ -101,10 +99,10 @@ def transcribe_all(
     transcriber: Transcriber, recordings: Sequence[str], options: Mapping[str, Any], params: Mapping[str, Any]
 ) -> Iterator[bool]:
     """Transcribes and shows the recordings in batches, and yields for each whether it could be read."""
-    batch_size, quiet = params["batch_size"], params["quiet"]
+    batch_size = params["batch_size"]
     for first in range(0, len(recordings), batch_size):
         batch = recordings[first : first + batch_size]
-        with counting(quiet=quiet, grows=True) as notify:
+        with Bar(grows=True) as notify:
 
             def progress(done: float, known: float, part: str = f"{first + len(batch)}/{len(recordings)}") -> None:
                 notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
@@ -116,12 +114,12 @@ def transcribe_all(
                 show(name, rendered(name, out, params["format"]), params, headed=len(recordings) > 1)
             yield out is not None
         heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
-        if heard and len(recordings) > 1 and (params["stats"] or not quiet):
+        if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
             say(", ".join(name for name, _ in heard), "dim")
         if heard and params["stats"]:
             show_stats(heard[0][1].stats)
-        if heard and not quiet:
-            say(pace([out for _, out in heard]))
+        if heard:
+            remark(pace([out for _, out in heard]))
 
 
 def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.errors import OptionError
 from specdec.generator.inputs.pictures import chat_ids, has_template
+from specdec.options.kept_lines import whole_lines
 
 _WINDOW = 512  # tokens, at most
 _LEAST = 64  # tokens of text, and of a held-out prompt
@@ -100,7 +101,8 @@ def continued(
     Stores the continuations in `file`, from which it resumes. Before every batch but the first,
     `may_continue(done, total, seconds)` decides whether to go on.
     """
-    lines = [json.loads(line) for line in _whole_lines(file)]
+    with file.open("ab") as opened:
+        lines = [json.loads(line) for line in whole_lines(opened)]
     seconds = lines[-1]["seconds"] if lines else 0.0
     while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
         if not may_continue(done, len(prompts), seconds) and done:
@@ -126,18 +128,6 @@ def evaluations(generator: SpecGenerator, prompts: Sequence[list[int]]) -> list[
     out = generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
     pairs = zip(prompts, out.new_tokens(), strict=True)
     return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
-
-
-def _whole_lines(file: Path) -> list[str]:
-    """The lines of a file, which may not exist; removes an incomplete last line from it."""
-    if not file.exists():
-        return []
-    with file.open("r+b") as opened:
-        found = opened.read()
-        end = found.rfind(b"\n") + 1
-        if end < len(found):
-            opened.truncate(end)
-    return found[:end].decode().splitlines()
 
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from specdec.bench import runner
 from specdec.cli.bench import suite_keys
-from specdec.cli.terminal import Heartbeat, duration, progress_bar
+from specdec.cli.terminal import Bar, duration
 from specdec.proposers import DRAFTS
 from tests.bench.fakes import lie
 
@@ -83,51 +83,52 @@ def test_ctrl_c_tells_how_to_go_on(
     assert str(tmp_path / "out") in err
 
 
-def test_the_bar_fits_80_columns() -> None:
+def test_the_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Percentage and time left are there, whatever is being done."""
     out = Console(width=80, force_terminal=True, color_system=None)
-    bar = progress_bar(out)
-    bar.update(bar.add_task("", total=None), completed=12, total=48, description="a long description " * 8)
+    monkeypatch.setattr("specdec.cli.terminal.Console", lambda **_: out)
+    bar = Bar()
+    bar(12, 48, "a long description " * 8)
     with out.capture() as captured:
         out.print(bar.get_renderable())
     [line] = captured.get().splitlines()
     assert line.startswith(" 25% ")
     assert "-:--:-- left a long description" in line
     assert len(line) <= 80
-    waits = progress_bar(out)
-    waits.add_task("loading", total=None)
     with out.capture() as captured:
-        out.print(waits.get_renderable())
+        out.print(Bar("loading").get_renderable())
     assert "left" not in captured.get()  # of no time
 
 
 PACES = [  # the times that a clock shows, what was done by then of how much; the lines
     (
-        [0.0, 1.0, 31.0, 40.0, 61.0, 62.0, 82.0],
-        [(40, 100), (60, 100), (61, 100), (70, 100), (3, 9), (4, 9)],
-        ["60%, about 1:00 left: it", "70%, about 1:00 left: it", "44%, about 1:40 left: it"],
+        [(1, 40, 100), (31, 60, 100), (40, 61, 100), (61, 70, 100), (62, 3, 9), (82, 4, 9), (83, 0, 6), (103, 1, 6)],
+        [
+            f"{share}%, about {left} left: it"
+            for share, left in ((60, "1:00"), (70, "1:00"), (44, "1:40"), (17, "1:40"))
+        ],
     ),
     (
-        [0.0, 1.0, 31.0, 61.0],
-        [(10, 30), (40, 70), (70, 90)],
+        [(1, 10, 10), (31, 40, 70), (61, 70, 90)],
         ["57%, about 0:30 left: it", "78%, about 0:20 left: it"],
     ),
 ]
 
 
-@pytest.mark.parametrize(("times", "steps", "lines"), PACES, ids=["parts", "one that grows"])
+@pytest.mark.parametrize(("steps", "lines"), PACES, ids=["parts", "one that grows"])
 def test_a_piped_run_gives_signs_of_life(
-    times: list[float], steps: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    steps: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A line now and then; what an earlier run had measured, or another part of this one, does not set the pace.
 
     As recordings are opened one after the other, what is known of the work grows with what is done.
     """
-    clock = iter(times)
-    monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
-    beat = Heartbeat(quiet=False, grows=len(steps) == 3)
-    for done, total in steps:
-        beat(done, total, "it")
+    now = 0
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    bar = Bar(grows=len(steps) == 3)
+    for time, done, total in steps:
+        now = time
+        bar(done, total, "it")
     assert capsys.readouterr().err.splitlines() == lines
     assert duration(3723) == "1:02:03"
 

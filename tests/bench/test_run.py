@@ -101,7 +101,7 @@ def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Pa
 def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
     """A kill within the first line leaves nothing to go on with."""
     (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
-    Store(tmp_path, "mark")
+    Store(tmp_path, read_suite({"targets": "t"}), "mark")
     assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
 
 

@@ -152,7 +152,7 @@ def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.Mon
     shown = io.StringIO()
     screen = Console(file=shown, force_terminal=True, width=80)
     monkeypatch.setattr("specdec.cli.terminal.Console", lambda **_: screen)
-    with loading("loading it", quiet=False):
+    with loading("loading it"):
         AutoModelForCausalLM.from_pretrained(target)
     text = shown.getvalue()
     assert "loading it" in text
@@ -622,7 +622,7 @@ def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) ->
         return Generation(texts=[])
 
     out = Console(file=io.StringIO())
-    with notes(quiet=False):
+    with notes():
         Printer(out, Letters(), show_draft=False).follow(rounds())
         assert out.file.getvalue() == "one two\n"  # type: ignore[attr-defined]
         assert capsys.readouterr().err == "note: meanwhile\n"

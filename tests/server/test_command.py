@@ -108,7 +108,7 @@ def test_every_wrong_key_is_named() -> None:
 def test_all_lines_of_a_log_have_its_format(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Text had JSON in it, and the library's notes were lines without JSON."""
     facts = {"path": "/v1/models", "status": 200, "key": "two words", "error": None}
-    with notes(quiet=False):
+    with notes():
         start_log(kind)
         logging.getLogger("specdec.models").info("compiling a model")
         logging.getLogger("specdec.server").info("{}", extra={"facts": facts})
