@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -131,12 +131,31 @@ def pack_layers(
             packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
             undo.append(replaced(model, name, packed, tied.get(name, ())))
+    if undo:
+        undo.append(without_saving(model))
 
     def undo_all() -> None:
         for step in undo:
             step()
 
     return undo_all
+
+
+def without_saving(model: Any) -> Callable[[], None]:
+    """Makes `save_pretrained` of a model refuse, as no checkpoint can hold layers of our own; returns the undoing."""
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # is all that it saves
+    if only_adapters or "save_pretrained" in vars(model):
+        return lambda: None
+    model.save_pretrained = _refuse_to_save
+    return lambda: delattr(model, "save_pretrained")
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "`save_pretrained` cannot save this model, whose weights specdec packed or quantized into layers that no "
+        "checkpoint holds: save one that was loaded with `backend`='eager', without `quantization` and `gguf_file`, or "
+        "copy the files that it was loaded from"
+    )
 
 
 def weight_of(layer: Any) -> Tensor:
