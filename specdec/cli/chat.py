@@ -102,7 +102,9 @@ class Conversation:
                 say(COMMANDS)
             case "/stats":
                 self.show_stats()
-            case "/draft" if rest.strip():
+            case "/draft":
+                if not rest.strip():
+                    raise OptionError("/draft needs a name: a model, suffix, ngram, or none for no draft")
                 self._take(rest.strip())
             case str() if command.startswith("/"):
                 raise OptionError(f"{command} is none of the commands {COMMANDS}")

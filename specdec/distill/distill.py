@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -156,22 +157,33 @@ def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
     """Writes the settings and what else was `given` to the draft's folder; raises OptionError if it has others."""
     note = out / STATE / "settings.json"
     wanted = {**asdict(settings), **{name: str(value) for name, value in given.items()}}
-    if note.exists():
-        if (found := json.loads(note.read_text())) != wanted:
+    inside = [part for folder in (out, note.parent) if folder.is_dir() for part in folder.iterdir()]
+    parts = [part for part in inside if part not in (note, note.parent)]
+    if note.exists() and parts:  # alone, it is of a call that failed before it trained
+        if (found := _settings_in(note)) != wanted:
             differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise OptionError(
                 f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {found.get(differ[0])!r}: pass that, "
                 "or name another folder"
             )
         return out
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if out.is_file() or parts:
         raise OptionError.of("out", "a new or empty folder, or one with a training to resume", str(out))
     try:
-        note.parent.mkdir(parents=True)
+        note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(wanted, indent=2) + "\n")
     except OSError as error:
         raise OptionError.of("out", "a writable folder", str(out), str(error)) from None
     return out
+
+
+def _settings_in(note: Path) -> dict[str, Any]:
+    """The settings in a file; raises LoadError for a broken one."""
+    try:
+        found: dict[str, Any] = json.loads(note.read_text())
+    except ValueError as error:
+        raise LoadError(f"{note} is broken: remove the folder {str(note.parents[1])!r} to begin anew") from error
+    return found
 
 
 @dataclass
@@ -306,7 +318,7 @@ class Training:
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, struct.error) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
 
 

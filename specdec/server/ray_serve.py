@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from specdec.errors import SpecdecError
 from specdec.server.app import create_app
 from specdec.server.http import start_log
 from specdec.server.models import load
@@ -43,10 +44,13 @@ def application(keys: Mapping[str, Any], **deployment: Any) -> Application:
     """The server with the settings `keys`, as those of `configs/serve.yaml`, for `ray.serve.run`.
 
     `deployment`: options of Ray's deployment, such as `num_replicas` and `ray_actor_options`. Requests with the same
-    header `X-Session-Id` go to one replica, which has their KV cache. Raises OptionError.
+    header `X-Session-Id` go to one replica, which has their KV cache. Raises OptionError, and SpecdecError without Ray.
     """
-    from ray import serve
-    from ray.serve.config import RequestRouterConfig
+    try:
+        from ray import serve
+        from ray.serve.config import RequestRouterConfig
+    except ImportError:
+        raise SpecdecError("Ray Serve is not installed: pip install -e '.[ray]'") from None
 
     settings = read_settings({"host": "0.0.0.0", **keys})  # where proxies listen, unless Ray's `http_options` differ
     limits = settings.limits

@@ -424,6 +424,7 @@ def test_statistics_of_a_conversation(talk: Any) -> None:
         ("/help", 0, "/draft NAME"),
         ("/stats", 0, "no answer was written yet"),
         ("/nonsense", 2, "/nonsense is none of the commands /draft NAME"),
+        ("/draft", 2, "/draft needs a name"),
         ("/draft zoo:nope", 2, "`/draft` must be"),
     ],
 )

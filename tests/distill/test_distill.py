@@ -221,6 +221,12 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     (tmp_path / "out" / "training" / "state.pt").write_bytes(b"no")
     with pytest.raises(LoadError, match="remove it to begin anew"):
         train(tmp_path / "out", text=[text], steps=1)
+    (tmp_path / "out" / "training" / "state.pt").write_bytes(b"junk")
+    with pytest.raises(LoadError, match="remove it to begin anew"):
+        train(tmp_path / "out", text=[text], steps=1)
+    (tmp_path / "out" / "training" / "settings.json").write_text("")
+    with pytest.raises(LoadError, match=r"settings.json is broken: remove the folder"):
+        train(tmp_path / "out", text=[text], steps=1)
     with pytest.raises(OptionError, match="a new or empty folder"):
         train(text.parent, text=[text], steps=1)
     with pytest.raises(UnsupportedError, match="has an encoder"):
@@ -229,6 +235,7 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     short.write_text("short")
     with pytest.raises(OptionError, match="some hundred tokens at least"):
         train(tmp_path / "short", text=[short], steps=1)
+    train(tmp_path / "short", text=[text], steps=1)  # where nothing was trained, nothing is in the way
 
 
 def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,19 @@ def test_quantized_layers(quantization: str, backend: str, dtype: str, tmp_path:
     assert torch.equal(*texts)
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("how", [{"backend": "packed"}, {"quantization": "int8-weight", "backend": "eager"}])
+def test_layers_of_our_own_are_not_saved(how: dict[str, Any], tmp_path: Path) -> None:
+    """`save_pretrained` refuses before it writes: it left files without the weights, or with rounded ones."""
+    folder = saved("llama", tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"`save_pretrained` cannot save this model.*`backend`='eager'"):
+        load(folder, Loading(**how)).model.save_pretrained(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    given = load(folder, Loading(backend="eager")).model
+    LanguageModel(given, backend="packed")  # of a copy
+    given.save_pretrained(tmp_path / "other")
+
+
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for and needs kernels is refused before any pass, with the reason; 8 bits do without."""
     lack = kernels.Lack("there is no compiler", "install one")

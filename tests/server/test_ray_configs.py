@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from specdec.errors import SpecdecError
 from specdec.server import read_settings
+from specdec.server.ray_serve import application
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
 RAY, KUBERAY = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in ("ray", "kuberay"))
@@ -31,3 +34,10 @@ def test_ray_accepts_the_config(name: str) -> None:
     assert [deployment.name for deployment in app.deployments] == ["specdec"]
     with pytest.raises(ValueError, match="import_path"):
         schema.ServeDeploySchema.model_validate({"applications": [{"name": "x", "import_path": "no path"}]})
+
+
+def test_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line with the way out: it was Python's own ModuleNotFoundError."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SpecdecError, match=r"pip install -e '\.\[ray\]'"):
+        application({"models": []})

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -119,14 +119,34 @@ def pack_layers(
     model: Any, names: Sequence[str], weight: Callable[[str, Any], kernels.Weight | None]
 ) -> Callable[[], None]:
     """Replaces layers by packed ones over `weight(name, layer)`, unless that is None; returns the undoing."""
-    undo, tied = ExitStack(), tied_embeddings(model)
+    undo, tied, any_packed = ExitStack(), tied_embeddings(model), False
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
             packed = kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
             undo.callback(replaced(model, name, packed, tied.get(name, ())))
+            any_packed = True
+    if any_packed:
+        undo.callback(without_saving(model))
     return undo.close
+
+
+def without_saving(model: Any) -> Callable[[], None]:
+    """Makes `save_pretrained` of a model refuse, as no checkpoint can hold layers of our own; returns the undoing."""
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # is all that it saves
+    if only_adapters or "save_pretrained" in vars(model):
+        return lambda: None
+    model.save_pretrained = _refuse_to_save
+    return lambda: delattr(model, "save_pretrained")
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "`save_pretrained` cannot save this model, whose weights specdec packed or quantized into layers that no "
+        "checkpoint holds: save one that was loaded with `backend`='eager', without `quantization` and `gguf_file`, or "
+        "copy the files that it was loaded from"
+    )
 
 
 def weight_of(layer: Any) -> Tensor:

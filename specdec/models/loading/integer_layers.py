@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of, without_saving
 from specdec.models.hf.private_api import int8_linear, quantizes
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import QUANTIZATIONS
@@ -70,6 +70,7 @@ class WeightOnly(Quantizer):
         bitsandbytes, both stay as they are, like layers that a model keeps in float32. Raises UnsupportedError for
         offloaded weights, and for dtypes and devices without such layers.
         """
+        without_saving(model)
         wanted = quantizes(model)
         linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
         for name in filter(wanted, linear):
