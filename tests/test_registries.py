@@ -13,6 +13,7 @@ from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit,
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
+from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
@@ -125,6 +126,15 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     assert make_schedule(options, learned=Constant(3)).patience != 99
     assert not kind_of(resolve({})).learns
     assert kind_of(resolve({"schedule": Cost()})) is None
+
+
+def test_calls_in_flight_keep_their_kind_of_schedule() -> None:
+    """One with `auto` beside one with `cost` learns with it later, but does not take its schedule."""
+    scheduled = ScheduledDraft(None)
+    first = scheduled.pacing(resolve({"schedule": "cost"}))
+    first.users.add(object())  # type: ignore[arg-type]
+    second = scheduled.pacing(resolve({"schedule": "auto"}))
+    assert (type(first.schedule), type(second.schedule)) == (Cost, Auto)
 
 
 def test_a_threshold_alone_needs_confidence() -> None:

@@ -15,7 +15,7 @@ from specdec.options.generate import Options
 
 @dataclass(eq=False)
 class ScheduledDraft:
-    """A draft of one target, and its schedules that learn, by `Options.family` and number of draft tokens."""
+    """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens."""
 
     draft: Draft | None
     _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ScheduledDraft:
         if kind is None or not kind.learns:
             return Pacing(make_schedule(options, **how))
         family = options.family
-        key = (family, options.num_assistant_tokens)
+        key = (kind, family, options.num_assistant_tokens)
         with self._lock:
             found, last = self._pacings.get(key), self._last.get(family)
             if found is None:
