@@ -95,7 +95,8 @@ class Loading:
         for name, known in words.items():
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
-        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+        is_dtype = str(type(self.dtype)) == "<class 'torch.dtype'>"  # torch is not imported here
+        if not (self.dtype in DTYPES if isinstance(self.dtype, str) else is_dtype):
             raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", self.dtype)
         if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
             raise OptionError.of("max_memory", "a mapping such as {'cpu': '2GiB', 0: '10GiB'}", self.max_memory)

@@ -452,3 +452,10 @@ def test_transformers_own_words(given: dict[str, Any], way_out: str) -> None:
     """They were "not an option of generate"."""
     with pytest.raises(UnsupportedError, match=f"`{next(iter(given))}` is no loading option.*{way_out}"):
         SpecGenerator.from_pretrained("no-such-model", **given)
+
+
+@pytest.mark.parametrize("dtype", [16, None, "f", torch.zeros(1)])
+def test_what_is_no_dtype(dtype: Any) -> None:
+    """Is refused before a target, a draft or a head is read. (A head's was a TypeError.)"""
+    with pytest.raises(OptionError, match="`dtype` must be a torch.dtype or one of auto"):
+        Loading(dtype=dtype)

@@ -35,7 +35,7 @@ from specdec.models.loading.placement import device_map, dispatch, offload_folde
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
-from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
+from specdec.options.load import PASSES, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
@@ -75,8 +75,6 @@ def load(
         return LanguageModel(source, backend=how.backend, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
-    if not isinstance(how.dtype, str | torch.dtype):
-        raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
     folder, file = split_gguf(
         bundled_models.locate(str(source), "target" if name in ("model", "target") else "draft", name)
     )
