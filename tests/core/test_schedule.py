@@ -249,6 +249,20 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
         assert drafted >= 17
 
 
+def test_what_is_left_of_a_batch_is_drafted_for() -> None:
+    """At once, as the rate follows the number of rows. (That of eight kept two from drafting for a dozen rounds.)"""
+    rng = random.Random(0)
+    schedule: Any = Cost()
+    drafted = []
+    for rows in [8] * 20 + [2] * 3:
+        confidence = chain(schedule.plan([Key(row) for row in range(rows)])[0], rows)
+        nodes, drafting = rows * (len(confidence) + 1), (0.2 + 0.01 * rows) * len(confidence)
+        shares, seconds = shared(rng, confidence, rows, 0.9), 1 + 0.03 * nodes
+        schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds))
+        drafted.append(len(confidence))
+    assert min(drafted[-3:]) > 0
+
+
 def test_chains_of_a_batch_end_together() -> None:
     """A draft pass takes as long for one row as for eight. (A row went on alone for fifteen, at an eighth of each.)"""
     acceptance = Acceptance().after([(0.75, i < 75) for i in range(100)], 100)
