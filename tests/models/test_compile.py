@@ -406,11 +406,13 @@ class TestCode:
         session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
         anew = session.draft_chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
         assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
-        together = sum(own[0][1] for own in found)  # what the first guesses gain
+        session.truncate(rows, [len(text) for text in twin.texts])
+        firsts = session.draft_chain(rows, texts, [ChainRule(1, 64)] * 5).guesses
+        together = sum(sure for [(_, sure)] in firsts)  # what they gain
         for share, longest in ((0.9, 2), (1.1, 1)):
             session.truncate(rows, [len(text) for text in twin.texts])
             until = Until(pass_cost=share * together)
-            shared = session.draft_chain(rows, texts, [ChainRule(2, 64, until=until) for _ in rows]).guesses
+            shared = session.draft_chain(rows, texts, [ChainRule(2, 64, until=until)] * 5).guesses
             assert {*map(len, shared)} == {longest}
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
