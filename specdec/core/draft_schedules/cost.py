@@ -95,8 +95,8 @@ class CostPlan:
         """The same for a chain, in numbers."""
         from specdec.core.drafts import Until
 
-        least, mean = self.node_cost / self.acceptance.mean, self.acceptance.mean
-        return Until(self.acceptance.edges, self.acceptance.rates, least, self.pass_cost / mean)
+        own = self.acceptance
+        return Until(own.edges, own.rates, self.node_cost / own.mean, self.pass_cost / own.mean)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a drafted token is worth verifying, or its chance worth knowing; its draft pass is done."""
