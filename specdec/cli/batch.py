@@ -99,7 +99,7 @@ def batch(
     if (more := done.failed - len(done.failures)) > 0:
         say(f"error: {more} more rows, each with its `error` in {out}", "red")
     if done.done < done.total:
-        say(f"interrupted: {done.total - done.done} rows are left, run the same command to resume")
+        say(f"{done.total - done.done} rows are left, run the same command to resume")
         return INTERRUPTED
     return FAILED if done.failed else OK
 

@@ -61,6 +61,6 @@ def distill(
     print(f"acceptance length       {card['acceptance_length']:.2f} expected")
     print(f"to measure it           {join(['specdec', 'bench', target, '--draft', str(out)])}")
     if interrupt.asked:
-        say(f"interrupted: the draft in {out} is usable, run the same command to train it further")
+        say(f"the draft in {out} is usable, run the same command to train it further")
         return INTERRUPTED
     return OK

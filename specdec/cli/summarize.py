@@ -71,7 +71,7 @@ def summarize(
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
         done = sum(len(made.documents) for made in found)
-        say(f"interrupted: {done} of {len(texts)} are done, leave these files out to resume")
+        say(f"{done} of {len(texts)} are done, leave these files out to resume")
         code = INTERRUPTED
     if found:
         conclude(request, texts, found, as_json=format == "json", stats=stats)

@@ -36,12 +36,13 @@ class Branch(NamedTuple):
 class Until(NamedTuple):
     """The condition on which a chain goes on, in numbers, for code that is compiled.
 
-    `edges` divide probabilities into bins; a guess of probability p in bin b is right with min(p * rates[b], 1). The
-    chain goes on while the product of these is at least `least`, and the chains of a pass while together they exceed
-    theirs by `pass_cost`.
+    `edges` divide probabilities into bins; a guess of probability p in bin b is accepted with the chance
+    min(bases[b] + p * rates[b], 1). The chain goes on while the product of these is at least `least`, and the chains of
+    a pass while together they exceed theirs by `pass_cost`.
     """
 
     edges: Sequence[float] = ()
+    bases: Sequence[float] = (0.0,)
     rates: Sequence[float] = (1.0,)
     least: float = 0.0
     pass_cost: float = 0.0

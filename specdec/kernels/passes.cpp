@@ -3,8 +3,9 @@
 // Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
 // all passes are computed beforehand. The rule that ends a row's chain is given as numbers:
 //
-//   edges, rates   a guess of probability p, in bin b of the bins between `edges`, is right with the chance
-//                  min(p * rates[b], 1)
+//   edges, bases, rates
+//                  a guess of probability p, in bin b of the bins between `edges`, is accepted with the chance
+//                  min(bases[b] + p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is at least so much
 //   pass_cost      by how much the chains that go on must exceed theirs together, or all end
 //
@@ -57,16 +58,16 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
 }
 
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
-// the chain, edges, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores are kept.
+// the chain, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
-                        std::vector<int64_t>, Numbers, Numbers, double, double, bool, bool>;
+                        std::vector<int64_t>, Numbers, Numbers, Numbers, double, double, bool, bool>;
 
 // The chain of a row.
 struct Chain {
   Choice choice;
   int64_t most, width;
   std::vector<int64_t> ends;
-  std::vector<double> edges, rates;
+  std::vector<double> edges, bases, rates;
   double least, pass_cost;
   bool confident, keeps_scores;
   std::vector<int64_t> tokens;
@@ -76,8 +77,8 @@ struct Chain {
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, pass_cost, confident, keeps_scores) =
-        std::move(rule);
+    std::tie(filters, choice.noise, most, width, ends, edges, bases, rates, least, pass_cost, confident,
+             keeps_scores) = std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
@@ -89,7 +90,7 @@ struct Chain {
     probabilities.push_back(probability);
     for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
-    chance *= std::min(probability * rates.at(bin), 1.0);
+    chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
     return chance >= least && step + 1 < most &&  // NaN is not large enough
            std::find(ends.begin(), ends.end(), token) == ends.end();
   }

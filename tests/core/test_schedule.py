@@ -166,10 +166,12 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
 
 @pytest.mark.parametrize("paths", [1, 3])
 def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
-    """Its tokens count by the mean of what came true: how sure the draft is of them is not known yet."""
-    worth = paths * Acceptance().mean
-    assert goes_on(CostPlan(9, Acceptance(), 0.99 * worth, 0.0), [[]] * paths)
-    assert not goes_on(CostPlan(9, Acceptance(), 1.01 * worth, 0.0), [[]] * paths)
+    """Its tokens count by the mean of what came true so deep: how sure the draft is of them is not known yet."""
+    acceptance = Acceptance().after([(1.0, True)], 1).after([(1.0, True), (1.0, False)], 2)
+    worth = paths * acceptance.of(1.0) * acceptance.later
+    assert acceptance.later == pytest.approx(1.6 / 3)
+    assert goes_on(CostPlan(9, acceptance, 0.99 * worth, 0.0), [[1.0]] * paths)
+    assert not goes_on(CostPlan(9, acceptance, 1.01 * worth, 0.0), [[1.0]] * paths)
 
 
 def test_cost_tries_again() -> None:
@@ -212,11 +214,16 @@ def test_texts_without_an_idea_are_asked_on() -> None:
         schedule = schedule.after(outcome(0, 0, seconds=(0.005, 1.0)))
 
 
-@pytest.mark.parametrize(("reading", "least", "most"), [(0.0, 30, 300), (4.0, 800, 1024)])
-def test_a_dear_look_is_a_rare_one(reading: float, least: int, most: int) -> None:
-    """What a draft reads before it can guess again counts as what the look costs; the first one sets the wait."""
-    schedule = tried(Cost(), 12, 1, 0.2).fresh(32)
-    row = replace(outcome(1, 0, confidence=[0.5]).seqs[0], prefill=True)
+@pytest.mark.parametrize(
+    ("reading", "right", "least", "most"), [(0.0, 0, 30, 300), (4.0, 0, 800, 1024), (4.0, 1, 200, 300)]
+)
+def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most: int) -> None:
+    """What a draft reads before it can guess again counts as what the look costs; the first one sets the wait.
+
+    So it does where a guess was right. (Sixteen texts were read again every 16 rounds, at five rounds' cost.)
+    """
+    schedule = replace(tried(Cost(), 12, 1, 0.2), acceptance=Acceptance(levels=200.0)).fresh(32)
+    row = replace(outcome(1, right, confidence=[0.5]).seqs[0], prefill=True)
     assert least <= waited(schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))) <= most
 
 
@@ -339,6 +346,27 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     for _ in range(20):
         acceptance = acceptance.after([(0.5, False)], 1)
     assert acceptance.of(0.5) < 0.1
+
+
+def test_drawn_guesses_hold_however_unlikely() -> None:
+    """Four in ten of a probability from 1e-5 to 0.1, nine in ten above. (Chances were shares of the probability.)"""
+    source, acceptance = random.Random(0), Acceptance()
+    for _ in range(200):
+        confidence = 10 ** source.uniform(-5, 0)
+        acceptance = acceptance.after([(confidence, source.random() < 0.4 + 0.5 * (confidence > 0.1))], 1)
+    for confidence in (2e-5, 2e-4, 2e-3, 2e-2):
+        assert 0.25 < acceptance.of(confidence) < 0.6
+    assert acceptance.of(0.9) > 0.75
+
+
+def test_a_sure_draft_goes_on() -> None:
+    """Where a first guess is right, later ones are too: they count by their own mean, without the first."""
+    acceptance = Acceptance()
+    for i in range(100):
+        right = i % 4 == 0
+        tested = [(0.9, True), (0.9, True), (0.9, True)] if right else [(0.2, False)]
+        acceptance = acceptance.after(tested, len(tested))
+    assert acceptance.mean < 0.55 < 0.9 < acceptance.later
 
 
 def test_unlikely_guesses_that_hold_are_drafted() -> None:

@@ -392,7 +392,7 @@ class TestCode:
             ChainRule(5, 64),
             ChainRule(1, 64, confident=False),
             ChainRule(7, 64, drawn),
-            ChainRule(6, 60, until=Until((0.5,), (0.9, 1.0), 0.01)),
+            ChainRule(6, 60, until=Until((0.5,), (0.1, 0.0), (0.7, 1.0), 0.2)),
             ChainRule(6, 64, ends={*range(0, 64, 2)}),
         ]
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]

@@ -65,7 +65,8 @@ class Chaining(FakeSession):
             token = int((scores + noise_of(rule.choice, len(found), len(scores))).argmax())
             sure = math.nan if not scores.max().isfinite() else float(q[-1][token]) if rule.confident else 1.0
             found.append((token, sure))
-            chance *= min(sure * until.rates[bisect_right(until.edges, sure)], 1.0)
+            b = bisect_right(until.edges, sure)
+            chance *= min(until.bases[b] + until.rates[b] * sure, 1.0)
             if len(found) == rule.most or not chance >= until.least or token in rule.ends:
                 return
             yield chance - until.least

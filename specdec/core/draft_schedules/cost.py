@@ -88,7 +88,7 @@ class CostPlan:
         """The tokens, of unknown confidence, that the next draft pass brings beyond those that its nodes cost."""
         if max(map(len, paths)) >= self.limit:
             return 0.0
-        return sum(map(self._chance, paths)) * self.acceptance.mean - width * self.node_cost
+        return sum(map(self._chance, paths)) * self.acceptance.later - width * self.node_cost
 
     @property
     def until(self) -> Until:
@@ -96,7 +96,7 @@ class CostPlan:
         from specdec.core.drafts import Until
 
         own = self.acceptance
-        return Until(own.edges, own.rates, self.node_cost / own.mean, self.pass_cost / own.mean)
+        return Until(own.edges, *own.chances, self.node_cost / own.later, self.pass_cost / own.later)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a drafted token is worth verifying, or its chance worth knowing; its draft pass is done."""
@@ -420,17 +420,18 @@ class Cost:
     def _patience_after(self, round: Round) -> int:
         """A try without an accepted token doubles the wait for the next one; an accepted token resets it.
 
-        A slow try waits longer, so that tries, with the reading before them, take at most the share `_LOOK` of time.
+        A slow try waits longer, so that tries, with the reading before them, take at most the share `_LOOK` of time,
+        or four times that after an accepted token.
         """
         shortest, longest = _PATIENCE
-        if any(seq.accepted for seq in round.seqs):
-            return shortest
+        right = any(seq.accepted for seq in round.seqs)
         if not self.is_measured or self._pays(len(round.seqs)):
-            return self.patience
+            return shortest if right else self.patience
         count = len(_everyone(round))
         nodes = sum(seq.drafted for seq in round.seqs)
         rounds = (self.reading_seconds + nodes * self.passes.slope) * self._plain_rate(count) / count
-        return max(min(2 * self.patience, longest), min(int(rounds / _LOOK), _LONGEST))
+        share = 4 * _LOOK if right else _LOOK
+        return max(shortest if right else min(2 * self.patience, longest), min(int(rounds / share), _LONGEST))
 
 
 def _everyone(round: Round) -> list[SequenceRound]:

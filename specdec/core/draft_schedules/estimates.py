@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-_EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+_EDGES = (0.0001, 0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
-_FEW = tuple(min(2.0, 8 * edge) for edge in (*_EDGES, 1.0))  # expected tokens of eight guesses of a bin, at most two
 _TRIALS = 4  # guesses of about one confidence that tell little yet
 _LEAST = 0.001  # the least cost of a node, as a share of a pass
 
@@ -19,52 +18,86 @@ _LEAST = 0.001  # the least cost of a node, as a share of a pass
 class Acceptance:
     """How often guesses are accepted, by the draft's confidence in them; only tested guesses count.
 
-    Per bin of confidence, with fading weights: `accepted` guesses, and `believed`, the summed confidence of all.
-    `levels`: how many depths were tested; of several guesses at one depth at most one is accepted.
-
-    The rate of a bin, accepted / believed, is shrunk towards that of all bins with the weight of two *expected* tokens,
-    so that a few misses of unlikely guesses change little, or with that of eight guesses where it is higher so: at high
-    temperatures unlikely guesses hold as often as others, and a few hits say it. The prior is two levels with an
-    acceptance of 0.8.
+    `bins` of confidence hold, with fading weights, how many guesses were tested and accepted, and the sum of their
+    confidence. `levels`: how many depths were tested; of several guesses at one depth at most one is accepted.
+    `first_accepted` and `first_levels`: the first depths of proposals alone. The prior is two levels with an acceptance
+    of 0.8, of all depths and of the later ones.
     """
 
-    accepted: tuple[float, ...] = (0.0,) * BINS
-    believed: tuple[float, ...] = (0.0,) * BINS
+    bins: tuple[tuple[float, float, float], ...] = ((0.0, 0.0, 0.0),) * BINS
     levels: float = 0.0
+    first_accepted: float = 0.0
+    first_levels: float = 0.0
     edges: ClassVar[tuple[float, ...]] = _EDGES
 
     @cached_property
     def mean(self) -> float:
-        """The acceptance of a level whose tokens are not known yet."""
-        return (sum(self.accepted) + 0.8 * 2) / (self.levels + 2)
+        """The acceptance of a level whose tokens are not known yet, wherever it stands."""
+        return (self._accepted + 0.8 * 2) / (self.levels + 2)
 
     @cached_property
-    def rates(self) -> list[float]:
-        """Per bin, the chance of a guess divided by the draft's confidence in it."""
-        overall = (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
-        bins = zip(self.accepted, self.believed, _FEW, strict=True)
-        return [max((a + overall * w) / (b + w) for w in (2.0, few)) for a, b, few in bins]
+    def later(self) -> float:
+        """That of a level after accepted ones: higher, since drafts go on where they are sure."""
+        return (self._accepted - self.first_accepted + 0.8 * 2) / (self.levels - self.first_levels + 2)
+
+    @property
+    def _accepted(self) -> float:
+        return sum(accepted for _, accepted, _ in self.bins)
+
+    @cached_property
+    def chances(self) -> tuple[list[float], list[float]]:
+        """Per bin, a and b of the chance a + b * confidence of a guess.
+
+        They are a line over all bins, times the guesses that the bin accepted beside those that the line expects there,
+        shrunk towards 1 with the weight of two expected ones: a few misses of unlikely guesses change little. The line
+        of likeliest tokens begins near 0. That of tokens drawn with the target's own noise begins far higher, since
+        unlikely ones are accepted nearly as often as others.
+        """
+        base, slope = self._line
+        rates = [(accepted + 2) / (base * tested + slope * believed + 2) for tested, accepted, believed in self.bins]
+        return [base * rate for rate in rates], [slope * rate for rate in rates]
+
+    @property
+    def _line(self) -> tuple[float, float]:
+        """Base and slope of the acceptance over confidence, by least squares over the means of bins.
+
+        The prior is two guesses of confidence 1 with an acceptance of 0.8, and two of confidence 0 with none.
+        """
+        bins = [(2.0, 1.6, 2.0), (2.0, 0.0, 0.0), *(own for own in self.bins if own[0])]
+        count, accepted, believed = (sum(sums) for sums in zip(*bins, strict=True))
+        mean, goal = believed / count, accepted / count
+        variance = sum(own**2 / n for n, _, own in bins) / count - mean**2
+        covariance = sum(own * right / n for n, right, own in bins) / count - mean * goal
+        slope = max(covariance / variance, 0.0)
+        base = goal - slope * mean
+        return (base, slope) if base > 0 else (0.0, goal / mean)
 
     def of(self, confidence: float) -> float:
         """The chance of a guess of this confidence."""
-        return min(confidence * self.rates[_bin(confidence)], 1.0)
+        bases, slopes = self.chances
+        b = _bin(confidence)
+        return min(bases[b] + slopes[b] * confidence, 1.0)
 
     def is_unknown(self, confidence: float) -> bool:
         """Whether hardly a guess of about this confidence was tested."""
-        return self.believed[_bin(confidence)] < _TRIALS * confidence
+        return self.bins[_bin(confidence)][0] < _TRIALS
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
-        """With these (confidence, accepted) guesses on `levels` levels; the memory is about 200 levels long."""
-        if not (tested or levels):
+        """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
+        if not levels:
             return self
-        accepted, believed = list(self.accepted), list(self.believed)
+        bins = list(self.bins)
         for confidence, came_true in tested:
-            b = _bin(confidence)
-            accepted[b] += came_true
-            believed[b] += confidence
+            count, accepted, believed = bins[b := _bin(confidence)]
+            bins[b] = count + 1, accepted + came_true, believed + confidence
         levels += self.levels
-        fade = min(1.0, 200 / max(levels, 1.0))
-        return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
+        fade = min(1.0, 200 / levels)
+        return Acceptance(
+            tuple((count * fade, accepted * fade, believed * fade) for count, accepted, believed in bins),
+            levels * fade,
+            fade * (self.first_accepted + any(came_true for _, came_true in tested)),
+            fade * (self.first_levels + 1),
+        )
 
 
 class LinearFit(NamedTuple):

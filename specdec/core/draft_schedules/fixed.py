@@ -98,7 +98,7 @@ class Limit:
 
         if type(self).gain is not Limit.gain:
             return None
-        return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
+        return Until((self.threshold,), (0.0, 1.0), (0.0, 0.0), 0.5) if self.threshold > 0 else Until()
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Keeps all nodes of a path up to the first one of lower confidence than the threshold, that one included."""

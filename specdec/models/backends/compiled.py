@@ -285,6 +285,6 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
     filters, address, first = rule.choice
     noise = [] if address is None else [kernels.signed(address), first]
     chosen = [(name, [*map(float, numbers)]) for name, numbers in filters], noise
-    edges, rates, *costs = rule.until
-    until = [*rule.ends], [*edges], [*rates], *map(float, costs)
+    *bins, least, pass_cost = rule.until
+    until = [*rule.ends], *([*own] for own in bins), float(least), float(pass_cost)
     return *chosen, rule.most, rule.width, *until, rule.confident, rule.needs_q
