@@ -83,9 +83,11 @@ class ModelProposer(Proposer):
 
     def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+        gains = [plan.gain([[]]) if limit > 0 else 0.0 for plan, limit in zip(plans, limits, strict=True)]
         nothing = Tree([], [], source=self._source)
-        if not any(limits):
+        if not pays(plans, gains):
             return [nothing] * len(seqs)
+        limits = [limit if gain > 0 else 0 for limit, gain in zip(limits, gains, strict=True)]
         ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
         growths = {
             seq.id: self._growth(seq, plan, limit)
@@ -117,7 +119,7 @@ class ModelProposer(Proposer):
         limit = path_limit(seq, plan) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
-        return max(limit, 0)
+        return limit
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
         """Takes back what these sequences do not have; what they have of guesses and branches stays.

@@ -215,7 +215,7 @@ def test_texts_without_an_idea_are_asked_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "right", "least", "most"), [(0.0, 0, 30, 300), (4.0, 0, 800, 1024), (4.0, 1, 200, 300)]
+    ("reading", "right", "least", "most"), [(0.0, 0, 30, 300), (4.0, 0, 800, 1024), (4.0, 1, 400, 500)]
 )
 def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most: int) -> None:
     """What a draft reads before it can guess again counts as what the look costs; the first one sets the wait.
@@ -346,6 +346,19 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     for _ in range(20):
         acceptance = acceptance.after([(0.5, False)], 1)
     assert acceptance.of(0.5) < 0.1
+
+
+def test_a_draft_that_is_wrong_while_prompts_are_read_waits() -> None:
+    """No round is measured before the last of many texts begins. (Each of them had another wrong chain by then.)"""
+    schedule: Any = Cost()
+    row = replace(outcome(1, 0, confidence=[0.5]).seqs[0], prefill=True)
+    tries = 0
+    for _ in range(12):
+        drafted = limit(schedule) > 0
+        rows = [row] * 4 if drafted else [replace(outcome(0, 0).seqs[0], prefill=True)] * 4
+        schedule = schedule.after(Round(rows, 8, 0.1 * drafted, 1.0, 0.0, 1 + 0.1 * drafted))
+        tries += drafted
+    assert tries <= 2
 
 
 def test_drawn_guesses_hold_however_unlikely() -> None:

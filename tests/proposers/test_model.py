@@ -113,7 +113,7 @@ def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     plan = FakePlan(4, doubt=2.0)
     [tree] = ModelDraft(model).start(50).propose([row], [plan])
     assert len(tree) == 1
-    assert plan.asked == [tree.confidence]
+    assert plan.asked == [[], tree.confidence]
     [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4, drop=2.0)])
     assert not tree.tokens
     drawn = FakeSequence([1, 2], task=task(Greedy(needs_q=True)))

@@ -88,7 +88,8 @@ class CostPlan:
         """The tokens, of unknown confidence, that the next draft pass brings beyond those that its nodes cost."""
         if max(map(len, paths)) >= self.limit:
             return 0.0
-        return sum(map(self._chance, paths)) * self.acceptance.later - width * self.node_cost
+        mean = self.acceptance.later if any(paths) else self.acceptance.mean
+        return sum(map(self._chance, paths)) * mean - width * self.node_cost
 
     @property
     def until(self) -> Until:
@@ -219,8 +220,10 @@ class Cost:
 
     def _plan_of(self, seqs: int) -> CostPlan:
         if not self.is_measured:
-            everyone = seqs + self.other_seqs
-            return self._plan(self.k, everyone * self._prior.draft_cost, self._prior.verify_cost)
+            draft_cost, node_cost = self._prior.draft_cost, self._prior.verify_cost
+            if self.acceptance.mean < draft_cost + node_cost:  # so far, as while prompts are read
+                return self._plan(int(self.idle >= _PATIENCE[1]), 0.0, 0.0)
+            return self._plan(self.k, (seqs + self.other_seqs) * draft_cost, node_cost)
         if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
         if not self._pays(seqs):
@@ -421,7 +424,7 @@ class Cost:
         """A try without an accepted token doubles the wait for the next one; an accepted token resets it.
 
         A slow try waits longer, so that tries, with the reading before them, take at most the share `_LOOK` of time,
-        or four times that after an accepted token.
+        or twice that after an accepted token.
         """
         shortest, longest = _PATIENCE
         right = any(seq.accepted for seq in round.seqs)
@@ -430,7 +433,7 @@ class Cost:
         count = len(_everyone(round))
         nodes = sum(seq.drafted for seq in round.seqs)
         rounds = (self.reading_seconds + nodes * self.passes.slope) * self._plain_rate(count) / count
-        share = 4 * _LOOK if right else _LOOK
+        share = 2 * _LOOK if right else _LOOK
         return max(shortest if right else min(2 * self.patience, longest), min(int(rounds / share), _LONGEST))
 
 
