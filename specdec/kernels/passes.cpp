@@ -58,7 +58,8 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
 }
 
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
-// the chain, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores are kept.
+// the chain, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores
+// are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
                         std::vector<int64_t>, Numbers, Numbers, Numbers, double, double, bool, bool>;
 

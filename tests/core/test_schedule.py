@@ -167,6 +167,9 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
 @pytest.mark.parametrize("paths", [1, 3])
 def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
     """Its tokens count by the mean of what came true so deep: how sure the draft is of them is not known yet."""
+    worth = paths * Acceptance().mean
+    assert goes_on(CostPlan(9, Acceptance(), 0.99 * worth, 0.0), [[]] * paths)
+    assert not goes_on(CostPlan(9, Acceptance(), 1.01 * worth, 0.0), [[]] * paths)
     acceptance = Acceptance().after([(1.0, True)], 1).after([(1.0, True), (1.0, False)], 2)
     worth = paths * acceptance.of(1.0) * acceptance.later
     assert acceptance.later == pytest.approx(1.6 / 3)
@@ -349,7 +352,7 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
 
 
 def test_a_draft_that_is_wrong_while_prompts_are_read_waits() -> None:
-    """No round is measured before the last of many texts begins. (Each of them had another wrong chain by then.)"""
+    """No round is measured before the last of many texts begins. (It was never tried again.)"""
     schedule: Any = Cost()
     row = replace(outcome(1, 0, confidence=[0.5]).seqs[0], prefill=True)
     tries = 0
@@ -359,6 +362,7 @@ def test_a_draft_that_is_wrong_while_prompts_are_read_waits() -> None:
         schedule = schedule.after(Round(rows, 8, 0.1 * drafted, 1.0, 0.0, 1 + 0.1 * drafted))
         tries += drafted
     assert tries <= 2
+    assert 200 < waited(schedule) < 300
 
 
 def test_drawn_guesses_hold_however_unlikely() -> None:

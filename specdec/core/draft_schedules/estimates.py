@@ -20,29 +20,25 @@ class Acceptance:
 
     `bins` of confidence hold, with fading weights, how many guesses were tested and accepted, and the sum of their
     confidence. `levels`: how many depths were tested; of several guesses at one depth at most one is accepted.
-    `first_accepted` and `first_levels`: the first depths of proposals alone. The prior is two levels with an acceptance
-    of 0.8, of all depths and of the later ones.
+    `later_accepted` and `later_levels`: without the first depths of proposals. The prior is two levels with an
+    acceptance of 0.8, of all depths and of the later ones.
     """
 
     bins: tuple[tuple[float, float, float], ...] = ((0.0, 0.0, 0.0),) * BINS
     levels: float = 0.0
-    first_accepted: float = 0.0
-    first_levels: float = 0.0
+    later_accepted: float = 0.0
+    later_levels: float = 0.0
     edges: ClassVar[tuple[float, ...]] = _EDGES
 
     @cached_property
     def mean(self) -> float:
         """The acceptance of a level whose tokens are not known yet, wherever it stands."""
-        return (self._accepted + 0.8 * 2) / (self.levels + 2)
+        return (sum(accepted for _, accepted, _ in self.bins) + 0.8 * 2) / (self.levels + 2)
 
     @cached_property
     def later(self) -> float:
         """That of a level after accepted ones: higher, since drafts go on where they are sure."""
-        return (self._accepted - self.first_accepted + 0.8 * 2) / (self.levels - self.first_levels + 2)
-
-    @property
-    def _accepted(self) -> float:
-        return sum(accepted for _, accepted, _ in self.bins)
+        return (self.later_accepted + 0.8 * 2) / (self.later_levels + 2)
 
     @cached_property
     def chances(self) -> tuple[list[float], list[float]]:
@@ -90,13 +86,13 @@ class Acceptance:
         for confidence, came_true in tested:
             count, accepted, believed = bins[b := _bin(confidence)]
             bins[b] = count + 1, accepted + came_true, believed + confidence
-        levels += self.levels
-        fade = min(1.0, 200 / levels)
+        hits = [came_true for _, came_true in tested]
+        fade = min(1.0, 200 / (self.levels + levels))
         return Acceptance(
             tuple((count * fade, accepted * fade, believed * fade) for count, accepted, believed in bins),
-            levels * fade,
-            fade * (self.first_accepted + any(came_true for _, came_true in tested)),
-            fade * (self.first_levels + 1),
+            fade * (self.levels + levels),
+            fade * (self.later_accepted + sum(hits) - any(hits)),
+            fade * (self.later_levels + levels - 1),
         )
 
 
