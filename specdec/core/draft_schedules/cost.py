@@ -222,7 +222,7 @@ class Cost:
         if not self.is_measured:
             draft_cost, node_cost = self._prior.draft_cost, self._prior.verify_cost
             if self.acceptance.mean < draft_cost + node_cost:  # so far, as while prompts are read
-                return self._plan(int(self.idle >= _PATIENCE[1]), 0.0, 0.0)
+                return self._plan(1, 0.0, 0.0)  # to measure costs: the draft may be free
             return self._plan(self.k, (seqs + self.other_seqs) * draft_cost, node_cost)
         if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
