@@ -80,24 +80,21 @@ def _entry(file: str, *names: str) -> str:
     return ""
 
 
-class PeakMemory:
-    """Peak memory within the context, in bytes: the accelerator's, else resident; None except on Linux."""
+def reset_peak_memory() -> None:
+    """Forgets the peak so far."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
-    bytes: int | None = None
 
-    def __enter__(self) -> PeakMemory:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_available():
-            self.bytes = torch.cuda.max_memory_allocated()
-        elif peak := _entry("/proc/self/status", "VmHWM"):
-            self.bytes = int(peak.split()[0]) * 1024
+def peak_memory() -> int | None:
+    """Peak memory in bytes: the accelerator's, else resident; None except on Linux."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = _entry("/proc/self/status", "VmHWM")
+    return int(peak.split()[0]) * 1024 if peak else None
 
 
 @dataclass

@@ -7,7 +7,7 @@ from itertools import pairwise
 from time import perf_counter as clock
 from typing import Any
 
-from specdec.bench.machine import PeakMemory
+from specdec.bench.machine import peak_memory, reset_peak_memory
 from specdec.bench.parts import Mode
 from specdec.bench.suite import Cell
 from specdec.errors import OptionError
@@ -79,20 +79,20 @@ class Systems:
 def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generation, dict[str, Any]]:
     """Runs one call as a stream; what came of it, and the fields of a `Sample` that the clock and memory tell."""
     arrivals: dict[int, list[tuple[float, int]]] = {}
-    with PeakMemory() as memory:
-        began = clock()
-        events = generator.stream(**call)
-        while True:
-            try:
-                event = next(events)
-            except StopIteration as end:
-                out: Generation = end.value
-                break
-            arrivals.setdefault(event.row, []).append((clock() - began, len(event.token_ids)))
-        seconds = clock() - began
+    reset_peak_memory()
+    began = clock()
+    events = generator.stream(**call)
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            out: Generation = end.value
+            break
+        arrivals.setdefault(event.row, []).append((clock() - began, len(event.token_ids)))
+    seconds, memory = clock() - began, peak_memory()
     first = min(times[0][0] for times in arrivals.values())
     gaps = [round(gap, 7) for times in arrivals.values() for gap in token_gaps(times)]
-    return out, {"seconds": seconds, "first_token": first, "gaps": gaps, "memory": memory.bytes}
+    return out, {"seconds": seconds, "first_token": first, "gaps": gaps, "memory": memory}
 
 
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
