@@ -9,7 +9,8 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -66,21 +67,20 @@ def read_prompts(source: str, count: int) -> list[PromptText]:
 
 def spread(prompts: Sequence[PromptText], count: int) -> Iterator[PromptText]:
     """The first `count`, taking one of each category in turn."""
-    kinds: dict[str, list[PromptText]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.category, []).append(prompt)
-    rounds = chain.from_iterable(zip_longest(*kinds.values()))
+    rounds = chain.from_iterable(zip_longest(*_by_category(prompts)))
     return islice((prompt for prompt in rounds if prompt is not None), count)
 
 
 def batches(prompts: Sequence[PromptText], size: int) -> list[list[PromptText]]:
     """Batches of one category each; the last of a category may be smaller."""
-    kinds = dict.fromkeys(prompt.category for prompt in prompts)
-    found = []
-    for kind in kinds:
-        own = [prompt for prompt in prompts if prompt.category == kind]
-        found += [own[i : i + size] for i in range(0, len(own), size)]
-    return found
+    return [own[i : i + size] for own in _by_category(prompts) for i in range(0, len(own), size)]
+
+
+def _by_category(prompts: Sequence[PromptText]) -> Iterable[list[PromptText]]:
+    kinds = defaultdict[str, list[PromptText]](list)
+    for prompt in prompts:
+        kinds[prompt.category].append(prompt)
+    return kinds.values()
 
 
 def _json_lines(path: Path, text: str) -> Iterator[PromptText]:
