@@ -53,16 +53,17 @@ def split(
     timestamp token. Text after the last pair of timestamps is left to the next window, unless the tokens end with a
     single timestamp.
     """
-    stamped = [token >= begin for token in tokens]
-    cuts = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
+
+    def segment(first: int, last: int, start: int, end: int) -> Segment:
+        begins, ends = (offset + step * TOKEN_SECONDS for step in (start, end))
+        return Segment(begins, ends, list(tokens[first:last]), None if times is None else list(times[first:last]))
+
+    steps = [token - begin for token in tokens]  # of time; below 0 for text
+    cuts = [i + 1 for i in range(len(steps) - 1) if steps[i] >= 0 and steps[i + 1] >= 0]
     if not cuts:
-        stamps = [token for token in tokens if token >= begin]
-        last = frames // stride
-        if stamps and stamps[-1] != begin:
-            last = stamps[-1] - begin
-        end = offset + last * TOKEN_SECONDS
-        return [Segment(offset, end, list(tokens), None if times is None else list(times[: len(tokens)]))], frames
-    single = stamped[-2:] == [False, True]
+        stamps = [step for step in steps if step >= 0]
+        return [segment(0, len(tokens), 0, stamps[-1] if stamps and stamps[-1] else frames // stride)], frames
+    single = steps[-2] < 0 <= steps[-1]
     if single:
         cuts.append(len(tokens))
     else:
@@ -70,13 +71,8 @@ def split(
     segments = []
     for first, last in zip([0, *cuts], cuts, strict=False):
         closing = last - 1 if single or last != cuts[-1] else last - 2
-        start, end = (offset + (tokens[i] - begin) * TOKEN_SECONDS for i in (first, closing))
-        segments.append(
-            Segment(start, end, list(tokens[first:last]), None if times is None else list(times[first:last]))
-        )
-    if single:
-        return segments, frames
-    return segments, (tokens[cuts[-1] - 2] - begin) * stride
+        segments.append(segment(first, last, steps[first], steps[closing]))
+    return segments, frames if single else steps[cuts[-1] - 2] * stride
 
 
 @dataclass
@@ -158,7 +154,7 @@ class Listener:
     ) -> None:
         self._generator, self._whisper, self._settings = generator, whisper, settings
         self._options, self._progress = dict(options), progress
-        self._seed: int = self._options.pop("seed", 0)
+        self._seed: int = self._options.pop("seed")
         self._positions = int(whisper.model.config.max_target_positions)
         draft = None if any(name in self._options for name in DRAFT_NAMES) else generator.draft
         self._predicts = draft is not None and draft.reads_predictions
