@@ -104,17 +104,16 @@ class Whisper:
         if language is None and task is None:  # older checkpoints force the tokens after the start
             forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
             begin += [token for _, token in sorted(forced, key=lambda pair: pair[0])]
-        rows = [list(begin) for _ in range(len(encoding))]
+        spoken = begin[1] if len(begin) > 1 else None
         if language is not None:
-            found: Sequence[int | None] = [self.language_id(language)] * len(rows)
-        elif self.setting("lang_to_id") is not None and (len(begin) == 1 or begin[1] is None):
+            spoken = self.language_id(language)
+        found = [spoken] * len(encoding)
+        if spoken is None and self.setting("lang_to_id") is not None:
             heard = BaseModelOutput(last_hidden_state=encoding.hidden)
             found = self.model.model.detect_language(encoder_outputs=heard, generation_config=self.settings).tolist()
-        else:
-            found = [row[1] if len(row) > 1 else None for row in rows]
         return [
-            self._prompt([*row[:1], spoken, *row[2:]], task, stamped)
-            for row, spoken, stamped in zip(rows, found, timestamps, strict=True)
+            self._prompt([*begin[:1], one, *begin[2:]], task, stamped)
+            for one, stamped in zip(found, timestamps, strict=True)
         ]
 
     def _prompt(self, row: list[int | None], task: str | None, timestamps: bool) -> list[int]:
