@@ -103,21 +103,20 @@ class Recording:
     def text(
         self, whisper: Whisper, *, timestamps: bool | str | None, language: bool, seconds: float
     ) -> dict[str, Any]:
-        """Text and chunks as transformers' pipeline returns them; `seconds` of sound per timestamp token."""
-        if not self.tracks:
-            return {"text": "", **({"chunks": []} if timestamps or language else {}), **self._extra()}
-        if self.strides is None and timestamps != "word":
+        """Text, chunks and other fields as transformers' pipeline returns them.
+
+        `seconds` of sound per timestamp token.
+        """
+        text, chunks = "", Chunks()
+        if self.tracks and self.strides is None and timestamps != "word":
             text, chunks = self._segments(whisper, bool(timestamps), language)
-        else:
+        elif self.tracks:
             pieces = [self._piece(i, whisper, timestamps, language) for i in range(len(self.tracks))]
             how: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
             text, found = transcript(whisper.tokenizer, pieces, **how)
             chunks = found.get("chunks", [])
-        return {"text": text, **({"chunks": chunks} if timestamps or language else {}), **self._extra()}
-
-    def _extra(self) -> dict[str, list[Any]]:
-        """Other fields of the input, each in a list, as transformers' pipeline returns them."""
-        return {name: [value] for name, value in self.extra.items()}
+        shown = {"chunks": chunks} if timestamps or language else {}
+        return {"text": text, **shown, **{name: [value] for name, value in self.extra.items()}}
 
     def _segments(self, whisper: Whisper, timestamps: bool, language: bool) -> tuple[str, Chunks]:
         """The only track's segments as chunks; without timestamps its text is one chunk."""
