@@ -103,9 +103,9 @@ def _mono(source: Any) -> Samples:
     if source.ndim not in (1, 2) or (source.ndim == 2 and source.shape[0] > 2):
         way_out = "transpose it, or mix its channels down"
         raise OptionError.of("inputs", "of shape [samples] or [1 or 2 channels, samples]", list(source.shape), way_out)
-    scale = 1.0 if source.dtype.kind == "f" else 1 / float(np.iinfo(source.dtype).max + 1)
-    offset = 1.0 if source.dtype.kind == "u" else 0.0
-    scaled = source.astype(np.float32) * np.float32(2 * scale if offset else scale) - np.float32(offset)
+    kind = source.dtype.kind
+    half = 1 if kind == "f" else 2 ** (8 * source.dtype.itemsize - 1)  # of the range of whole numbers
+    scaled = source.astype(np.float32) / np.float32(half) - np.float32(kind == "u")
     return _checked(scaled if scaled.ndim == 1 else scaled.mean(0), "the input")
 
 
