@@ -21,6 +21,7 @@ from specdec.generator.tokenizers import ids_of
 from specdec.options.fields import plain
 from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
+from specdec.pipelines.summaries.summarize import TASK
 
 _UNEXPECTED = 8  # unexpected errors in a row that end the run
 _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
@@ -122,8 +123,6 @@ class Summarize(Task):
     field = "text"
 
     def __init__(self, spec: BatchSpec) -> None:
-        from specdec.pipelines.summaries.summarize import TASK
-
         generator = load_generator(spec, task=TASK)
         limits = generator.options(**spec.options)
         unlimited = limits.max_new_tokens is None and limits.max_length is None
