@@ -27,7 +27,6 @@ PLACE = "{text}"
 INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
-_LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _NO_PLACE = ("streamer", "return_dict_in_generate")
 
 
@@ -211,8 +210,8 @@ class Summarizer:
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
             batch = prompts[first : first + plan.batch_size]
-            own = {"seed": seeds[first * rows : (first + len(batch)) * rows]} if seeds else {}
-            out = self.generator.generate(batch, **{**given, **own})
+            own = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
+            out = self.generator.generate(batch, **{**given, "seed": own})
             assert out.sequences is not None
             assert out.stats is not None
             new = out.new_tokens()
@@ -257,9 +256,8 @@ class Summarizer:
         if self._target.is_encoder_decoder:
             limit -= options.max_new_tokens is None  # `max_length` counts the decoder's start id
         else:
-            given = {name: value for name, value in given.items() if name not in _LENGTHS} | {"max_new_tokens": limit}
-            if least := options.min_new_tokens or options.min_length:
-                given["min_new_tokens"] = least
+            given = {**given, "max_length": None, "min_length": None, "max_new_tokens": limit}
+            given["min_new_tokens"] = options.min_new_tokens or options.min_length or None
             room = None if room is None else room - limit
         budget = min((n for n in (room, self._chunk_tokens) if n is not None), default=None)
         if budget is not None and budget < 1:
@@ -267,7 +265,6 @@ class Summarizer:
                 f"{limit} new tokens leave no room for a text before them, since the target reads {budget + limit} at "
                 "most: lower `max_new_tokens`"
             )
-        given = {name: value for name, value in given.items() if name != "seed"}
         return _Plan(options, given, budget, limit, truncate, batch_size)
 
     def _count(self, texts: Sequence[str]) -> list[int]:
