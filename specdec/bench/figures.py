@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.bench.samples import Sample
+from specdec.core.stats import Stats
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -128,16 +129,16 @@ class Position(NamedTuple):
     accepted: int
 
 
-def acceptance_by_position(drafted: Sequence[int], accepted: Sequence[int]) -> list[Position]:
-    """Counts by position, from the numbers of tokens that each round drafted and accepted along a chain."""
-    steps = list(zip(drafted, accepted, strict=True))
+def acceptance_by_position(stats: Stats) -> list[Position]:
+    """Counts by position, where every round drafted a chain."""
+    steps = list(zip(stats.per_step_drafted, stats.per_step_accepted, strict=True))
     return [
         Position(
             sum(d > place for d, _ in steps),
             sum(d > place and a >= place for d, a in steps),
             sum(a > place for _, a in steps),
         )
-        for place in range(max(drafted, default=0))
+        for place in range(max(stats.per_step_drafted, default=0))
     ]
 
 
@@ -156,14 +157,11 @@ class Prediction(NamedTuple):
         return float(expected / (k * self.cost + 1))
 
 
-def predict(plain: Sequence[Sample], sweep: Sequence[Sample]) -> Prediction | None:
-    """The prediction from plain decoding and all samples of a sweep; None where nothing was drafted."""
-    places = [acceptance_by_position(s.drafted, s.accepted) for s in sweep]
-    tested = sum(place.tested for own in places for place in own)
-    drafted = sum(sum(s.drafted) for s in sweep)
-    passes = sum(s.passes for s in plain)
-    if not tested or not passes:
+def predict(plain: Stats, sweep: Stats) -> Prediction | None:
+    """The prediction from plain decoding and all calls of a sweep; None where nothing was drafted."""
+    places = acceptance_by_position(sweep)
+    if not places:
         return None
-    accepted = sum(place.accepted for own in places for place in own)
-    a_pass = sum(s.verify_seconds + s.select_seconds for s in plain) / passes
-    return Prediction(accepted / tested, sum(s.draft_seconds for s in sweep) / drafted / a_pass)
+    alpha = sum(place.accepted for place in places) / sum(place.tested for place in places)
+    a_pass = (plain.verify_seconds + plain.select_seconds) / plain.num_target_passes
+    return Prediction(alpha, sweep.draft_seconds / sweep.num_draft_tokens / a_pass)

@@ -7,22 +7,16 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import starmap
+from operator import attrgetter
 from statistics import mean, median
 from typing import Any
 
-from specdec.bench.figures import (
-    acceptance_by_position,
-    per_token,
-    percentiles,
-    predict,
-    requests,
-    speedup,
-    typical,
-)
+from specdec.bench.figures import acceptance_by_position, per_token, percentiles, predict, requests, speedup, typical
 from specdec.bench.machine import Watch
 from specdec.bench.runner import name_of
 from specdec.bench.samples import Mismatch, Sample, Store
 from specdec.bench.suite import PLAIN, Cell, Group
+from specdec.core.stats import Stats, total
 
 Results = dict[str, Any]
 _MIB = 2**20
@@ -34,7 +28,7 @@ def results(store: Store) -> Results:
     suite = store.suite
     groups = [_group(store, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
-    load = max((run.provenance["load"] for run in store.runs), default=0.0)
+    load = max(run.provenance["load"] for run in store.runs)
     found: Results = {
         "name": suite.name,
         "fingerprint": store.fingerprint,
@@ -77,12 +71,10 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     samples = store.of(group.label, name_of(cell))
     if not samples:
         return None
-    tokens = sum(s.count for s in samples)
-    drafted = [n for s in samples for n in s.drafted]
-    accepted = [n for s in samples for n in s.accepted]
+    tokens, stats = sum(s.count for s in samples), _total(samples)
     faster = speedup(plain, samples) if cell is not None else None
     chains = cell is not None and cell.is_chain and not group.strategy.searches
-    places = acceptance_by_position(drafted, accepted) if chains else []
+    places = acceptance_by_position(stats) if chains else []
     memory = [s.memory for s in samples if s.memory is not None]
     return {
         "name": name_of(cell),
@@ -98,19 +90,19 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "token_ms": _ms([gap for s in samples for gap in s.gaps]),
         "request_ms": _ms([s.seconds for s in samples]),
         "first_token_ms": _ms([s.first_token for s in samples]),
-        "mean_acceptance_length": _acceptance_length(samples),
+        "mean_acceptance_length": stats.mean_acceptance_length if stats.num_spec_steps else None,
         "acceptance_length_by_repeat": [  # 1 where nothing was drafted
-            _acceptance_length([s for s in samples if s.repeat == repeat]) or 1.0
+            _total([s for s in samples if s.repeat == repeat]).mean_acceptance_length
             for repeat in sorted({s.repeat for s in samples})
         ],
-        "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        "draft_acceptance_rate": stats.draft_acceptance_rate if stats.num_draft_tokens else None,
         "acceptance_by_position": [place._asdict() for place in places],
-        "target_passes_per_token": sum(s.passes for s in samples) / tokens,
+        "target_passes_per_token": stats.num_target_passes / tokens,
         "split_ms_per_token": _split(samples),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
-        "exactness": samples[0].exactness,
-        "backend": samples[0].backend,
-        "draft_backend": samples[0].draft_backend,
+        "exactness": stats.exactness,
+        "backend": stats.settings["backend"],
+        "draft_backend": stats.settings.get("draft_backend"),
         **_sameness(store, group, samples),
     }
 
@@ -125,22 +117,20 @@ def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return percentiles([1e3 * s for s in seconds])
 
 
-def _acceptance_length(samples: Sequence[Sample]) -> float | None:
-    """Tokens per round that drafted; None without one."""
-    accepted = [n for s in samples for n in s.accepted]
-    return 1 + sum(accepted) / len(accepted) if accepted else None
+def _total(samples: Sequence[Sample]) -> Stats:
+    return total([s.stats for s in samples])
 
 
 def _split(samples: Sequence[Sample]) -> dict[str, float]:
     """Milliseconds per new token by part; overhead is all except the other three."""
     own = typical(samples)
 
-    def total(name: str) -> float:
-        return sum(mean(getattr(s, name) for s in middle) for middle in own)
+    def whole(name: str) -> float:
+        return sum(mean(map(attrgetter(name), middle)) for middle in own)
 
-    seconds = {name: total(f"{name}_seconds") for name in ("draft", "verify", "select")}
-    seconds["overhead"] = total("seconds") - sum(seconds.values())
-    return {name: 1e3 * value / total("count") for name, value in seconds.items()}
+    seconds = {name: whole(f"stats.{name}_seconds") for name in ("draft", "verify", "select")}
+    seconds["overhead"] = whole("seconds") - sum(seconds.values())
+    return {name: 1e3 * value / whole("count") for name, value in seconds.items()}
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
@@ -168,9 +158,9 @@ def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
 
 def _excuse(store: Store, mismatch: Mismatch) -> str | None:
     """Why a text may differ: a row-dependent target, or a near-tie of its two best logits."""
-    sample, near_tie = store.samples[mismatch.key], store.suite.near_tie
-    if sample.exactness == "row-dependent":
-        return sample.exactness
+    exactness, near_tie = store.samples[mismatch.key].stats.exactness, store.suite.near_tie
+    if exactness == "row-dependent":
+        return exactness
     return "near-tie" if mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0 else None
 
 
@@ -188,7 +178,7 @@ def _sweeps(store: Store, group: Group, plain: list[Sample]) -> list[Results]:
         if len(measured) < 2:
             continue
         swept = [s for samples in cells.values() for s in samples]
-        theory = None if group.strategy.searches else predict(plain, swept)
+        theory = None if group.strategy.searches else predict(_total(plain), _total(swept))
         found.append(
             {
                 "draft": draft,

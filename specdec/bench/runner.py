@@ -90,23 +90,14 @@ class GroupRun:
         generator = systems.generator(self.group.label, cell)
         watch.look()
         out, measured = measure(generator, self._call(cell, prompts))
-        stats = out.stats
-        assert stats is not None
+        assert out.stats is not None
         sample = Sample(
             **vars(key),
             category=prompts[0].category,
             tokens=out.new_tokens(),
+            stats=replace(out.stats, per_row=()),
             **measured,
-            draft_seconds=stats.draft_seconds,
-            verify_seconds=stats.verify_seconds,
-            select_seconds=stats.select_seconds,
-            passes=stats.num_target_passes,
-            drafted=list(stats.per_step_drafted),
-            accepted=list(stats.per_step_accepted),
             spin=watch.spins[-1],
-            exactness=stats.exactness,
-            backend=stats.settings["backend"],
-            draft_backend=stats.settings.get("draft_backend"),
         )
         self.store.add(sample)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec.bench.suite import Suite
+from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.kept_lines import whole_lines
@@ -38,25 +39,17 @@ class Sample(Key):
 
     `tokens`: new ids by row. `first_token`, `seconds`: since the start of the call. `gaps`: seconds between the tokens
     of each row, where tokens of one round share its time. `memory`: the peak in bytes. `spin`: seconds of a fixed piece
-    of work just before. `exactness`: as in `Stats`. `draft_backend`: None for drafts without a model.
+    of work just before.
     """
 
     category: str
     tokens: list[list[int]]
+    stats: Stats
     seconds: float
     first_token: float
     gaps: list[float]
-    draft_seconds: float
-    verify_seconds: float
-    select_seconds: float
-    passes: int
-    drafted: list[int]
-    accepted: list[int]
     memory: int | None
     spin: float
-    exactness: str
-    backend: str
-    draft_backend: str | None
 
     @property
     def count(self) -> int:
@@ -146,6 +139,8 @@ class Store:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for line in whole[1:]:
             kind = _KINDS[line.pop("kind")]
+            if "stats" in line:
+                line["stats"] = Stats(**line["stats"])
             self._keep(kind(**line))
 
     def add(self, record: Record) -> None:
@@ -173,7 +168,7 @@ class Store:
 
 
 def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
-    """A hash of the configuration: suite, prompts, versions and threads, files of local models."""
+    """A hash of the configuration: suite, prompts, versions and threads, files of local models, fields of samples."""
     names, models = {(group.target, "target") for group in suite.groups()}, {}
     names |= {(cell.model, "draft") for group in suite.groups() for cell in group.cells}
     for name, role in names:
@@ -182,5 +177,6 @@ def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) 
             if name and folder.is_dir():
                 files = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.is_file()]
                 models[str(folder)] = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in files]
-    whole = json.dumps([suite.model_dump(mode="json"), prompts, place, models], sort_keys=True, default=str)
+    parts = [suite.model_dump(mode="json"), prompts, place, models, list(Sample.__dataclass_fields__)]
+    whole = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]

@@ -6,15 +6,14 @@ from specdec import SpecGenerator
 from specdec.bench.figures import Speedup
 from specdec.bench.samples import Sample
 from specdec.bench.systems import measure
+from specdec.core.stats import Stats
 
 
 def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any) -> Sample:
     """Ten tokens in a second, unless `values` say otherwise."""
     common: dict[str, Any] = {
-        **{"group": "g", "category": "code", "tokens": [list(range(10))], "seconds": 1.0, "first_token": 0.1},
-        **{"gaps": [0.1] * 9, "draft_seconds": 0.2, "verify_seconds": 0.6, "select_seconds": 0.1, "passes": 10},
-        **{"drafted": [], "accepted": [], "memory": 2**20, "spin": 0.001},
-        **{"exactness": "exact", "backend": "packed", "draft_backend": None},
+        **{"group": "g", "category": "code", "tokens": [list(range(10))], "stats": Stats(), "seconds": 1.0},
+        **{"first_token": 0.1, "gaps": [0.1] * 9, "memory": 2**20, "spin": 0.001},
     }
     return Sample(system=system, batch=batch, repeat=repeat, **{**common, **values})
 
