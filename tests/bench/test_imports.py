@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec import DraftError, OptionError, SpecGenerator
-from specdec.bench import exit_state, read_suite, results, run
+from specdec.bench import exit_state, read_suite
 from specdec.bench.imports import digests, import_modules
 from specdec.bench.parts import Drafting, Mode
 from specdec.bench.runner import in_words
@@ -33,17 +32,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def keys(target: str, tmp_path: Path) -> dict[str, Any]:
-    """A benchmark of a moment."""
-    (tmp_path / "p.txt").write_text("abab" * 20)
-    shared = {"max_new_tokens": 8, "repeats": 1, "schedules": {"schedule": "constant", "num_assistant_tokens": 2}}
-    return {"targets": target, "prompts": str(tmp_path / "p.txt"), "options": {"eos_token_id": []}, **shared}
-
-
-@pytest.fixture
-def measured(keys: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
-    """The results of that benchmark with other keys."""
-    return lambda **others: results(run(read_suite({**keys, **others}), tmp_path / "out"))
+def keys(keys: dict[str, Any], target: str) -> dict[str, Any]:
+    """One prompt, once."""
+    Path(keys["prompts"]).write_text("abab" * 20)
+    return {**keys, "targets": target, "max_new_tokens": 8, "repeats": 1}
 
 
 @pytest.mark.parametrize("chunk", [None, 7])

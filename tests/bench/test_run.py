@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,6 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models, versions
 from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
-
-
-@pytest.fixture
-def keys(folders: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
-    """A small benchmark: two prompts, two drafts, twice."""
-    (tmp_path / "p.txt").write_text("abab\n\nxyzxyz")
-    constant = {"schedule": "constant", "num_assistant_tokens": 2}
-    shared = {"prompts": str(tmp_path / "p.txt"), "max_new_tokens": 6, "repeats": 2, "schedules": [constant]}
-    return {"targets": folders[0], "drafts": [folders[1], "suffix"], "options": {"eos_token_id": []}, **shared}
-
-
-@pytest.fixture
-def measured(keys: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:
-    """The results of that benchmark with other keys."""
-    return lambda **others: results(run(read_suite({**keys, **others}), tmp_path / "out"))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
