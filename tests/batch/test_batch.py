@@ -2,12 +2,7 @@
 
 import datetime
 import json
-import os
 import resource
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -286,34 +281,6 @@ def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> No
     assert "colour" in found[4]["response"]["body"]["error"]["message"]
     assert found[6]["error"]["code"] == "invalid_request"
     assert batch(source, tmp_path / "three.jsonl", *models, "--task", "chat") == 2
-
-
-@pytest.mark.slow
-def test_killed_and_run_again(models: list[str], tmp_path: Path) -> None:
-    """SIGKILL in the middle, twice, in a process of its own: the same bytes as a run that nothing disturbed."""
-    source = write(tmp_path / "in.jsonl", [{"prompt": f"{'row ' * (n % 5)}{n}"} for n in range(150)])
-    flags = ["batch", str(source), "--max-new-tokens", "24", "--at-once", "4", *models, *SAMPLE, "-q"]
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert run([*flags[:2], str(whole), *flags[2:]]) == 0
-    command = [sys.executable, "-m", "specdec", *flags[:2], str(out), *flags[2:]]
-    before, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1"}
-    for share in (0.2, 0.6):
-        with subprocess.Popen(command, env=environment) as process:
-            while written(out) < share * whole.stat().st_size:
-                assert process.poll() is None
-                time.sleep(0.005)
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-        assert before < written(out) < 2 * whole.stat().st_size
-        before = written(out)
-    assert run([*flags[:2], str(out), *flags[2:]]) == 0
-    assert out.read_bytes() == whole.read_bytes()
-
-
-def written(out: Path) -> int:
-    """Bytes of finished rows; those that went through the journal may count twice."""
-    journal = out.with_name(out.name + ".journal")
-    return sum(path.stat().st_size for path in (out, journal) if path.exists())
 
 
 class Broken:
