@@ -1,6 +1,5 @@
 """Statistics against values worked out by hand."""
 
-import numpy as np
 import pytest
 
 from specdec.bench.figures import (
@@ -42,6 +41,8 @@ def test_speedup_is_of_all_seconds() -> None:
     assert found.low == pytest.approx(1.0)  # the second request alone, drawn twice
     assert found.high == pytest.approx(4.0)
     assert found.state == "same"
+    doubled = [sample("x", batch=s.batch, seconds=s.seconds / 2) for s in plain]
+    assert speedup(plain, doubled) == (2.0, 2.0, 2.0)  # of each request beside its own
 
 
 def test_speedup_counts_tokens() -> None:
@@ -49,25 +50,6 @@ def test_speedup_counts_tokens() -> None:
     found = speedup([sample(seconds=1)], [sample("x", seconds=2, tokens=[list(range(20))])])
     assert found == Speedup(1.0)
     assert speedup([], [sample("x")]) is None
-
-
-def test_the_interval_covers() -> None:
-    """Of 100 seeded experiments, whose speedup is 2, a 95% interval of 12 requests misses in at most 20.
-
-    With a true coverage of 88% (percentile intervals of few requests are short) the chance of more is below 1%.
-    """
-    generator = np.random.default_rng(0)
-    missed = 0
-    for _ in range(100):
-        seconds = 2 * np.exp(generator.normal(0, 0.2, 12))
-        noise = np.exp(generator.normal(0, 0.1, 12) - 0.005)
-        found = speedup(
-            [sample(batch=i, seconds=s) for i, s in enumerate(seconds)],
-            [sample("x", batch=i, seconds=s / 2 * n) for i, (s, n) in enumerate(zip(seconds, noise, strict=True))],
-        )
-        assert found.low < found.value < found.high
-        missed += not found.low <= 2 <= found.high
-    assert missed <= 20
 
 
 def test_percentiles() -> None:
