@@ -73,21 +73,16 @@ def ours(model: PreTrainedModel, sound: Any, draft: Any = None, **options: Any) 
     return Transcriber(model, draft, processor=PARTS)(sound, **options).tokens
 
 
-SOUNDS = [(0.6, "none"), (0.6, "own encoder"), (1.0, "none"), (1.0, "shared encoder"), *((2.2, d) for d in DRAFTS)]
+SOUNDS = [(0.6, True, "none"), (0.6, True, "own encoder"), (1.0, True, "none"), (1.0, True, "shared encoder")]
+SOUNDS += [(seconds, stamps, draft) for seconds, stamps in ((0.8, False), (2.2, True)) for draft in DRAFTS]
 
 
-@pytest.mark.parametrize(("seconds", "draft"), SOUNDS)
-def test_tokens_equal_transformers(seconds: float, draft: str) -> None:
-    """Short and long, with timestamps, with every kind of draft."""
-    model, sound = target(), speech(seconds)
-    stamped = {"return_timestamps": True, **EN}
-    assert ours(model, sound, DRAFTS[draft](model), **stamped) == theirs(model, sound, **stamped)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_short_sound_without_timestamps(draft: str) -> None:
-    model, sound = target(1, stamps=False), speech(0.8, seed=3)
-    assert ours(model, sound, DRAFTS[draft](model), **EN) == theirs(model, sound, **EN)
+@pytest.mark.parametrize(("seconds", "stamps", "draft"), SOUNDS)
+def test_tokens_equal_transformers(seconds: float, stamps: bool, draft: str) -> None:
+    """Short and long, with timestamps and without, with every kind of draft."""
+    model, sound = target(0 if stamps else 1, stamps=stamps), speech(seconds)
+    options = {"return_timestamps": stamps, **EN}
+    assert ours(model, sound, DRAFTS[draft](model), **options) == theirs(model, sound, **options)
 
 
 def test_drafts_are_accepted() -> None:
