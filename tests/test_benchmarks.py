@@ -34,15 +34,10 @@ def test_imports(file: Path) -> None:
                 assert found, f"{node.module} has no {name.name}"
 
 
-@pytest.fixture
-def synthetic_draft(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of drafts that know the text."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("synthetic_draft")
-
-
-def test_a_synthetic_draft_pays_for_its_passes(synthetic_draft: Any, tmp_path: Path) -> None:
+def test_a_synthetic_draft_pays_for_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass per level, over the nodes that it continues."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    synthetic_draft: Any = importlib.import_module("synthetic_draft")
     widths: list[int] = []
     target = SpecGenerator.from_pretrained(saved_model(tmp_path))
     plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
