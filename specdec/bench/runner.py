@@ -46,7 +46,7 @@ class GroupRun:
 
     def is_finished(self) -> bool:
         """Whether all samples exist and all differences are explained."""
-        return all(key in self.store.samples and self._is_explained(key) for key in self._keys())
+        return all(key in self.store.samples for key in self._keys()) and not any(self._unexplained())
 
     def run(self, systems: Systems, watch: Watch) -> None:
         """Measures and compares what is missing."""
@@ -112,22 +112,20 @@ class GroupRun:
 
     def _compare(self, systems: Systems) -> None:
         """Records the mismatches of each text that should equal plain decoding's and does not."""
-        for key in self._keys():
-            if not self._is_explained(key):
-                out = systems.plain.generate(**self._call(None, self.batches[key.batch]), output_logits=True)
-                for found in self._differences(key):
-                    self.store.add(Mismatch(**vars(key), **found._asdict(), gap=_gap(out, found)))
+        for key, found in self._unexplained():
+            out = systems.plain.generate(**self._call(None, self.batches[key.batch]), output_logits=True)
+            for one in found:
+                self.store.add(Mismatch(**vars(key), **one._asdict(), gap=_gap(out, one)))
 
-    def _is_explained(self, key: Key) -> bool:
-        """Whether a text equals plain decoding's, may differ, or has its mismatches recorded."""
-        if key.system == PLAIN or not self.group.strategy.comparable:
-            return True
-        return any(mismatch.key == key for mismatch in self.store.mismatches) or not self._differences(key)
-
-    def _differences(self, key: Key) -> list[Difference]:
-        """A sample's differences from plain decoding's; none where one of them is missing."""
-        plain, other = (self.store.samples.get(one) for one in (replace(key, system=PLAIN), key))
-        return [] if plain is None or other is None else list(differences(plain.tokens, other.tokens))
+    def _unexplained(self) -> Iterator[tuple[Key, list[Difference]]]:
+        """Samples that should have plain decoding's text, with the differences from it that are not recorded yet."""
+        recorded = {mismatch.key for mismatch in self.store.mismatches}
+        for key in self._keys() if self.group.strategy.comparable else ():
+            plain, other = (self.store.samples.get(one) for one in (replace(key, system=PLAIN), key))
+            if plain is None or other is None or key in recorded:
+                continue
+            if found := list(differences(plain.tokens, other.tokens)):
+                yield key, found
 
     def _keys(self) -> Iterator[Key]:
         for cell in (None, *self.group.cells):
