@@ -121,28 +121,25 @@ def test_the_split_adds_up(found: dict[str, Any]) -> None:
             assert sum(system["split_ms_per_token"].values()) == pytest.approx(system["ms_per_token"])
 
 
-def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
-    slow = Speedup(0.5, 0.4, 0.6)
-    system = found["groups"][0]["systems"][1]
-    loss = {**system, "name": "snail", "speedup": reported(slow)}
-    group = {**found["groups"][0], "systems": [found["groups"][0]["systems"][0], loss]}
-    html = as_html({**found, "groups": [group]}, [[]])
-    assert "snail: assistance is SLOWER here: 0.50×" in Page(html).text
-    assert 'class="slower"' in html
-
-
-def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
-    """With position, tokens and gap; a search's gap is a dash."""
+def test_what_is_wrong_is_told(found: dict[str, Any]) -> None:
+    """A loss in words; differences and failures in sections, with position, tokens and gap; a search's is a dash."""
+    plain, one, *_ = found["groups"][0]["systems"]
+    loss = {**one, "name": "snail", "speedup": reported(Speedup(0.5, 0.4, 0.6))}
+    groups = [{**found["groups"][0], "systems": [plain, loss]}]
     where = {"group": "g", "system": "s", "batch": 1, "repeat": 0, "row": 2}
     mismatches = [
         {**where, "position": 17, "plain": 5, "other": None, "gap": 0.125, "excuse": None},
         {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "excuse": "row-dependent"},
     ]
     failures = [{"group": "g", "system": "s", "error": "OSError: <gone>"}]
-    page = Page(as_html({**found, "mismatches": mismatches, "failures": failures, "groups": []}, []))
+    html = as_html({**found, "mismatches": mismatches, "failures": failures, "groups": groups}, [[]])
+    page = Page(html)
     assert {"mismatches", "failures"} <= set(page.ids)
-    for words in ("17", "ended", "0.1250", "DIFFERS", "row-dependent", "–", "OSError: <gone>"):
+    for words in ("17", "ended", "0.1250", "DIFFERS", "OSError: <gone>"):
         assert words in page.text
+    assert "<td>–</td><td>row-dependent</td>" in html
+    assert "snail: assistance is SLOWER here: 0.50×" in page.text
+    assert 'class="slower"' in html
 
 
 def test_the_plot_of_positions_has_chains_only(found: dict[str, Any]) -> None:
