@@ -272,13 +272,6 @@ def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words
         summarize(documents, **{"max_new_tokens": NEW, **options})
 
 
-def test_a_least_length_out_of_reach() -> None:
-    """A warning, as in transformers; the summary ends at its limit."""
-    summarize = summarizer("bart", most=100)
-    with pytest.warns(UserWarning, match="`min_length`=9 is out of reach"):
-        summarize("a" * 50, min_length=9, max_new_tokens=3)
-
-
 @pytest.mark.parametrize(
     ("new", "words"),
     [
