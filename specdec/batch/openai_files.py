@@ -32,7 +32,6 @@ class OpenAI(Task):
         self._model = TextModel(spec.name, generator, options=spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The line of an answered request."""
         request = _request(fields)
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})

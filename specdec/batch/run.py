@@ -47,12 +47,10 @@ class Progress:
 
     @property
     def rows_per_second(self) -> float:
-        """The speed of this run."""
         return (self.done - self.before) / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of this run."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def with_failure(self, number: int, data: bytes) -> Progress:

@@ -95,7 +95,6 @@ class Generate(Task):
         self._generator.options(**spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The continuation."""
         ids = wanted(fields, self._spec.input, str, list)
         if isinstance(ids, str):
             begin = listed(self._generator.target.model.generation_config.bos_token_id)[:1]
@@ -109,7 +108,6 @@ class Chat(Generate):
     field = "messages"
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The assistant's next message."""
         chat = wanted(fields, self._spec.input, str, list)
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(map(_message, chat))
         if (system := self._spec.more.get("system")) is not None:
@@ -130,7 +128,6 @@ class Summarize(Task):
         self._spec, self._summarizer = spec, Summarizer(generator, **spec.more)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The summary."""
         text = wanted(fields, self._spec.input, str)
         found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._spec, fields, seed)})
         [summary], stats = found.documents, found.stats
@@ -254,7 +251,6 @@ def explained(error: Exception) -> str:
 
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
-    """The generator of a text task."""
     generator = SpecGenerator.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading, **more)
     generator.compile()
     return generator

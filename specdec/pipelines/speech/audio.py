@@ -39,7 +39,6 @@ class Audio:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
         return len(self.samples) / self.rate
 
 

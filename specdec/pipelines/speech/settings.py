@@ -48,7 +48,6 @@ class Settings:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """The temperatures to try, in order."""
         if self.temperature is None or isinstance(self.temperature, int | float):
             return (float(self.temperature or 0),)
         return tuple(self.temperature)
@@ -60,7 +59,6 @@ class Settings:
         return self._unlikely(log_prob) or (limit is not None and len(ids) / len(zlib.compress(ids)) > limit)
 
     def skips(self, silence: float | None, log_prob: float | None) -> bool:
-        """Whether a window is skipped as silent."""
         limit = self.no_speech_threshold
         return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
 
