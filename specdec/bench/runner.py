@@ -185,20 +185,18 @@ def check_drafts(suite: Suite) -> None:
 
     Else that would be found once the target is loaded.
     """
-    for group in suite.groups():
-        for cell in group.cells:
-            name = cell.model
-            known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
-            way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
-            if not known and ":" not in name:
-                try:
-                    known = bool(hf_hub_download(name, "config.json"))
-                except LocalEntryNotFoundError:
-                    way = f"the hub cannot be reached; check the network, {way}"
-                except Exception:  # the hub's own
-                    pass
-            if not known:
-                raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
+    for name in dict.fromkeys(cell.model for group in suite.groups() for cell in group.cells):
+        known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
+        way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
+        if not known and ":" not in name:
+            try:
+                known = bool(hf_hub_download(name, "config.json"))
+            except LocalEntryNotFoundError:
+                way = f"the hub cannot be reached; check the network, {way}"
+            except Exception:  # the hub's own
+                pass
+        if not known:
+            raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
