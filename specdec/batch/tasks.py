@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,16 +231,7 @@ def encoded(line: Mapping[str, Any]) -> bytes:
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(line, default=str).encode() + b"\n"
     except ValueError:
-        return encoded(_finite(line))
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for NaN and infinities."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_finite, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return encoded(json.loads(json.dumps(line, default=str), parse_constant=lambda _: None))
 
 
 def explained(error: Exception) -> str:
