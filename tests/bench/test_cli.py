@@ -141,7 +141,7 @@ def test_a_failure_is_exit_code_1(arguments: list[str], called: Any) -> None:
 
 
 def test_another_configuration_and_restart(arguments: list[str], tmp_path: Path, called: Any) -> None:
-    """Samples of other settings are only forgotten when told so. A file is no folder. (NotADirectoryError.)"""
+    """Samples of other settings are only forgotten when told so. A file is no folder. (It was a FileExistsError.)"""
     (tmp_path / "out").write_text("mine")
     assert "`out` must be a folder" in called(*arguments, "--restart", code=2).err
     (tmp_path / "out").unlink()

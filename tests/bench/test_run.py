@@ -89,21 +89,11 @@ def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
 
 
-def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
-    """A file cannot hold a report. (FileExistsError.)"""
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OptionError, match=r"`out` must be a folder .*file"):
-            run(read_suite(keys), folder)
-
-
 def test_another_configuration_is_refused(keys: dict[str, Any], folders: tuple[str, str], measured: Any) -> None:
-    """Samples of other settings, prompts or weights are never mixed in."""
+    """Samples of other prompts or weights are never mixed in."""
     measured(drafts="suffix")
-    with pytest.raises(OptionError, match="another configuration"):
-        measured()
     Path(keys["prompts"]).write_text("other")
-    with pytest.raises(OptionError, match="--restart"):
+    with pytest.raises(OptionError, match=r"another configuration.*--restart"):
         measured(drafts="suffix")
     Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
     measured(drafts="suffix")
