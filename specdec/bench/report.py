@@ -110,12 +110,9 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
 
 def leaders(cells: Sequence[Results]) -> list[Results]:
     """The fastest cell of each draft."""
-    best: dict[str, Results] = {}
-    for cell in cells:
-        known = best.get(cell["draft"])
-        if known is None or cell["speedup"]["value"] > known["speedup"]["value"]:
-            best[cell["draft"]] = cell
-    return list(best.values())
+    drafts = dict.fromkeys(cell["draft"] for cell in cells)
+    of_draft = ([cell for cell in cells if cell["draft"] == draft] for draft in drafts)
+    return [max(own, key=lambda cell: float(cell["speedup"]["value"])) for own in of_draft]
 
 
 def draw_plot(name: str, caption: str, height: float, draw: Callable[[Axes, Any], None], data: Any) -> Plot:
