@@ -144,11 +144,10 @@ def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str,
 
 def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
     """How many texts equal plain decoding's; zeros where they may differ."""
-    if samples[0].system == PLAIN or not group.strategy.comparable:
-        return {"compared": 0, "identical": 0, "forgiven": 0}
+    is_compared = samples[0].system != PLAIN and group.strategy.comparable
+    compared = sum(len(s.tokens) for s in samples) if is_compared else 0
     keys = {s.key for s in samples}
     excuses = [_excuse(store, m) for m in store.mismatches if m.key in keys]
-    compared = sum(len(s.tokens) for s in samples)
     return {
         "compared": compared,
         "identical": compared - len(excuses),
@@ -254,6 +253,7 @@ def _outcome(group: Results, system: Results) -> str:
     return f"{system['name']} ({group['label']}), {system['speedup']['words']}."
 
 
+_SPEEDUP = {"speedup": "value", "speedup_low": "low", "speedup_high": "high", "state": "state"}
 _COLUMNS = (
     *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
     *("target_passes_per_token", "memory_mib", "exactness", "backend", "draft_backend"),
@@ -268,11 +268,8 @@ def as_csv(found: Results) -> str:
         for system in group["systems"]:
             line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
             line |= {"system": system["name"], "draft": system["draft"]}
-            faster = system["speedup"] or {}
-            line |= {
-                f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))
-            }
-            line |= {"state": faster.get("state"), **{column: system[column] for column in _COLUMNS}}
+            line |= {column: (system["speedup"] or {}).get(name) for column, name in _SPEEDUP.items()}
+            line |= {column: system[column] for column in _COLUMNS}
             for name in ("token_ms", "request_ms", "first_token_ms"):
                 line |= {f"{name}_{p}": value for p, value in (system[name] or {}).items()}
             line |= {f"{name}_ms_per_token": value for name, value in system["split_ms_per_token"].items()}
