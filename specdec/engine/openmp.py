@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,13 @@ def share_cores(most: int) -> None:
     compiler, which has the lowest priority, or spin in vain for one that shares a core with it.
     """
     if most > 1:
-        if time.monotonic() >= _compiler.next_look:
-            _compiler.next_look = time.monotonic() + _EVERY
-            _compiler.cores = int(most >= _cores() and compiler_is_running())
-        torch.set_num_threads(most - _compiler.cores)
+        torch.set_num_threads(most - _left_to_compiler(most, time.monotonic() // _EVERY))
 
 
-@dataclass
-class _Compiler:
-    """How many cores the compiler needs, and when to look again."""
-
-    cores: int = 0
-    next_look: float = 0.0
-
-
-_compiler = _Compiler()
+@lru_cache(maxsize=1)
+def _left_to_compiler(most: int, period: float) -> int:
+    """Cores of `most` that the compiler needs; looked up once in each `period`."""
+    return int(most >= _cores() and compiler_is_running())
 
 
 def _cores() -> int:
