@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from time import perf_counter as clock
 from time import time
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specdec.core.outcome import SequenceRound
 from specdec.core.sequence import RunningSequence
@@ -284,12 +286,7 @@ def _traces(seqs: Sequence[RunningSequence], name: str) -> PerTokenAndLayer | No
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     """Tensors `[rows, ...]` of different sizes one after the other, each aligned on the right in the largest size."""
-    size = [max(t.shape[d] for t in tensors) for d in range(1, tensors[0].dim())]
-    stacked = tensors[0].new_zeros(sum(map(len, tensors)), *size)
-    begin = 0
-    for t in tensors:
-        corner = tuple(slice(full - part, None) for full, part in zip(size, t.shape[1:], strict=True))
-        place = (slice(begin, begin + len(t)), *corner)
-        stacked[place] = t
-        begin += len(t)
-    return stacked
+    sizes = [tensor.shape[:0:-1] for tensor in tensors]  # from the last dimension on, as `functional.pad` takes them
+    largest = [max(size) for size in zip(*sizes, strict=True)]
+    before = [[(full - own, 0) for full, own in zip(largest, size, strict=True)] for size in sizes]
+    return torch.cat([functional.pad(tensor, [*chain(*free)]) for tensor, free in zip(tensors, before, strict=True)])
