@@ -20,6 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDraft
+from tests.engine.test_requests import finish, submit
 from tests.engine.test_threads import Jammed
 from tests.matrix import endless
 from tests.oracle import sessions_of_drafts, shapes
@@ -257,14 +258,10 @@ def test_a_schedule_without_plans_ends_its_own_request_alone(plans: Callable[[An
             return plans(seqs)
 
     generator = SpecGenerator(tiny("llama"), "suffix")
-    sound, odd = generator.submit([[5, 9]], **COMMON), generator.submit([[6, 7]], schedule=Odd(), **COMMON)
-    engine = generator.engine
-    for job in (sound, odd):
-        engine.submit(job.call.request)
-    while not engine.idle:
-        engine.step()
-    assert sound.call.request.error is None
-    assert isinstance(odd.call.request.error, OptionError)
+    sound, odd = submit(generator, [[5, 9]]), submit(generator, [[6, 7]], schedule=Odd())
+    finish(generator.engine)
+    assert sound.request.error is None
+    assert isinstance(odd.request.error, OptionError)
 
 
 def test_a_draft_must_start_a_session() -> None:
@@ -291,8 +288,7 @@ def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
     generator = SpecGenerator(tiny("llama"))
-    request = generator._prepare([[5, 9, 12]], None, COMMON).request
-    generator.engine.submit(request)
+    request = submit(generator, [[5, 9, 12]]).request
     moments = iter([0, 1, 3, 7, 15])
     monkeypatch.setattr(loop, "perf_counter", lambda: next(moments))
     generator.engine.step()

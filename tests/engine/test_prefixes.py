@@ -18,6 +18,7 @@ from specdec.core.work import Work
 from specdec.engine import scheduler
 from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
+from tests.engine.test_requests import finish, submit
 from tests.engine.test_threads import generated, together
 from tests.heads import eagle_folder
 from tests.matrix import endless
@@ -78,17 +79,14 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     """Prompts with a common beginning wait for the first of them, in any request, if that saves enough."""
     model = tiny("llama")
     generator = SpecGenerator(model)
-    engine = generator._driver.engine
+    engine = generator.engine
     shared = [(5 * i) % 50 + 5 for i in range(100)]
     prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
-    calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
-    for call in calls:
-        engine.submit(call.request)
+    calls = [submit(generator, prompt, **COMMON) for prompt in prompts]
     with shapes(model) as read:
         engine.step()
     assert sum(rows * nodes for rows, nodes in read) <= 3 * 103
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     cached = [call.seqs[0].cached_prompt_tokens for call in calls]
     assert cached[0] == cached[3] == cached[4] == 0
     assert min(cached[1:3]) >= 100

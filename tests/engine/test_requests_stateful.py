@@ -1,7 +1,7 @@
 """Random schedules of requests that join, are cancelled, fail and finish: every text is the same as alone."""
 
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -370,11 +370,17 @@ class Requests(RuleBasedStateMachine):
         assert not engine.session.rows  # type: ignore[attr-defined]
 
 
-def machine(name: str) -> Callable[[], Requests]:
-    return type(f"Requests_{name}", (Requests,), {"name": name})
-
-
-def run(name: str, examples: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "examples", "steps"),
+    [
+        *(("llama", 6, 20), ("gemma2", 6, 20), ("mamba", 3, 20), ("t5", 6, 20)),
+        *(
+            pytest.param(name, 30 if name == "llama" else 8, 40, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
+            for name in ("llama", "gemma2", "bloom", "mamba", "qwen3_next", "t5", "whisper")
+        ),
+    ],
+)
+def test_schedules(name: str, examples: int, steps: int) -> None:
     how = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -384,19 +390,4 @@ def run(name: str, examples: int, steps: int) -> None:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    run_state_machine_as_test(machine(name), settings=how)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mamba", "t5"])
-def test_schedules(name: str) -> None:
-    run(name, examples=3 if name == "mamba" else 6, steps=20)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("name", "examples"),
-    [("llama", 30), *((name, 8) for name in ("gemma2", "bloom", "mamba", "qwen3_next", "t5", "whisper"))],
-)
-def test_more_schedules(name: str, examples: int) -> None:
-    run(name, examples, steps=40)
+    run_state_machine_as_test(type(f"Requests_{name}", (Requests,), {"name": name}), settings=how)
