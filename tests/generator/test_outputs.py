@@ -9,7 +9,8 @@ from transformers import GenerationMixin
 
 from specdec import SpecGenerator, UnsupportedError
 from specdec.generator.tokenizers import Detokenizer
-from tests.folders import byte_tokenizer
+from tests.engine.test_requests_stateful import leaves
+from tests.folders import WIDTH, byte_tokenizer
 from tests.oracle import oracle
 from tests.tiny import never, tiny, tiny_inputs
 
@@ -23,6 +24,14 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), atol=2e-4)
 
 
+def same_fields(found: Any, expected: Any, *names: str) -> None:
+    """Fails unless these fields are in both results or in none, with the same tensors."""
+    for name in names:
+        assert (name in found) == (name in expected), name
+        for ours, theirs in zip(leaves(found.get(name)), leaves(expected.get(name)), strict=True):
+            assert close(ours, theirs), name
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart"])
 @pytest.mark.parametrize("draft", [None, "perfect", "half"])
 def test_fields_equal_transformers(name: str, draft: str | None) -> None:
@@ -34,15 +43,8 @@ def test_fields_equal_transformers(name: str, draft: str | None) -> None:
     guess = None if draft is None else oracle(draft, expected.sequences.tolist(), 64)
     out = SpecGenerator(model, guess).generate(**inputs, **COMMON, **FIELDS, eos_token_id=[], repetition_penalty=1.2)
     assert out[0].tolist() == out.sequences.tolist() == expected.sequences.tolist()
-    for name in ("scores", "logits"):
-        assert len(out[name]) == len(expected[name]) == 12
-        assert all(close(a, b) for a, b in zip(out[name], expected[name], strict=True))
-    for name in LAYERED:
-        if expected.get(name) is None:
-            assert out.get(name) is None
-            continue
-        for ours, theirs in zip(out[name], expected[name], strict=True):
-            assert all(close(a, b) for a, b in zip(ours, theirs, strict=True)), name
+    same_fields(out, expected, "scores", "logits", *LAYERED)
+    assert len(out.scores) == len(out.logits) == 12
     ours = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     theirs = model.compute_transition_scores(expected.sequences, expected.scores, normalize_logits=True)
     assert close(ours, theirs)
@@ -58,9 +60,8 @@ def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
     with torch.no_grad():
         expected = GenerationMixin.generate(model, **inputs, **options, **sampled)
     out = SpecGenerator(model, "suffix").generate(**inputs, **options, **sampled)
-    for field in ("encoder_hidden_states", "encoder_attentions"):
-        assert len(out[field]) == len(expected[field]) > 0
-        assert all(close(a, b) for a, b in zip(out[field], expected[field], strict=True)), field
+    same_fields(out, expected, "encoder_hidden_states", "encoder_attentions")
+    assert len(out.encoder_hidden_states) > len(out.encoder_attentions) > 0
     plain = SpecGenerator(model).generate(**inputs, max_new_tokens=3)
     assert plain.encoder_hidden_states is None
     assert plain.encoder_attentions is None
@@ -78,9 +79,7 @@ def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
         expected = model.generate(**prompt, **COMMON, **wanted, eos_token_id=None)
     out = SpecGenerator(model, "suffix").generate(**prompt, **COMMON, **wanted, eos_token_id=[], prefill_chunk_size=3)
     assert out.sequences.tolist() == expected.sequences.tolist()
-    for field in LAYERED:
-        for ours, theirs in zip(out.get(field) or (), expected.get(field) or (), strict=True):
-            assert all(close(a, b) for a, b in zip(ours, theirs, strict=True)), field
+    same_fields(out, expected, *LAYERED)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -97,8 +96,7 @@ def test_attentions_of_mixed_models(name: str, draft: str | None) -> None:
     with torch.no_grad():
         expected = model.generate(**prompt, **COMMON, **FIELDS, eos_token_id=None)
     out = SpecGenerator(model, draft).generate(**prompt, **COMMON, **FIELDS, eos_token_id=[])
-    for ours, theirs in zip(out.attentions, expected.attentions, strict=True):
-        assert all(close(a, b) for a, b in zip(ours, theirs, strict=True))
+    same_fields(out, expected, "attentions")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -168,21 +166,11 @@ def test_statistics_add_up() -> None:
     assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", **backends}
 
 
-class Words:
-    """A tokenizer that spells ids."""
-
-    def decode(self, ids: Any, **kwargs: Any) -> str:
-        return "".join(f"<{int(i)}>" for i in ids)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {f"<{i}>": i for i in range(64)}
-
-
 def test_stream_events_make_up_the_text() -> None:
     """Events in order give the tokens and the text of generate, and tell which tokens came from the draft."""
-    model = tiny("llama")
-    expected = SpecGenerator(model, tokenizer=Words()).generate([[5, 9, 12]], **COMMON, eos_token_id=[])
-    generator = SpecGenerator(model, oracle("half", expected.sequences.tolist(), 64), tokenizer=Words())
+    model, tokenizer = tiny("llama", vocab=WIDTH), byte_tokenizer()
+    expected = SpecGenerator(model, tokenizer=tokenizer).generate([[5, 9, 12]], **COMMON, eos_token_id=[])
+    generator = SpecGenerator(model, oracle("half", expected.sequences.tolist(), WIDTH), tokenizer=tokenizer)
     events = list(generator.stream([[5, 9, 12]], **COMMON, eos_token_id=[]))
     assert [i for e in events for i in e.token_ids] == expected.sequences[0, 3:].tolist()
     assert "".join(e.text for e in events) == expected.texts[0]

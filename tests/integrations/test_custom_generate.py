@@ -24,6 +24,7 @@ from transformers import (
 from specdec import OptionError, SpecGenerator, custom_generate
 from tests import speech
 from tests.folders import WIDTH, byte_tokenizer
+from tests.generator.test_outputs import same_fields
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 
@@ -54,15 +55,8 @@ def check(model: PreTrainedModel, draft: Any, **given: Any) -> Any:
         assert torch.equal(found, expected)
         return found
     assert set(found) == set(expected) - {"past_key_values", "cache"}
-    for name in found:
-        ours, theirs = _leaves(found[name]), _leaves(expected[name])
-        assert [one.shape for one in ours] == [one.shape for one in theirs], name
-        assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(ours, theirs, strict=True)), name
+    same_fields(found, expected, *found)
     return found
-
-
-def _leaves(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [leaf for part in value for leaf in _leaves(part)]
 
 
 @pytest.mark.parametrize(
