@@ -21,15 +21,15 @@ class Key:
     id: int
 
 
-def outcomes(confidence: list[float], accepted: int) -> list[tuple[float, bool]]:
-    return [(c, i < accepted) for i, c in enumerate(confidence[: accepted + 1])]
-
-
-def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
-    steps = [Step(0)] * (accepted + 1)
-    tested = outcomes(more.get("confidence", [1.0] * drafted), accepted)
-    row = SequenceRound(key, drafted, drafted, accepted, False, "model", tested, len(tested), steps)
-    return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
+def outcome(
+    drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), *, width: int = 1, **more: Any
+) -> Round:
+    """A round of one row with a draft so deep, and `width` nodes wide."""
+    steps, nodes = [Step(0)] * (accepted + 1), width * drafted
+    confidence = more.get("confidence", [1.0] * drafted)
+    tested = [(c, i < accepted) for i, c in enumerate(confidence[: accepted + 1])]
+    row = SequenceRound(key, nodes, drafted, accepted, False, "model", tested, len(tested), steps)
+    return Round([row], 1 + nodes, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
 
 
 def limit(schedule: Any) -> int:
@@ -61,10 +61,10 @@ def goes_on(plan: Any, paths: list[list[float]], width: int = 1) -> bool:
     return pays([plan], [plan.gain(paths, width)])
 
 
-def chain(plan: Any, rows: int = 1) -> list[float]:
+def chain(plan: Any, rows: int = 1, width: int = 1) -> list[float]:
     """The confidences of a chain as long as the plan of all rows wants it, of a draft that is always as sure."""
     confidence: list[float] = []
-    while len(confidence) < plan.limit and pays([plan], rows * [plan.gain([confidence])]):
+    while len(confidence) < plan.limit and pays([plan], rows * [plan.gain([confidence], width)]):
         confidence.append(0.7)
     return confidence
 
@@ -431,18 +431,10 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
         schedule: Any = Cost()
         drafted = 0
         for _ in range(60):
-            plan = schedule.plan([Key(0)])[0]
-            depth = 0
-            while depth < plan.limit and goes_on(plan, [[0.7] * depth], width):
-                depth += 1
-            accepted = min(depth, 1)
-            steps = [Step(0)] * (accepted + 1)
-            tested = outcomes([0.7] * depth, accepted)
-            row = SequenceRound(0, width * depth, depth, accepted, False, "model", tested, len(tested), steps)
-            nodes = 4 + width * depth
-            schedule = schedule.after(
-                Round([row], nodes, 0.1 * depth, 0.6 + 0.1 * nodes, 0.0, 0.6 + 0.1 * (nodes + depth))
-            )
+            confidence = chain(schedule.plan([Key(0)])[0], width=width)
+            depth = len(confidence)
+            costs = {"seconds": (0.1 * depth, 1 + 0.1 * width * depth), "width": width}
+            schedule = schedule.after(outcome(depth, min(depth, 1), confidence=confidence, **costs))
             drafted += depth
         return drafted
 
@@ -489,12 +481,8 @@ def test_trees_grow_step_by_step(seen: float, branches: int, deep: int) -> None:
 def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
     """Before anything was measured, a draft for a target in memory stops sooner than one for weights on disk."""
     (near,), (far,) = (Cost().fresh(32, offloaded=far).plan([Key(0)]) for far in (False, True))
-
-    def length(plan: Any) -> int:
-        return next(k for k in range(33) if not goes_on(plan, [[0.7] * k]) or k == 32)
-
-    assert length(near) < 4
-    assert length(far) > 2 * length(near)
+    assert len(chain(near)) < 4
+    assert len(chain(far)) > 2 * len(chain(near))
 
 
 def test_a_look_of_asked_branches_has_them_all() -> None:
