@@ -1,6 +1,5 @@
 """Lengths that a call, a generation config and a checkpoint name: the same number of tokens as in transformers."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -20,32 +19,29 @@ def named(length: int, new: int) -> list[Lengths]:
     return [{}, {"max_length": length}, {"max_new_tokens": new}, {"max_length": length, "max_new_tokens": new}]
 
 
+def check(model: Any, **given: Any) -> None:
+    """The text is transformers' own."""
+    theirs = model.generate(IDS, do_sample=False, **given)
+    assert SpecGenerator(model, "suffix").generate(IDS, do_sample=False, **given).sequences.equal(theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
 @in_pairs(call=named(9, 7), config=[None, *named(10, 8)], checkpoint=named(11, 9))
 def test_most_tokens(call: Lengths, config: Lengths | None, checkpoint: Lengths) -> None:
     """(A `max_length` of the call stood before the checkpoint's `max_new_tokens`, and both in a call were an error.)"""
     model = tiny("llama")
     model.generation_config = GenerationConfig(pad_token_id=0, **checkpoint)
-    given: dict[str, Any] = {"do_sample": False, **call}
-    if config is not None:
-        given["generation_config"] = GenerationConfig(pad_token_id=0, **config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = model.generate(IDS, **given)
-        ours = SpecGenerator(model, "suffix").generate(IDS, **given).sequences
-    assert ours.equal(theirs)
+    check(model, **call, generation_config=None if config is None else GenerationConfig(pad_token_id=0, **config))
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", [{"min_length": 9}, {"min_new_tokens": 4}, {"min_length": 9, "min_new_tokens": 4}])
 @pytest.mark.parametrize("checkpoint", [{}, {"min_length": 8}, {"min_new_tokens": 3}])
 def test_least_tokens(call: Lengths, checkpoint: Lengths) -> None:
     """The same rule: new tokens stand before lengths."""
-    model, ends = tiny("llama"), {"eos_token_id": list(range(2, 64)), "max_new_tokens": 12}
+    model = tiny("llama")
     model.generation_config = GenerationConfig(pad_token_id=0, **checkpoint)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = model.generate(IDS, do_sample=False, **ends, **call)
-        ours = SpecGenerator(model, "suffix").generate(IDS, **ends, **call).sequences
-    assert ours.equal(theirs)
+    check(model, **call, eos_token_id=list(range(2, 64)), max_new_tokens=12)
 
 
 def test_a_generators_lengths_are_defaults() -> None:

@@ -33,38 +33,34 @@ def changed(family: str, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def values(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llava", {"input_ids": torch.tensor([TEXT * 2]), "attention_mask": None}, OptionError, "without a place"),
     ("llava", {"pixel_values": None}, OptionError, "4 places for a picture, and none was given"),
-    ("llava", {"pixel_values": values(3, 3, 16, 16)}, OptionError, "holds 3 pictures of 4 tokens each"),
-    ("llava", {"pixel_values": values(1, 3, 20, 20)}, OptionError, r"shape \[3, 16, 16\]"),
-    ("llava", {"pixel_values": values(0, 3, 16, 16)}, OptionError, "at least one picture"),
+    ("llava", {"pixel_values": torch.zeros(3, 3, 16, 16)}, OptionError, "holds 3 pictures of 4 tokens each"),
+    ("llava", {"pixel_values": torch.zeros(1, 3, 20, 20)}, OptionError, r"shape \[3, 16, 16\]"),
+    ("llava", {"pixel_values": torch.zeros(0, 3, 16, 16)}, OptionError, "at least one picture"),
     ("llava", {"pixel_values": "cat.png"}, OptionError, "`pixel_values` must be a tensor"),
     ("llava", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, UnsupportedError, "does not read `image_grid_thw`"),
-    ("llava", {"inputs_embeds": values(1, 10, 32)}, OptionError, "inputs_embeds"),
+    ("llava", {"inputs_embeds": torch.zeros(1, 10, 32)}, OptionError, "inputs_embeds"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 4]])}, OptionError, "16 patches"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 3, 3]])}, OptionError, "multiples of 2"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1.0, 8.0, 8.0]])}, OptionError, "multiples of 2"),
     ("qwen2_vl", {"image_grid_thw": torch.zeros(0, 3).long()}, OptionError, "multiples of 2"),
     ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 8, 4], [1, 4, 8]])}, OptionError, "fit their places"),
-    ("qwen2_vl", {"pixel_values": values(64, 95)}, OptionError, "64 patches of 96 values"),
+    ("qwen2_vl", {"pixel_values": torch.zeros(64, 95)}, OptionError, "64 patches of 96 values"),
     ("llava", {"pixel_values": torch.tensor(1.0)}, OptionError, "a tensor, as a processor"),
     ("llava_next", {"image_sizes": torch.tensor([[0, 0]])}, OptionError, "height and width of each picture"),
-    ("llava_next", {"pixel_values": values(1, 2, 3, 16, 16)}, OptionError, "5 or more"),
-    ("llava_next", {"pixel_values": values(1, 3, 16, 16)}, OptionError, "5 or more"),
+    ("llava_next", {"pixel_values": torch.zeros(1, 2, 3, 16, 16)}, OptionError, "5 or more"),
+    ("llava_next", {"pixel_values": torch.zeros(1, 3, 16, 16)}, OptionError, "5 or more"),
     ("qwen2_vl", {"image_grid_thw": None}, OptionError, "image_grid_thw"),
     (
         "qwen2_vl",
-        {"pixel_values": values(32, 96), "image_grid_thw": torch.tensor([[1, 4, 8]])},
+        {"pixel_values": torch.zeros(32, 96), "image_grid_thw": torch.tensor([[1, 4, 8]])},
         OptionError,
         "of 8 tokens each, and the rows have \\[16\\] places",
     ),
     ("gemma3", {"token_type_ids": torch.tensor([[0, 1]])}, OptionError, "like the ids"),
-    ("smolvlm", {"pixel_values": values(2, 1, 3, 16, 16) + 1}, OptionError, r"shape \[1, pictures"),
+    ("smolvlm", {"pixel_values": torch.zeros(2, 1, 3, 16, 16) + 1}, OptionError, r"shape \[1, pictures"),
     ("mistral3", {"image_sizes": torch.tensor([[16, 16]])}, OptionError, "1 pictures of 4 tokens"),
     ("mistral3", {"image_sizes": None}, OptionError, "image_sizes"),
 ]
