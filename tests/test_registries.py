@@ -13,7 +13,7 @@ from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit,
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
-from specdec.generator.scheduled_draft import ScheduledDraft
+from specdec.generator.build_request import ScheduledDraft
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
+from specdec.core.draft_schedules import kind_of, make_schedule
 from specdec.core.drafts import Draft, DraftTask
 from specdec.core.sequence import Context, RunningSequence
 from specdec.core.strategies import Strategy
@@ -64,6 +66,36 @@ class Extras:
             raise OptionError.of("cache_salt", "text", type(self.cache_salt).__name__)
         if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
             raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
+
+
+@dataclass(eq=False)
+class ScheduledDraft:
+    """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens."""
+
+    draft: Draft | None
+    _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
+    _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def pacing(self, options: Options, **how: Any) -> Pacing:
+        """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
+
+        A new schedule of a family begins with what the family's last one has learned.
+        """
+        kind = kind_of(options)
+        if kind is None or not kind.learns:
+            return Pacing(make_schedule(options, **how))
+        family = options.family
+        key = (kind, family, options.num_assistant_tokens)
+        with self._lock:
+            found, last = self._pacings.get(key), self._last.get(family)
+            if found is None:
+                learned = None if last is None else last.schedule
+                found = self._pacings[key] = Pacing(make_schedule(options, learned=learned, **how))
+            elif not found.users:
+                found.schedule = make_schedule(options, learned=(last or found).schedule, **how)
+            self._last[family] = found
+        return found
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.drafts import Draft, Drafter, refuse_argument
 from specdec.errors import DraftError, OptionError, VocabularyError
-from specdec.generator.scheduled_draft import ScheduledDraft
+from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of

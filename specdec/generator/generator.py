@@ -20,7 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
-from specdec.generator.build_request import Call, Extras
+from specdec.generator.build_request import Call, Extras, ScheduledDraft
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
@@ -36,7 +36,6 @@ from specdec.generator.inputs.pictures import split
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
 from specdec.generator.inputs.prompts import Prompt, Prompts, read_prompts, with_predictions
 from specdec.generator.job import Job
-from specdec.generator.scheduled_draft import ScheduledDraft
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
