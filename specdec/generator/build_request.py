@@ -85,16 +85,14 @@ class ScheduledDraft:
         kind = kind_of(options)
         if kind is None or not kind.learns:
             return Pacing(make_schedule(options, **how))
-        family = options.family
-        key = (kind, family, options.num_assistant_tokens)
+        key = (kind, options.family, options.num_assistant_tokens)
         with self._lock:
-            found, last = self._pacings.get(key), self._last.get(family)
-            if found is None:
-                learned = None if last is None else last.schedule
-                found = self._pacings[key] = Pacing(make_schedule(options, learned=learned, **how))
-            elif not found.users:
-                found.schedule = make_schedule(options, learned=(last or found).schedule, **how)
-            self._last[family] = found
+            found, last = self._pacings.get(key), self._last.get(options.family)
+            if found is None or not found.users:
+                schedule = make_schedule(options, learned=None if last is None else last.schedule, **how)
+                found = self._pacings.setdefault(key, Pacing(schedule))
+                found.schedule = schedule
+            self._last[options.family] = found
         return found
 
 
