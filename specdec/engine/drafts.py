@@ -107,33 +107,32 @@ class OpenDrafts:
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
         """One draft's proposals by sequence id, cut before the first token that processors forbid.
 
-        Raises DraftError unless there is one Tree per sequence, with a list of tokens.
+        Raises DraftError unless there is one Tree per sequence.
         """
         trees, kind = proposer.propose(seqs, plans), type(proposer).__name__
         is_list = isinstance(trees, list | tuple)
         if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
             got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
             raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}")
-        for name in ("tokens", "parents", "confidence"):
-            if odd := [one for tree in trees if not isinstance(one := getattr(tree, name), list | None)]:
-                raise DraftError(
-                    f"`{name}` of a Tree that `{kind}` proposes must be a list, got {type(odd[0]).__name__}"
-                )
         found: dict[int, Tree] = {}
         for seq, plan, tree in zip(seqs, plans, trees, strict=True):
             with self.guard([seq]):
+                self._check(seq, plan, tree, tree.source or kind)
                 allowed = seq.task.allowed
                 if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
                     kept = allowed(seq.tokens, tree.tokens)
                     sure = tree.confidence and tree.confidence[:kept]
                     tree = Tree.chain(tree.tokens[:kept], sure, source=tree.source)
-                self._check(seq, plan, tree, tree.source or kind)
                 if plan.limit > 0:
                     found[seq.id] = tree
         return found
 
     def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
+        for part in ("tokens", "parents", "confidence"):
+            if not isinstance(given := getattr(tree, part), list | None):
+                kind = type(given).__name__
+                raise DraftError(f"the draft {name!r} proposed a Tree whose `{part}` is a {kind}: make it a list")
         nodes, own, vocab = len(tree.tokens), tree.confidence, self._model.vocab_size
         if len(tree.parents) != nodes or (own is not None and len(own) != nodes):
             given = f"{nodes} tokens, {len(tree.parents)} parents and {None if own is None else len(own)} confidences"
