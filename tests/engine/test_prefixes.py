@@ -61,19 +61,6 @@ def test_a_shared_beginning_is_enough() -> None:
     assert short.stats.cached_prompt_tokens == 0
 
 
-def test_running_rows_share_what_they_have_read() -> None:
-    """A request that comes while another one runs continues from its keys and values."""
-    model = tiny("llama")
-    generator = SpecGenerator(model)
-    stream = generator.stream(FIRST, **COMMON)
-    next(stream)
-    out = generator.generate([FIRST[0] + [30]], **COMMON)
-    assert out.stats.cached_prompt_tokens == 40
-    assert out.sequences.tolist() == alone(model, [FIRST[0] + [30]])
-    for _ in stream:
-        pass
-
-
 @pytest.mark.parametrize("seeds", [[0, 1, 2], [5, 5, 5]])
 def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     """Prompts with a common beginning wait for the first of them, in any request, if that saves enough."""

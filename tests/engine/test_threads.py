@@ -358,30 +358,6 @@ def test_a_streamer_may_call() -> None:
     assert together(lambda: generated(generator, [[5, 9]], streamer=Calls())) == [alone[0]]
 
 
-def test_streams_in_one_thread() -> None:
-    """Two streams in turns, and calls in the midst of them."""
-    generator = SpecGenerator(tiny("llama"), "suffix")
-    prompts = [[[5, 9, 12]], [[6, 7]], [[8, 30, 31, 7]]]
-    alone = [generated(generator, prompt) for prompt in prompts]
-
-    def turns() -> Any:
-        texts = [list(prompt[0]) for prompt in prompts[:2]]
-        streams = {i: generator.stream(prompt, **COMMON) for i, prompt in enumerate(prompts[:2])}
-        while streams:
-            for i, stream in list(streams.items()):
-                event = next(stream, None)
-                if event is None:
-                    del streams[i]
-                    continue
-                texts[i] += event.token_ids
-                assert generated(generator, prompts[2], max_new_tokens=4)[0] == alone[2][0][:8]
-        return texts
-
-    (found,) = together(turns)
-    assert found == [alone[0][0], alone[1][0]]
-    assert is_clean(generator)
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by /proc")
 def test_loading_leaves_no_helper_threads() -> None:
     """Those of the thread that loads made the passes of every other one take twice as long."""
