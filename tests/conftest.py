@@ -11,46 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specdec import kernels
 from specdec.core import draft_schedules
 from specdec.models.hf import probe_cache
 from tests.folders import saved_model
+from tests.tiny import threads
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels are built once for all runs; where a test names no schedule, drafting depends on no measured time."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    with pytest.MonkeyPatch.context() as patch, threads(1):
         patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built once for all runs, and before a test that looks at what is printed."""
-    with pytest.MonkeyPatch.context() as patch:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
         patch.setenv("SPECDEC_COMPILED", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("SPECDEC_COMPILE", "0")
-        kernels.available()
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _by_no_clock() -> Iterator[None]:
-    """Where a test names no schedule, how much is drafted depends on no measured time."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_schedules, "DEFAULT", "heuristic")
+        kernels.available()  # before a test that looks at what is printed
         yield
 
 
