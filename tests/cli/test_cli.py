@@ -27,7 +27,6 @@ from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
 from specdec.bench.samples import Difference
 from specdec.cli import commands
-from specdec.cli.commands import run
 from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
@@ -50,25 +49,19 @@ STATS = (
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved_model(tmp_path_factory.mktemp("models") / "target")
+def target(folders: tuple[str, str]) -> str:
+    return folders[0]
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a draft that disagrees with the target."""
-    return saved_model(tmp_path_factory.mktemp("models") / "draft", seed=1)
+def draft(folders: tuple[str, str]) -> str:
+    return folders[1]
 
 
 @pytest.fixture
-def generate(target: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `specdec generate` on the target: exit code, stdout, stderr."""
-
-    def call(*arguments: str, prompt: str = "def f") -> tuple[int, str, str]:
-        code = run(["generate", target, "-p", prompt, *arguments])
-        return code, *capsys.readouterr()
-
-    return call
+def generate(target: str, called: Any) -> Any:
+    """Runs `specdec generate` on the target, as `called` does."""
+    return lambda *words, prompt="def f", **code: called("generate", target, "-p", prompt, *words, **code)
 
 
 @pytest.fixture
@@ -96,9 +89,9 @@ def params(**given: Any) -> dict[str, Any]:
 def test_a_warning_is_shown_once(generate: Any) -> None:
     """However often options are looked at. (Before the models were loaded, and again by the call.)"""
     plain, told = generate("-p", "ab"), generate("-p", "ab", "--set", "min_p=0.1")
-    assert told[:2] == plain[:2]
-    assert told[2].count("warning: `min_p`=0.1 is about drawing tokens") == 1
-    assert "min_p" not in generate("-p", "ab", "--set", "min_p=0.1", "--quiet")[2]
+    assert told.out == plain.out
+    assert told.err.count("warning: `min_p`=0.1 is about drawing tokens") == 1
+    assert "min_p" not in generate("-p", "ab", "--set", "min_p=0.1", "--quiet").err
 
 
 def test_version(called: Any) -> None:
@@ -297,6 +290,7 @@ def test_flags_win_over_the_file(flags: dict[str, Any], file: str, expected: dic
     assert read_request(params(config=path, **flags)).options == expected
 
 
+OF_ZOO = str(bundled_models.pair().draft)
 METHODS = [
     ({}, "", ("suffix", "suffix")),
     ({"draft_model": "d"}, "", ("draft", "d")),
@@ -308,27 +302,19 @@ METHODS = [
     ({"draft_model": "e"}, "method: hybrid:ngram", ("hybrid:ngram", ("ngram", "e"))),
     ({"method": "early_exit:2"}, "", ("early_exit:2", "early_exit:2")),
     ({"set_": ["prompt_lookup_num_tokens=3"]}, "", ("prompt_lookup_num_tokens", None)),
+    ({"target": "zoo:python-code"}, "", ("draft", OF_ZOO)),
+    ({"target": "zoo:python-code", "method": "hybrid"}, "", ("hybrid", ("suffix", OF_ZOO))),
+    ({"target": "zoo:python-code", "method": "none"}, "", ("none", None)),
 ]
 
 
 @pytest.mark.parametrize(("flags", "file", "expected"), METHODS)
 def test_methods(flags: dict[str, Any], file: str, expected: tuple[str, Any], tmp_path: Path) -> None:
-    """The method and the draft that flags and file add up to."""
+    """The method and the draft that flags and file add up to; a target of the zoo brings its own draft."""
     path = tmp_path / "c.yaml"
     path.write_text(file or "{}")
     request = read_request(params(config=path, **flags))
     assert (request.method, request.draft) == expected
-
-
-def test_a_target_of_the_zoo_brings_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`zoo:python-code` defaults to the pair's own draft."""
-    monkeypatch.setattr(
-        bundled_models, "pair", lambda name: bundled_models.Pair(name, Path("/zoo/target"), Path("/zoo/draft"), {})
-    )
-    request = read_request(params(target="zoo:python-code"))
-    assert (request.method, request.draft) == ("draft", "/zoo/draft")
-    assert read_request(params(target="zoo:python-code", method="hybrid")).draft == ("suffix", "/zoo/draft")
-    assert read_request(params(target="zoo:python-code", method="none")).draft is None
 
 
 # ------------------------------------------------------------------------------------------------------------- output
@@ -336,11 +322,10 @@ def test_a_target_of_the_zoo_brings_its_draft(monkeypatch: pytest.MonkeyPatch) -
 
 def test_stdout_is_the_text_alone(generate: Any) -> None:
     """Streamed or not, stdout holds the same text and a line end, and stderr nothing."""
-    code, streamed, err = generate(*NEW)
-    assert (code, err) == (0, "")
-    assert streamed.endswith("\n")
-    assert generate(*NEW, "--no-stream")[1] == streamed
-    assert generate(*NEW, "--method", "none")[1] == streamed
+    streamed, err = generate(*NEW)
+    assert (streamed[-1], err) == ("\n", "")
+    assert generate(*NEW, "--no-stream").out == streamed
+    assert generate(*NEW, "--method", "none").out == streamed
 
 
 @pytest.fixture(scope="module")
@@ -355,9 +340,7 @@ def chatty(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("live", [True, False])
 def test_chat(live: bool, chatty: str, generate: Any, called: Any) -> None:
     """The prompt as a message, behind what the system says; without a template the error says so."""
-    code, _, err = generate("--chat", *NEW)
-    assert code == 2
-    assert "chat template" in err
+    assert "chat template" in generate("--chat", *NEW, code=2).err
     generator = SpecGenerator.from_pretrained(chatty)
     user = {"role": "user", "content": "def f"}
     for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
@@ -377,12 +360,12 @@ def answers(generator: SpecGenerator, said: list[str], **options: Any) -> list[s
 
 
 @pytest.fixture
-def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `specdec chat` with these lines on stdin: exit code, stdout, stderr."""
+def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, called: Any) -> Any:
+    """Runs `specdec chat` with these lines on stdin, as `called` does."""
 
-    def call(*lines: str, flags: tuple[str, ...] = (), target: str = chatty) -> tuple[int, str, str]:
+    def call(*lines: str, flags: tuple[str, ...] = (), target: str = chatty, code: int = 0) -> Any:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return run(["chat", target, *NEW, *flags]), *capsys.readouterr()
+        return called("chat", target, *NEW, *flags, code=code)
 
     return call
 
@@ -391,9 +374,9 @@ def test_a_conversation(chatty: str, draft: str, talk: Any) -> None:
     """A line a turn, each after all that was said; drafts change nothing, /reset forgets, /quit leaves."""
     generator = SpecGenerator.from_pretrained(chatty)
     first, second = answers(generator, ["ab", "cd"])
-    assert talk("ab", "", "cd")[:2] == (0, f"{first}\n{second}\n")
+    assert talk("ab", "", "cd").out == f"{first}\n{second}\n"
     changed = talk("ab", f"/draft {draft}", "cd", "/draft none", "/reset", "ab", "/quit", "x")
-    assert changed == (0, f"{first}\n{second}\n{first}\n", "")
+    assert changed == (f"{first}\n{second}\n{first}\n", "")
 
 
 def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,15 +390,14 @@ def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPat
         raise LoadError("the hub cannot be reached")
 
     monkeypatch.setattr(SpecGenerator, "submit", away)
-    code, _, err = talk("/draft org/name")
     said = ["loading org/name", "the hub does not answer: trying again for up to half a minute"]
-    assert (code, err.splitlines()) == (1, [*said, "error: the hub cannot be reached"])
+    err = talk("/draft org/name", code=1).err
+    assert err.splitlines() == [*said, "error: the hub cannot be reached"]
 
 
 def test_statistics_of_a_conversation(talk: Any) -> None:
     """After each answer with --stats, or where asked for."""
-    code, _, err = talk("ab", "/stats", "cd", flags=("--stats",))
-    assert (code, err.count("new tokens")) == (0, 3)
+    assert talk("ab", "/stats", "cd", flags=("--stats",)).err.count("new tokens") == 3
 
 
 @pytest.mark.parametrize(
@@ -430,17 +412,15 @@ def test_statistics_of_a_conversation(talk: Any) -> None:
 )
 def test_commands_of_a_conversation(line: str, code: int, words: str, talk: Any) -> None:
     """Wrong ones end a piped one, in one line. (/help did, too.)"""
-    found, out, err = talk(line, "/quit", "ab")
-    assert (found, out) == (code, "")
-    assert words in err
+    out, err = talk(line, "/quit", "ab", code=code)
+    assert (out, words in err) == ("", True)
 
 
 def test_a_conversation_needs_a_chat_template(target: str, talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before weights are read."""
     monkeypatch.setattr(SpecGenerator, "from_pretrained", None)
-    code, out, err = talk("ab", target=target)
-    assert (code, out) == (2, "")
-    assert "has no chat template" in err
+    out, err = talk("ab", target=target, code=2)
+    assert (out, "has no chat template" in err) == ("", True)
 
 
 def test_a_conversation_at_a_terminal(chatty: str, monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
@@ -471,9 +451,8 @@ def test_ctrl_c_stops_the_answer_alone(chatty: str, talk: Any, monkeypatch: pyte
             monkeypatch.setattr(Printer, "_write", before)
 
     monkeypatch.setattr(Printer, "_write", interrupted)
-    code, out, _ = talk("ab", "/reset", "ab", flags=("--method", "none"))
+    out = talk("ab", "/reset", "ab", flags=("--method", "none")).out
     [whole] = answers(SpecGenerator.from_pretrained(chatty), ["ab"])
-    assert code == 0
     assert out.endswith(f"\n{whole}\n")
     assert whole.startswith(out.removesuffix(f"\n{whole}\n").rstrip("\ufffd"))
 
@@ -486,22 +465,22 @@ def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, called:
     assert err.endswith("--chat\n")
     for flags in (["--chat"], ["--quiet"]):
         assert called("generate", chatty, "-p", "def f", *ends, *flags).err == ""
-    assert generate(*ends) == (0, "\n", "")
+    assert generate(*ends) == ("\n", "")
 
 
 def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generate(*NEW, prompt="a\nb\n")[1]
+    expected = generate(*NEW, prompt="a\nb\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfa\nb\n")))  # with a byte order mark
-    assert generate(*NEW, prompt="-")[1] == expected
+    assert generate(*NEW, prompt="-") == expected
 
 
 def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
     letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
     others = [i for i in range(WIDTH) if i not in letters]
     how = ("--json", "--method", "suffix", "--set", f"suppress_tokens={others}", *NEW)
-    plain = json.loads(generate(*how)[1])
+    plain = json.loads(generate(*how).out)
     (tmp_path / "expected.txt").write_text(plain["texts"][0])
-    helped = json.loads(generate(*how, "--prediction", str(tmp_path / "expected.txt"))[1])
+    helped = json.loads(generate(*how, "--prediction", tmp_path / "expected.txt").out)
     assert helped["texts"] == plain["texts"]
     assert helped["stats"]["num_accepted_draft_tokens"] > plain["stats"]["num_accepted_draft_tokens"]
 
@@ -510,12 +489,11 @@ def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
 def test_json(method: str, generate: Any, target: str, draft: str) -> None:
     """One object with texts, ids, reasons, statistics, settings and versions; every method writes the same text."""
     extra = ["--draft-model", draft] if method in ("draft", "hybrid") else []
-    code, out, err = generate(*NEW, "--json", "--method", method, *extra)
-    assert (code, err) == (0, "")
+    out, err = generate(*NEW, "--json", "--method", method, *extra)
     result = json.loads(out)
-    assert set(result) == JSON_KEYS
+    assert (set(result), err) == (JSON_KEYS, "")
     assert set(result["stats"]) >= {*STATS.split()}
-    assert result["texts"][0] + "\n" == generate(*NEW, "--method", "none")[1]
+    assert result["texts"][0] + "\n" == generate(*NEW, "--method", "none").out
     assert [len(ids) for ids in result["token_ids"]] == [result["stats"]["num_new_tokens"]]
     assert result["finish_reasons"] in (["length"], ["eos"])
     settings = result["settings"]
@@ -526,37 +504,37 @@ def test_json(method: str, generate: Any, target: str, draft: str) -> None:
 def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
     """A sampled call without a seed draws one, and can be repeated with any draft; several samples are numbered."""
     assert len({read_request(params(temperature=0.7)).options["seed"] for _ in range(2)}) == 2
-    first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2")[1])
+    first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2").out)
     assert len(first["texts"]) == len(first["token_ids"]) == 2
     again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
-    second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again)[1])
+    second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again).out)
     assert second["texts"] == first["texts"]
-    out = generate(*NEW, "--num-return-sequences", "2", *again)[1]
+    out = generate(*NEW, "--num-return-sequences", "2", *again).out
     assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
 
 
 def test_stop_strings(generate: Any) -> None:
-    text = generate(*NEW)[1]
+    text = generate(*NEW).out
     letter = next(c for c in text if c.isascii() and c.isprintable())
-    result = json.loads(generate(*NEW, "--json", "--stop", letter)[1])
+    result = json.loads(generate(*NEW, "--json", "--stop", letter).out)
     assert result["finish_reasons"] == ["stop"]
     assert result["texts"][0].count(letter) == 1
     cut = (*NEW, "--stop", letter, "--set", "include_stop_str_in_output=false")
     for more in ((), ("--show-draft",)):
-        shown = generate(*cut, *more)[1].replace("⟦", "").replace("⟧", "")
+        shown = generate(*cut, *more).out.replace("⟦", "").replace("⟧", "")
         assert shown == text[: text.index(letter)] + "\n", more
 
 
 def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table leaves stdout as it is; a line after it says that threads wait for cores, and what helps."""
-    code, out, err = generate(*NEW, "--stats", "--num-draft-tokens", "3", "--schedule", "constant")
-    assert (code, out) == (0, generate(*NEW)[1])
+    out, err = generate(*NEW, "--stats", "--num-draft-tokens", "3", "--schedule", "constant")
+    assert out == generate(*NEW).out
     assert "target passes" in err
     assert "schedule constant" in err
     assert "busy machine" not in err
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.64)
-    last = generate(*NEW, "--stats")[2].splitlines()[-1]
+    last = generate(*NEW, "--stats").err.splitlines()[-1]
     assert last.startswith("busy machine: torch's 2 threads got 64% of the cores that they need")
     assert "OMP_NUM_THREADS=1" in last
 
@@ -661,9 +639,9 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
 
     monkeypatch.setattr(Interrupt, "__call__", soon)
     handler = signal.getsignal(signal.SIGINT)
-    code, out, err = generate(*NEW, "--json")
+    out, err = generate(*NEW, "--json", code=130)
     result = json.loads(out)
-    assert (code, err) == (130, "interrupted\n")
+    assert err == "interrupted\n"
     assert (result["interrupted"], result["finish_reasons"]) == (True, ["interrupted"])
     assert len(result["token_ids"][0]) == 3
     assert signal.getsignal(signal.SIGINT) is handler
@@ -671,8 +649,7 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
     twice.ask()
     with pytest.raises(KeyboardInterrupt):
         twice.ask()
-    code, out, err = generate(*NEW)
-    assert (code, out, err) == (130, result["texts"][0] + "\n", "interrupted\n")
+    assert generate(*NEW, code=130) == (result["texts"][0] + "\n", "interrupted\n")
 
 
 @pytest.mark.slow
@@ -774,7 +751,7 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     file.write_text("quantization: int8\noffload: disk\nmax_memory: {cpu: 40KB}\ndraft_options: {dtype: bfloat16}\n")
     flags = ["--quantization", "int8-weight", "--draft-quantization", "int8-weight", "--max-memory", "cpu=90KB"]
     how = [*NEW, "--json", "--quiet", "--draft-model", draft, "--config", str(file), *flags]
-    found = json.loads(generate(*how)[1])
+    found = json.loads(generate(*how).out)
     assert found["settings"]["quantization"] == "int8-weight"
     assert found["settings"]["offload"] == "disk"
     assert found["settings"]["max_memory"] == {"cpu": "90KB"}
