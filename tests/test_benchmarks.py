@@ -6,18 +6,13 @@ import importlib.util
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
 from specdec import SpecGenerator
-from tests.folders import saved_model
-from tests.server.served import app, model_of
+from tests.server.process import started
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("docs/**/*.py")])
@@ -34,15 +29,16 @@ def test_imports(file: Path) -> None:
                 assert found, f"{node.module} has no {name.name}"
 
 
-def test_a_synthetic_draft_pays_for_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synthetic_draft_pays_for_its_passes(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass per level, over the nodes that it continues."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    synthetic_draft: Any = importlib.import_module("synthetic_draft")
+    from synthetic_draft import Oracle, SyntheticDraft
+
     widths: list[int] = []
-    target = SpecGenerator.from_pretrained(saved_model(tmp_path))
+    target = SpecGenerator.from_pretrained(folders[0])
     plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
-    draft = synthetic_draft.SyntheticDraft([0.5, 0.3], widths.append)
-    draft.oracle = synthetic_draft.Oracle(plain.new_tokens(), draft.rates, 50)
+    draft = SyntheticDraft([0.5, 0.3], widths.append)
+    draft.oracle = Oracle(plain.new_tokens(), draft.rates, 50)
     gen = SpecGenerator(target.target, draft, tokenizer=target.tokenizer, schedule="constant")
     tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}
     out = gen.generate("abab", max_new_tokens=5, eos_token_id=[], **tree)
@@ -52,16 +48,10 @@ def test_a_synthetic_draft_pays_for_its_passes(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The address of a server of the tiny model, in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app(model_of("suffix")), port=0, log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+def url(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of the tiny model."""
+    with started(folders[0], "--schedule", "constant", "--port", "0", folder=tmp_path_factory.mktemp("log")) as server:
+        yield server.url
 
 
 def server_load(*arguments: str) -> subprocess.CompletedProcess[str]:
