@@ -9,7 +9,7 @@ from specdec import SpecGenerator
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
-from specdec.core.draft_schedules import SCHEDULES, Auto, Constant, Cost, Limit, kind_of, make_schedule
+from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, Limit, kind_of, make_schedule
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
@@ -17,7 +17,6 @@ from specdec.generator.build_request import ScheduledDraft
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
-from specdec.options.generate import Options
 from specdec.options.load import QUANTIZATIONS
 from specdec.options.resolve import resolve
 from specdec.proposers import DRAFTS
@@ -37,66 +36,54 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def strategy_of(options: Options, **more: Any) -> Any:
-    how = {"processors": Processors(), "stop": Stopping(max_length=9), "width": 64, **more}
-    return next(kind for kind in STRATEGIES if kind.serves(options)).of(StrategySetup(options=options, **how))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
-    strategy = strategy_of(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2)
+    options = resolve(CASES[name])
+    setup = StrategySetup(options, Processors(), Stopping(max_length=9), 64, prompt=[0, 0, 1, 2], padding=2)
+    strategy = next(kind for kind in STRATEGIES if kind.serves(options)).of(setup)
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
     takes_draft = name != "contrastive"
     assert (strategy.sampler is not None) == takes_draft
+    assert not takes_draft or strategy.sampler.needs_q == options.needs_q == SAMPLING.get(name, False)
     if strategy.is_search and takes_draft:
         assert strategy.max_new_tokens == 7
 
 
 def test_every_strategy_has_its_options() -> None:
-    """The cases above name them all; the names of ways of sampling are those that options know."""
     assert {strategy.name for strategy in STRATEGIES} == {*CASES}
-    for name, needs_q in SAMPLING.items():
-        assert strategy_of(resolve(CASES[name])).sampler.needs_q == needs_q == resolve(CASES[name]).needs_q
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, SCHEDULES["heuristic"](5)),
-        ({"num_assistant_tokens": 3, "num_assistant_branches": 2}, SCHEDULES["heuristic"](3, 0.0, 2)),
+        ({}, Auto),
+        ({"schedule": "heuristic"}, Heuristic(5)),
+        ({"schedule": "heuristic", "num_assistant_tokens": 3, "num_assistant_branches": 2}, Heuristic(3, 0.0, 2)),
         ({"schedule": "constant", "num_assistant_branches": 512}, Constant(2, 0.0, 512)),
-        ({"schedule": "confidence"}, SCHEDULES["confidence"](20, 0.4)),
-        ({"schedule": "confidence", "assistant_confidence_threshold": 0.0}, SCHEDULES["confidence"](20, 0.0)),
+        ({"schedule": "confidence"}, Confidence(20, 0.4)),
+        ({"schedule": "confidence", "assistant_confidence_threshold": 0.0}, Confidence(20, 0.0)),
         ({"schedule": Constant(7)}, Constant(7)),
+        # a threshold alone names the schedule that heeds it
+        ({"assistant_confidence_threshold": 0.3}, Heuristic(5, 0.3)),
+        # where the text depends on the rounds, a seed gives one that depends on no clock
+        ({"do_sample": True, "sampling": "rejection"}, Auto),
+        ({"do_sample": True, "sampling": "rejection", "seed": 3}, Heuristic(5)),
+        ({"do_sample": True, "sampling": "block", "seed": 3}, Heuristic(5)),
+        ({"do_sample": True, "sampling": "coupled", "seed": 3}, Auto),
     ],
 )
-def test_options_make_a_schedule(given: dict[str, Any], expected: Any) -> None:
+def test_options_make_a_schedule(given: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name with its usual numbers, by numbers, or the caller's own."""
-    assert make_schedule(resolve(given)) == expected
-
-
-def test_a_threshold_alone_names_the_schedule_that_heeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what was given would have no effect."""
     monkeypatch.setattr(draft_schedules, "DEFAULT", "auto")
-    assert isinstance(make_schedule(resolve({})), Auto)
-    assert make_schedule(resolve({"assistant_confidence_threshold": 0.3})) == SCHEDULES["heuristic"](5, 0.3)
-
-
-@pytest.mark.parametrize("sampling", ["rejection", "block"])
-def test_a_seed_gives_a_text_that_depends_on_no_clock(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the text depends on the rounds."""
-    monkeypatch.setattr(draft_schedules, "DEFAULT", "auto")
-    asked = {"do_sample": True, "sampling": sampling}
-    assert isinstance(make_schedule(resolve(asked)), Auto)
-    assert make_schedule(resolve({**asked, "seed": 3})) == SCHEDULES["heuristic"](5)
-    assert isinstance(make_schedule(resolve({**asked, "sampling": "coupled", "seed": 3})), Auto)
+    made = make_schedule(resolve(given))
+    assert (type(made) if expected is Auto else made) == expected
 
 
 def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
     """By transformers' name, unless a schedule or a number was asked for."""
     assert make_schedule(resolve({}), lookup_tokens=8) == Constant(8)
-    assert make_schedule(resolve({"num_assistant_tokens": 2}), lookup_tokens=8) == SCHEDULES["heuristic"](2)
+    assert make_schedule(resolve({"num_assistant_tokens": 2}), lookup_tokens=8) == Heuristic(2)
     assert isinstance(make_schedule(resolve({"schedule": "cost"}), lookup_tokens=8), Cost)
 
 
