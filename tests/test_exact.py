@@ -11,25 +11,24 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.core.draft_schedules.cost import Cost, CostPlan
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle
-from tests.tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
+from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 VOCAB = 64
 LENGTH = 18
-ARCHITECTURES = [name for name in NAMES if name not in ("rwkv",)]
+ARCHITECTURES = [name for name in NAMES if name != "rwkv"]
 COMMON = ("llama", "mistral", "gemma2", "gpt_neo", "bloom", "mamba", "t5", "whisper")  # one of every kind
 
 
-def prompt_for(name: str, rows: int = 1, length: int = 14) -> dict[str, Tensor]:
+def prompt_for(name: str, rows: int = 1) -> dict[str, Tensor]:
     """Model inputs for one architecture; longer than every window of the tiny models."""
-    generator = torch.Generator().manual_seed(7)
     if name == "whisper":
-        return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
-    ids = torch.randint(5, VOCAB, (rows, length), generator=generator)
+        return tiny_inputs(name, rows, seed=7)
+    ids = torch.randint(5, VOCAB, (rows, 14), generator=torch.Generator().manual_seed(7))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    """transformers' own greedy text, without a cache, so that nothing of its rollback is trusted."""
+    """transformers' own greedy text."""
     from transformers import GenerationMixin
 
     with torch.no_grad():
@@ -144,15 +143,10 @@ def test_ragged_batch_equals_each_row_alone(name: str) -> None:
     options = endless(LENGTH, eos_token_id=int(first.sequences[0, -LENGTH // 2]))
     alone = [new_tokens(SpecGenerator(model), [p], options)[0] for p in prompts]
     assert len({len(row) for row in alone}) > 1
-    answers = [p + row for p, row in zip(prompts, alone, strict=True)] if name in DECODERS else []
-    starts = [[*decoder_start(model), *row] for row in alone] if name in ENCODER_DECODERS else answers
-    for draft in (None, assistant, "suffix", oracle("half", starts, VOCAB)):
+    begun = prompts if name in DECODERS else [[model.config.decoder_start_token_id]] * 3
+    texts = [start + row for start, row in zip(begun, alone, strict=True)]
+    for draft in (None, assistant, "suffix", oracle("half", texts, VOCAB)):
         assert new_tokens(SpecGenerator(model, draft), prompts, options) == alone, draft
-
-
-def decoder_start(model: Any) -> list[int]:
-    start = model.generation_config.decoder_start_token_id
-    return [start if start is not None else model.generation_config.bos_token_id]
 
 
 def new_tokens(generator: SpecGenerator, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Group, constrained and contrastive search are transformers 4.49's, the last to have all three (tests/golden)."""
 
 import json
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from specdec import DisjunctiveConstraint, PhrasalConstraint, SpecGenerator
 from tests.golden import models
 from tests.oracle import oracle
+from tests.test_exact import noisy
 
 HERE = Path(__file__).parent / "golden"
 DATA: dict[str, Any] = {
@@ -19,17 +21,6 @@ DATA: dict[str, Any] = {
 CASES = [(kind, number) for kind, data in DATA.items() for number in range(len(data["cases"]))]
 DRAFTED = [(kind, number) for kind, number in CASES if kind != "contrastive" and number % 3 == 1]
 build = cache(models.build)
-
-
-@cache
-def other(name: str) -> Any:
-    """A model like `name` with some of its weights disturbed: as a draft it is often right, and often not."""
-    model = models.build(name)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def run(case: dict[str, Any], draft: Any = None, **more: Any) -> Any:
@@ -78,7 +69,7 @@ def test_golden_with_drafts(kind: str, number: int) -> None:
     """Drafts that are mostly right, copy, or guess at random: the same texts, scores and beams."""
     case = DATA[kind]["cases"][number]
     plain = run(case)
-    for draft in (other(case["model"]), "suffix", oracle("random", [], models.VOCAB)):
+    for draft in (noisy(deepcopy(build(case["model"])), 0.03), "suffix", oracle("random", [], models.VOCAB)):
         out = run(case, draft)
         assert_golden(out, case)
         if isinstance(draft, torch.nn.Module):
