@@ -60,11 +60,9 @@ def main() -> None:
     args = parser.parse_args()
     systems, tokenizer = build(args)
     prompts = encode_prompts(tokenizer, read_prompts(args.prompts, args.count))
-    for run in systems.values():
-        run(prompts[0])  # warm-up
     made: dict[str, list[Generation]] = {name: [] for name in systems}
     watch = Watch()
-    seconds = interleaved(systems, prompts, args.repeats, watch, made)
+    seconds = interleaved(systems, prompts, args.repeats, watch, made, warm_up=True)
     expected = [out.new_tokens() for out in made[PLAIN]]
     rows = []
     for name, outs in made.items():

@@ -81,9 +81,7 @@ def strict(prompts: list[str], tokens: int, repeats: int) -> None:
             systems[f"{exactness}, assisted"] = lambda text, assisted=assisted, how=options: assisted.generate(
                 text, **how, **DRAFTED
             )
-        for run in systems.values():
-            run(prompts[0])
-        seconds = interleaved(systems, prompts, repeats, watch)
+        seconds = interleaved(systems, prompts, repeats, watch, warm_up=True)
         cells = []
         for way in ("", ", assisted"):
             usual = seconds["auto" + way]

@@ -109,9 +109,7 @@ def main() -> None:
             if not systems:
                 systems |= transformers(folder, known, passes_of(draft), args.tokens)
             systems |= specdec(plain, name, known, passes_of(draft), args.tokens)
-        for run in systems.values():
-            run(0)  # does not count
-        seconds = interleaved(systems, range(len(PROMPT)), args.repeats, watch)
+        seconds = interleaved(systems, range(len(PROMPT)), args.repeats, watch, warm_up=True)
         same = {name: [run(case) for case in range(len(PROMPT))] for name, run in systems.items()}
     milliseconds = {
         name: round(1e3 * statistics.median(map(statistics.median, found)) / args.tokens, 1)

@@ -75,11 +75,16 @@ def interleaved(
     repeats: int,
     watch: Watch,
     outputs: dict[str, list[Any]] | None = None,
+    *,
+    warm_up: bool = False,
 ) -> dict[str, list[list[float]]]:
     """Seconds `[case][repeat]` of every system; all run one case in turn, starting with another one each time.
 
-    `outputs` gets the results of every system, in the order of its runs.
+    `outputs` gets the results of every system, in the order of its runs. `warm_up`: all run the first case once before,
+    which does not count.
     """
+    for run in systems.values() if warm_up else ():
+        run(cases[0])
     names = list(systems)
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in cases] for name in names}
     turn = 0

@@ -274,9 +274,7 @@ def attention(name: str, repeats: int, wanted: str) -> None:
         cells: dict[str, list[str]] = {way: [] for way in ways}
         for context in CONTEXTS:
             with torch.inference_mode():
-                for system in ways.values():
-                    system(context)
-                seconds = interleaved(ways, [context], repeats, Watch())
+                seconds = interleaved(ways, [context], repeats, Watch(), warm_up=True)
             for way, (times,) in seconds.items():
                 cells[way].append(f"{median(times) * 1e6:.0f}")
         rows += [[way, *found] for way, found in cells.items()]

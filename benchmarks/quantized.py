@@ -65,9 +65,8 @@ def main() -> None:
     exact = next(iter(found.values()))[1]
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     systems = {name: lambda prompt, g=generator: g.generate(prompt, **length) for name, generator in ways.items()}
-    for system in systems.values():
-        system(windows[:1, :PROMPT_TOKENS])
-    seconds = interleaved(systems, list(windows[:PROMPTS, None, :PROMPT_TOKENS]), given.repeats, Watch())
+    prompts = list(windows[:PROMPTS, None, :PROMPT_TOKENS])
+    seconds = interleaved(systems, prompts, given.repeats, Watch(), warm_up=True)
     print(table(["", "MB of weights", "perplexity", "same token", "ms per token"], [
         [
             name,

@@ -66,9 +66,7 @@ def main() -> None:
             for name, generator in generators.items()
             for when, how in (("now", nullcontext), ("before", before))
         }
-        for warm in systems.values():
-            warm(prompts[0])
-        found = interleaved(systems, prompts, args.repeats, watch)
+        found = interleaved(systems, prompts, args.repeats, watch, warm_up=True)
         sizes = [len(texts[prompt]) for prompt in prompts]
         for name in generators:
             old, new = found[f"{name}, before"], found[f"{name}, now"]

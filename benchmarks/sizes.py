@@ -68,9 +68,7 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             found: dict[str, float] = {"parameters": written(folder, layers, width)}
             both = systems(folder, args.tokens, args.backend)
-            for system in both.values():
-                system(PROMPT)  # does not count
-            for name, [seconds] in interleaved(both, [PROMPT], args.repeats, watch).items():
+            for name, [seconds] in interleaved(both, [PROMPT], args.repeats, watch, warm_up=True).items():
                 found[name] = round(1e3 * statistics.median(seconds) / args.tokens, 2)
         sizes.append(found)
     rows = [[f"{one['parameters'] / 1e6:.1f} M", f"{one['transformers']}", f"{one['specdec']}"] for one in sizes]

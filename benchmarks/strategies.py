@@ -90,10 +90,8 @@ def report(args: argparse.Namespace, strategy: str, prompts: list[Tensor]) -> No
     """One strategy's table."""
     watch = Watch()
     systems = build(args, strategy)
-    for run in systems.values():
-        run(prompts[0])
     outputs: dict[str, list[Any]] = {}
-    seconds = interleaved(systems, prompts, args.repeats, watch, outputs)
+    seconds = interleaved(systems, prompts, args.repeats, watch, outputs, warm_up=True)
     plain = "specdec plain"
     rows = []
     for name in systems:

@@ -98,10 +98,8 @@ def report(args: argparse.Namespace, dtype: str, prompts: list[Tensor]) -> list[
     """One dtype's table, printed; its rows by their columns."""
     watch = Watch()
     systems, target = build(args, getattr(torch, dtype))
-    for run in systems.values():
-        run(prompts[0])  # warm-up
     outputs: dict[str, list[Any]] = {}
-    seconds = interleaved(systems, prompts, args.repeats, watch, outputs)
+    seconds = interleaved(systems, prompts, args.repeats, watch, outputs, warm_up=True)
     best = min((GREEDY, ASSISTED, LOOKUP), key=lambda name: -ratio(seconds[GREEDY], seconds[name]))
     rows = []
     for name in systems:
