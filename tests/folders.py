@@ -28,8 +28,7 @@ def byte_tokenizer(*, backwards: bool = False) -> PreTrainedTokenizerFast:
 def saved_model(folder: Path, seed: int = 0, *, backwards: bool = False) -> str:
     """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
     byte_tokenizer(backwards=backwards).save_pretrained(folder)
-    tiny("llama", vocab=WIDTH, seed=seed).save_pretrained(folder)
-    return str(folder)
+    return saved("llama", folder, vocab=WIDTH, seed=seed)
 
 
 def saved(name: str, folder: Path, **options: Any) -> str:
@@ -73,7 +72,9 @@ def saved_gguf(
             continue
         array = _as_llama_cpp_has_it(full, weight, model.config).numpy()
         matrix = array.ndim == 2 and array.shape[1] % 32 == 0 and "conv1d" not in full and "A_log" not in full
-        wanted = _gguf_type(array.shape, next(turn)) if matrix else "F32"
+        wanted = next(turn) if matrix else "F32"
+        if wanted.endswith("_K") and array.shape[1] % 256:
+            wanted = "Q8_0"  # K-quants are made for rows of 256
         number = GGMLQuantizationType[wanted]
         data = some_q6_k(array.shape) if wanted == "Q6_K" else quants.quantize(array, number)
         writer.add_tensor(f"{names.get_name(base)}{dot}{kind}", data, raw_dtype=number)
@@ -120,11 +121,6 @@ def some_q6_k(shape: tuple[int, ...]) -> Any:
     blocks = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // 256, 210), dtype=np.uint8)
     blocks[:, :, -2:] = np.array([2e-5], np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
-
-
-def _gguf_type(shape: tuple[int, ...], wanted: str) -> str:
-    """K-quants are made for rows of 256."""
-    return "Q8_0" if wanted.endswith("_K") and shape[1] % 256 else wanted
 
 
 def _as_llama_cpp_has_it(name: str, weight: Tensor, config: Any) -> Tensor:

@@ -337,24 +337,22 @@ def chatty(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_chat(live: bool, chatty: str, generate: Any, called: Any) -> None:
+def test_chat(chatty: str, generate: Any, called: Any) -> None:
     """The prompt as a message, behind what the system says; without a template the error says so."""
     assert "chat template" in generate("--chat", *NEW, code=2).err
     generator = SpecGenerator.from_pretrained(chatty)
     user = {"role": "user", "content": "def f"}
     for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
-        printed = called("generate", chatty, "-p", "def f", *NEW, *flags, *([] if live else ["--no-stream"]))
         expected = generator.generate(messages=[*system, user], max_new_tokens=12)
-        assert printed == (expected.texts[0] + "\n", "")
+        assert called("generate", chatty, "-p", "def f", *NEW, *flags) == (expected.texts[0] + "\n", "")
 
 
-def answers(generator: SpecGenerator, said: list[str], **options: Any) -> list[str]:
-    """What the generator answers turn by turn."""
-    turns: list[dict[str, str]] = []
+def answers(folder: str, *said: str) -> list[str]:
+    """What the model answers turn by turn."""
+    generator, turns = SpecGenerator.from_pretrained(folder), list[dict[str, str]]()
     for message in said:
         turns.append({"role": "user", "content": message})
-        [text] = generator.generate(messages=turns, max_new_tokens=12, **options).texts
+        [text] = generator.generate(messages=turns, max_new_tokens=12).texts
         turns.append({"role": "assistant", "content": text})
     return [turn["content"] for turn in turns[1::2]]
 
@@ -372,8 +370,7 @@ def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, called: Any) -> Any:
 
 def test_a_conversation(chatty: str, draft: str, talk: Any) -> None:
     """A line a turn, each after all that was said; drafts change nothing, /reset forgets, /quit leaves."""
-    generator = SpecGenerator.from_pretrained(chatty)
-    first, second = answers(generator, ["ab", "cd"])
+    first, second = answers(chatty, "ab", "cd")
     assert talk("ab", "", "cd").out == f"{first}\n{second}\n"
     changed = talk("ab", f"/draft {draft}", "cd", "/draft none", "/reset", "ab", "/quit", "x")
     assert changed == (f"{first}\n{second}\n{first}\n", "")
@@ -436,7 +433,7 @@ def test_a_conversation_at_a_terminal(chatty: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     monkeypatch.setattr("builtins.input", typed)
     out, err = called("chat", chatty, *NEW)
-    assert out == f"\n{answers(SpecGenerator.from_pretrained(chatty), ['ab'])[0]}\n"
+    assert out == f"\n{answers(chatty, 'ab')[0]}\n"
     assert "error: /nonsense" in err
 
 
@@ -452,7 +449,7 @@ def test_ctrl_c_stops_the_answer_alone(chatty: str, talk: Any, monkeypatch: pyte
 
     monkeypatch.setattr(Printer, "_write", interrupted)
     out = talk("ab", "/reset", "ab", flags=("--method", "none")).out
-    [whole] = answers(SpecGenerator.from_pretrained(chatty), ["ab"])
+    [whole] = answers(chatty, "ab")
     assert out.endswith(f"\n{whole}\n")
     assert whole.startswith(out.removesuffix(f"\n{whole}\n").rstrip("\ufffd"))
 
