@@ -14,7 +14,7 @@ from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
-from specdec.cli.transcribe import read_speech
+from specdec.cli.transcribe import read_model, read_speech
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 
@@ -113,9 +113,7 @@ def read_task(params: Mapping[str, Any]) -> Request:
     if params["ray"] is None:
         refuse_idle(params, OF_WORKERS, "configures the workers of a cluster: pass --ray, or leave it out")
     if task == "transcribe":
-        if params["model"] is None:
-            raise OptionError("no model was named: pass --model, a Whisper model")
-        return read_speech({**params, "task": None})
+        return read_speech({**params, "model": read_model(params["model"], demo=False), "task": None})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
     return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
 

@@ -35,9 +35,8 @@ def demo(
     temperature: float | None,
 ) -> int:
     """Watch a small model write code without and with its draft. Then see where the time went."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
-    if options["do_sample"]:
-        options |= {"seed": seed, "temperature": temperature}
+    how = {"do_sample": sample or temperature is not None, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **how}
     pair = bundled_models.pair()
     os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
     out = Console()

@@ -252,17 +252,16 @@ def first_of_job(request: Request) -> None:
 
 def load(request: Request, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
-    target = locate(request.target, "target", "TARGET")
-    names = [target, *(request.draft if isinstance(request.draft, tuple) else [request.draft])]
+    names = [request.target, *(request.draft if isinstance(request.draft, tuple) else [request.draft])]
     with loading(f"loading {request.target}", downloads=not all(map(is_here, names))):
         from specdec.generator.generator import SpecGenerator
 
-        return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)
+        return SpecGenerator.from_pretrained(request.target, request.draft, **request.loading, **more)
 
 
 def is_here(name: str | None) -> bool:
-    """Whether nothing is downloaded for a model or draft of this name: a path, or a word."""
-    return name in (None, "none") or name.partition(":")[0] in DRAFT_WORDS or Path(name).exists()
+    """Whether nothing is downloaded for a model or draft of this name: a path, a pair of the package, or a word."""
+    return name in (None, "none") or name.partition(":")[0] in ("zoo", *DRAFT_WORDS) or Path(name).exists()
 
 
 def read_prompt(prompt: str | None) -> str:
