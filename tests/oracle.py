@@ -12,7 +12,7 @@ Guess = Callable[[list[int], int], list[int]]
 KINDS = ("perfect", "half", "wrong", "random")
 
 
-def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_length: int = 1) -> Guess:
+def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int) -> Guess:
     """A draft that finds its text among `answers` (whole rows of ids) and continues it faithfully, or spoils it."""
     rows = [list(map(int, answer)) for answer in answers]
 
@@ -60,11 +60,11 @@ def rows_in_drafts(engine: Any) -> int:
 
 
 @contextmanager
-def shapes(model: Any, name: str = "input_ids") -> Iterator[list[tuple[int, int]]]:
+def shapes(model: Any) -> Iterator[list[tuple[int, int]]]:
     """The shapes of the ids of all forwards of `model`."""
     found: list[tuple[int, int]] = []
     hook = model.register_forward_pre_hook(
-        lambda _, args, given: found.append(tuple(given[name].shape)), with_kwargs=True
+        lambda _, args, given: found.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     try:
         yield found

@@ -61,21 +61,11 @@ def whisper(seed: int = 0, *, stamps: float = 0.0, end: float = 0.0, **options: 
     sizes = {"max_source_positions": 50 * WINDOW, "max_target_positions": 48, "median_filter_width": 7}
     model = tiny("whisper", vocab=len(tokenizer), seed=seed, **{**sizes, **options})
     model.generation_config = settings(tokenizer)
-    hook = _Bias(tokenizer, stamps, end)
-    model.proj_out.register_forward_hook(hook)
+    bias = torch.zeros(len(tokenizer))
+    bias[tokenizer.convert_tokens_to_ids(STAMPS[0]) :] = stamps
+    bias[tokenizer.eos_token_id] = end
+    model.proj_out.register_forward_hook(lambda module, args, output: output + bias)
     return model
-
-
-class _Bias:
-    """A forward hook that adds to some logits: random models rarely end, or say when."""
-
-    def __init__(self, tokenizer: WhisperTokenizer, stamps: float, end: float) -> None:
-        self.bias = torch.zeros(len(tokenizer))
-        self.bias[tokenizer.convert_tokens_to_ids(STAMPS[0]) :] = stamps
-        self.bias[tokenizer.eos_token_id] = end
-
-    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + self.bias
 
 
 def speech(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:

@@ -106,12 +106,12 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(held)
 
 
-def tiny_inputs(name: str, rows: int = 1, seed: int = 0, vocab: int = 64) -> dict[str, torch.Tensor]:
+def tiny_inputs(name: str, rows: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random encoder inputs for an encoder-decoder: ids with a ragged mask, or features for Whisper."""
     generator = torch.Generator().manual_seed(seed)
     if name == "whisper":
         return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
-    ids = torch.randint(3, vocab, (rows, 9), generator=generator)
+    ids = torch.randint(3, 64, (rows, 9), generator=generator)
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, 9 - row % 4 :] = 0
