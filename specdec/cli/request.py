@@ -307,7 +307,6 @@ def read_text(file: str) -> str:
     source = "standard input" if file == "-" else file
     try:
         text = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode("utf-8-sig")
-        text.encode()
     except UnicodeError as error:
         raise not_utf8(source, error) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte

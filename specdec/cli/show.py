@@ -120,8 +120,7 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
         *("tokens_per_second", "seconds", "draft_seconds", "verify_seconds", "select_seconds"),
         *("other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
     )
-    values = {name: getattr(stats, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: getattr(stats, name) for name in names}
 
 
 def show_stats(stats: Stats) -> None:
