@@ -39,7 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
     options = resolve(CASES[name])
-    setup = StrategySetup(options, Processors(), Stopping(max_length=9), 64, prompt=[0, 0, 1, 2], padding=2)
+    how = {"processors": Processors(), "stop": Stopping(max_length=9), "width": 64}
+    setup = StrategySetup(options=options, **how, prompt=[0, 0, 1, 2], padding=2)
     strategy = next(kind for kind in STRATEGIES if kind.serves(options)).of(setup)
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")

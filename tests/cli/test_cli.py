@@ -769,13 +769,13 @@ def test_gguf_files(tmp_path: Path, called: Any) -> None:
     assert "there are draft.gguf, model.gguf" in err
 
 
-@pytest.mark.usefixtures("pair")
 def test_commands_that_compile_at_once(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any
 ) -> None:
     """Those that run long or measure, and do so before they decode; `generate` waits until it pays."""
     made: list[SpecGenerator] = []
     monkeypatch.setattr(SpecGenerator, "compile", lambda self: made.append(self))
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "inf")  # the demo would leave it behind
     (rows := tmp_path / "rows.txt").write_text("def f\n")
     called("generate", target, "-p", "def f", *NEW, "-q")
     assert not made
