@@ -198,10 +198,10 @@ def batch(family: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return inputs
 
 
-def with_processor(seed: int = 0) -> tuple[Any, Any]:
+def with_processor() -> tuple[Any, Any]:
     made = processor()
     place = made.tokenizer.convert_tokens_to_ids("<image>")
-    return seeing("llava", seed, place=place, vocab_size=WIDTH + 1), made
+    return seeing("llava", place=place, vocab_size=WIDTH + 1), made
 
 
 def hearing(family: str) -> tuple[Any, dict[str, Tensor]]:

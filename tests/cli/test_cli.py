@@ -29,7 +29,7 @@ from specdec.bench.samples import Difference
 from specdec.cli import commands
 from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
-from specdec.cli.show import Printer, write
+from specdec.cli.show import Printer
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, notes
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
@@ -556,34 +556,25 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- printer
 
 
-class Letters:
-    """A tokenizer of lower-case letters."""
+def shown(*rounds: tuple[str, int], terminal: bool, show_draft: bool = True, **environment: str) -> str:
+    """What a printer writes for these rounds: letters, a token each, and how many of them the draft had."""
 
-    def decode(self, ids: list[int], **_: object) -> str:
-        return "".join(chr(96 + i) for i in ids)
-
-    def stream(self, rounds: list[tuple[list[int], int]]) -> Generator[Event, None, Generation]:
-        """These rounds: tokens, and how many of them the draft had."""
-        for tokens, accepted in rounds:
-            yield Event(self.decode(tokens), tokens, accepted)
+    def stream() -> Generator[Event, None, Generation]:
+        for text, accepted in rounds:
+            yield Event(text, byte_tokenizer().encode(text), accepted)
         return Generation(texts=["the result"])
 
-
-def shown(rounds: list[tuple[list[int], int]], *, terminal: bool, show_draft: bool = True, **environment: str) -> str:
-    """What a printer writes for these rounds."""
     colours = "standard" if terminal else None
     out = Console(file=io.StringIO(), force_terminal=terminal, color_system=colours, width=20, _environ=environment)
-    result = Printer(out, Letters(), show_draft=show_draft).follow(Letters().stream(rounds))
-    assert result.texts == ["the result"]
+    assert Printer(out, byte_tokenizer(), show_draft=show_draft).follow(stream()).texts == ["the result"]
     return out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_last_token_of_a_round_is_the_targets_own() -> None:
     """Of three rounds, the first two end with the target's token; the last ended on an accepted one, or did not."""
-    rounds = [([1], 0), ([2, 3, 4], 2)]
-    assert shown([*rounds, ([5, 6], 1)], terminal=False) == "a⟦bc⟧d⟦e⟧f\n"
-    assert shown([*rounds, ([5, 6], 2)], terminal=False) == "a⟦bc⟧d⟦ef⟧\n"
-    assert shown([*rounds, ([5, 6], 1)], terminal=False, show_draft=False) == "abcdef\n"
+    assert shown(("a", 0), ("bcd", 2), ("ef", 1), terminal=False) == "a⟦bc⟧d⟦e⟧f\n"
+    assert shown(("a", 0), ("bcd", 2), ("ef", 2), terminal=False) == "a⟦bc⟧d⟦ef⟧\n"
+    assert shown(("a", 0), ("bcd", 2), ("ef", 1), terminal=False, show_draft=False) == "abcdef\n"
 
 
 def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -596,7 +587,7 @@ def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) ->
 
     out = Console(file=io.StringIO())
     with notes():
-        Printer(out, Letters(), show_draft=False).follow(rounds())
+        Printer(out, byte_tokenizer(), show_draft=False).follow(rounds())
         assert out.file.getvalue() == "one two\n"  # type: ignore[attr-defined]
         assert capsys.readouterr().err == "note: meanwhile\n"
         logging.getLogger("specdec").info("afterwards")
@@ -605,18 +596,15 @@ def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) ->
 
 def test_accepted_text_is_coloured_on_a_terminal() -> None:
     """Colours instead of marks, unless NO_COLOR asks for none; long lines are not wrapped."""
-    rounds = [([1], 0), ([2, 3], 1)]
-    assert shown(rounds, terminal=True) == "a\x1b[32mb\x1b[0mc\n"
-    assert shown(rounds, terminal=True, NO_COLOR="1") == "a⟦b⟧c\n"
-    assert shown([([1] * 50, 49)], terminal=True).count("\n") == 1
+    assert shown(("a", 0), ("bc", 1), terminal=True) == "a\x1b[32mb\x1b[0mc\n"
+    assert shown(("a", 0), ("bc", 1), terminal=True, NO_COLOR="1") == "a⟦b⟧c\n"
+    assert shown(("a" * 50, 49), terminal=True).count("\n") == 1
 
 
 def test_a_terminal_obeys_no_escape_sequence_of_a_model() -> None:
     """Control characters in generated text are replaced on a terminal, and left alone in a file."""
-    for terminal, expected in ((True, "\ufffd[2J\tx\n"), (False, "\x1b[2J\tx\n")):
-        out = Console(file=io.StringIO(), force_terminal=terminal, _environ={})
-        write(out, "\x1b[2J\tx\n")
-        assert out.file.getvalue() == expected  # type: ignore[attr-defined]
+    assert shown(("\x1b[2J\tx", 0), terminal=True) == "\ufffd[2J\tx\n"
+    assert shown(("\x1b[2J\tx", 0), terminal=False) == "\x1b[2J\tx\n"
 
 
 # ----------------------------------------------------------------------------------------------- interrupts and pipes

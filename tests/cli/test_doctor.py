@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec import SpecGenerator, kernels
-from specdec.bench.machine import memory_bandwidth, waiting_threads
+from specdec.bench.machine import waiting_threads
 from specdec.cli import doctor
 from specdec.core.stats import Stats
 from specdec.kernels import Lack
@@ -32,7 +32,6 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, called: Any) 
     assert "GB/s" in out
     assert re.search(r"^  · \[gguf\] +GGUF files: no gguf$", out, re.MULTILINE)
     assert "→ pip install -e '.[gguf]'" in out
-    assert memory_bandwidth(2**20, tries=1) > 0
 
 
 @pytest.mark.parametrize(("share", "state"), [(0.97, "good"), (0.64, "note")])
