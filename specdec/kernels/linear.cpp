@@ -8,7 +8,8 @@
 //   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
 //   int8       [blocks, columns / 4, 4, 32]
 //   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
-//   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7
+//   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7; a group
+//                                                 is 32 columns
 //
 // Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
 // rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
@@ -38,6 +39,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 32;       // outputs
+constexpr int64_t GROUP = 32;       // columns of one scale, as in quantized.py
 constexpr int64_t CHUNK = 128;      // bytes
 constexpr int64_t TILE = 128 << 10; // bytes of a block that several blocks of rows read again, from the second cache
 constexpr int64_t AHEAD = 4 << 10;  // bytes between reads and prefetches
@@ -79,7 +81,7 @@ struct Packed {
   const char* chunks;
   const at::Half *scales, *mins;
   const float *factors, *bias;
-  // columns: inputs and padding; group: columns of one scale, or all; width: numbers from a row to the next
+  // columns: inputs and padding; group: GROUP where there are scales, or all columns; width: from a row to the next
   int64_t inputs, outputs, columns, group, width;
 
   template <class Kind>
@@ -258,7 +260,7 @@ void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> row
   static constexpr auto add = by_rows<Kind, 1>(std::make_integer_sequence<int, ROWS>());
   std::fill_n(sums, count * BLOCK, 0.0f);
   auto turns = (count + ROWS - 1) / ROWS, most = (count + turns - 1) / turns;
-  auto unit = packed.scales ? packed.group : int64_t{Kind::COLUMNS};
+  auto unit = packed.scales ? GROUP : int64_t{Kind::COLUMNS};
   auto tile = turns == 1 ? packed.columns : std::max<int64_t>(TILE / CHUNK * Kind::COLUMNS / unit, 1) * unit;
   for (int64_t begin = 0; begin < packed.columns; begin += tile) {
     auto end = std::min(begin + tile, packed.columns);
@@ -318,7 +320,7 @@ void multiply(const Packed& packed, Rows<typename Kind::Row> rows, int64_t count
 }
 
 #if defined(__AVX512BF16__)
-constexpr int64_t STEP = 2 * TILE_ROWS;      // columns whose weights are two tiles
+constexpr int64_t STEP = 2 * TILE_ROWS;      // columns whose weights are two tiles, as many as a group has
 constexpr int64_t PANEL = 512;               // columns whose weights stay in the first cache
 constexpr int64_t TOGETHER = 2 * TILE_ROWS;  // rows that share a read of the weights
 constexpr int64_t TILED = 256;               // rows whose sums wait in the second cache
@@ -405,11 +407,10 @@ template <class Kind>
 void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int64_t count, float* sums) {
   alignas(64) Words room[PANEL / 2 * VECTORS];
   alignas(64) float own[TOGETHER * BLOCK];  // of a group, in integers' units
-  auto panel = packed.scales ? PANEL / packed.group * packed.group : PANEL;
   int64_t sized = 0;  // rows for which tiles are set
   std::fill_n(sums, count * BLOCK, 0.0f);
-  for (int64_t begin = 0; begin < packed.columns; begin += panel) {
-    auto end = std::min(begin + panel, packed.columns), unit = packed.scales ? packed.group : panel;
+  for (int64_t begin = 0; begin < packed.columns; begin += PANEL) {
+    auto end = std::min(begin + PANEL, packed.columns), unit = packed.scales ? GROUP : PANEL;
     auto weights = as_pairs<Kind>(packed, block, begin, end, room);
     for (int64_t row = 0; row < count; row += TOGETHER) {
       auto now = std::min(TOGETHER, count - row);
@@ -422,7 +423,7 @@ void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int
         if (packed.scales) std::fill_n(own, now * BLOCK, 0.0f);
         add(from.x + first, packed.width, weights + (first - begin) / 2 * CHUNK,
             (std::min(first + unit, end) - first + STEP - 1) / STEP, ahead, to);
-        if (packed.scales) add_group(packed, block, first / packed.group, from, now, own, sums + row * BLOCK);
+        if (packed.scales) add_group(packed, block, first / GROUP, from, now, own, sums + row * BLOCK);
       }
     }
   }
@@ -490,12 +491,12 @@ at::Tensor padded(const at::Tensor& x, int64_t rows, const Packed& packed) {
 
 template <class Row>
 at::Tensor group_sums(const Row* x, int64_t rows, const Packed& packed) {
-  constexpr int PARTS = 8;  // divides every group
+  constexpr int PARTS = 8;
   at::Tensor sums = at::empty({rows * packed.groups()}, at::kFloat);
   auto to = sums.mutable_data_ptr<float>();
-  for (int64_t group = 0; group < sums.numel(); group++, x += packed.group) {
+  for (int64_t group = 0; group < sums.numel(); group++, x += GROUP) {
     float parts[PARTS] = {};
-    for (int64_t k = 0; k < packed.group; k += PARTS)
+    for (int64_t k = 0; k < GROUP; k += PARTS)
       for (int part = 0; part < PARTS; part++) parts[part] += static_cast<float>(x[k + part]);
     to[group] = std::accumulate(parts, parts + PARTS, 0.0f);
   }
@@ -527,18 +528,8 @@ Fastest& measured_of(at::ScalarType weight, bool grouped, bool wide) {
 }
 
 template <class Kind>
-bool takes_tiles(const Packed& packed) {
-#if defined(__AVX512BF16__)
-  auto whole_steps = !packed.scales || (packed.group % STEP == 0 && packed.group <= PANEL);
-  return std::is_same_v<typename Kind::Row, at::BFloat16> && whole_steps && runs_tiles();
-#else
-  return false;
-#endif
-}
-
-template <class Kind>
-int64_t way_of(const Packed& packed, int64_t way, int64_t count, const Fastest& fastest) {
-  auto tiles = takes_tiles<Kind>(packed);
+int64_t way_of(int64_t way, int64_t count, const Fastest& fastest) {
+  auto tiles = std::is_same_v<typename Kind::Row, at::BFloat16> && runs_tiles();
   TORCH_CHECK_VALUE(way != TILES_ALONE || tiles, "`way` must be possible here, got tiles: take another one");
   if (way == ALIKE) return tiles && has_tiles() ? TILES_ALONE : VECTORS_ALONE;
   if (way != FASTEST) return way;
@@ -551,9 +542,9 @@ template <class Kind, class Single, class In>
 at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fastest& fastest) {
   using Row = typename Kind::Row;
   packed.width = packed.columns *= Kind::COLUMNS;
-  if (!packed.scales) packed.group = std::max<int64_t>(packed.columns, 1);
+  packed.group = packed.scales ? GROUP : std::max<int64_t>(packed.columns, 1);
   auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
-  way = way_of<Kind>(packed, way, count, fastest);
+  way = way_of<Kind>(way, count, fastest);
   if (way == UNPACKED) {
     std::optional<at::Tensor> bias;
     auto numbers = const_cast<float*>(packed.bias);
@@ -592,7 +583,7 @@ void check(const char* name, const std::optional<at::Tensor>& tensor, at::Scalar
 
 void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
            const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-           const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group) {
+           const std::optional<at::Tensor>& bias, int64_t outputs) {
   auto type = weight.scalar_type();
   auto columns = columns_of_chunk(type), blocks = (outputs + BLOCK - 1) / BLOCK;
   auto of_rows = x.scalar_type();
@@ -600,9 +591,8 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   TORCH_CHECK_VALUE(fits, "`x` must have the dtype of a float `weight`, or float32 or bfloat16 for integers, got ",
                     of_rows, " for ", type, ": convert it");
   TORCH_CHECK_VALUE(x.dim() > 0, "`x` must be [..., inputs], got a single number");
-  TORCH_CHECK_VALUE(!scales || (group > 0 && group % 8 == 0), "`group` must be a multiple of 8, got ", group);
   TORCH_CHECK_VALUE(!mins || scales, "`mins` must come with `scales`, got them alone: pass both");
-  auto unit = scales ? group : columns, units = (x.size(-1) + unit - 1) / unit, chunks = units * unit / columns;
+  auto unit = scales ? GROUP : columns, units = (x.size(-1) + unit - 1) / unit, chunks = units * unit / columns;
   std::array sizes{blocks, chunks, BLOCK, 4 / weight.element_size()};
   if (type == at::kChar) std::swap(sizes[2], sizes[3]);
   check("weight", weight, type, sizes);
@@ -614,10 +604,10 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
                          const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group, int64_t way) {
-  check(x, weight, factors, scales, mins, bias, outputs, group);
+                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t way) {
+  check(x, weight, factors, scales, mins, bias, outputs);
   Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<at::Half>(mins),
-                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), group, 0};
+                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), 0, 0};
   auto rows = x.expect_contiguous();
   auto wide = x.scalar_type() == at::kFloat;
   auto& fastest = measured_of(weight.scalar_type(), scales.has_value(), wide);

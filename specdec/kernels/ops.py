@@ -19,8 +19,8 @@ from specdec.kernels.quantized import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
-_LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int group, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs, int group) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _LIBRARY.define("runs_tiles() -> bool")  # type: ignore[no-untyped-call]
@@ -35,12 +35,12 @@ _LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: igno
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _packed_linear(x: Tensor, weight: Tensor, factors: object, scales: object, mins: object, bias: object, outputs: int,
-                   group: int, way: int = 0) -> Tensor:  # fmt: skip
+                   way: int = 0) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], outputs))
 
 
 def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Tensor | None, mins: Tensor | None,
-                 inputs: int, group: int) -> Tensor:  # fmt: skip
+                 inputs: int) -> Tensor:  # fmt: skip
     flat = ids.reshape(-1)
     if weight.is_floating_point():
         values = packed_layout.rows(weight, flat, inputs)
@@ -48,7 +48,6 @@ def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Te
         values = Quantized(
             packed_layout.rows(weight, flat, inputs),
             bits=4 if weight.dtype == torch.uint8 else 8,
-            group=group or None,
             scales=packed_layout.groups_of(scales, flat),
             mins=packed_layout.groups_of(mins, flat),
             factors=None if factors is None else factors[flat],
@@ -131,11 +130,11 @@ them, the highest ids first among equals, and at least `least` (arXiv 1904.09751
 """
 
 packed_linear = torch.ops.specdec.packed_linear.default
-"""`(x, weight, factors, scales, mins, bias, outputs, group, way=FASTEST)`: `x` `[..., inputs]` to `[..., outputs]`.
+"""`(x, weight, factors, scales, mins, bias, outputs, way=FASTEST)`: `x` `[..., inputs]` to `[..., outputs]`.
 
-`weight`, `scales` and `mins` are packed (`packed_layout.py`); `factors` and `bias` float32 `[outputs]`; `group` is 0
-without `scales`. In each way but FASTEST and UNPACKED a row's result does not depend on its neighbours, bit for bit.
-Raises ValueError for arguments that do not fit.
+`weight`, `scales` and `mins` are packed (`packed_layout.py`); `factors` and `bias` float32 `[outputs]`. In each way but
+FASTEST and UNPACKED a row's result does not depend on its neighbours, bit for bit. Raises ValueError for arguments that
+do not fit.
 """
 
 FASTEST, ALIKE, VECTORS, TILES, UNPACKED = range(5)
@@ -153,7 +152,7 @@ runs_tiles = torch.ops.specdec.runs_tiles.default
 """Whether TILES works: on tiles, or where the library was built for a processor without them, emulated and slow."""
 
 packed_rows = torch.ops.specdec.packed_rows.default
-"""`(ids, weight, factors, scales, mins, inputs, group)`: rows of the weight, `ids` `[...]` to `[..., inputs]`.
+"""`(ids, weight, factors, scales, mins, inputs)`: rows of the weight, `ids` `[...]` to `[..., inputs]`.
 
 bfloat16 weights as they are, all others in float32. `ids` are from 0 to the number of outputs; they are not checked.
 """

@@ -18,10 +18,10 @@ _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]  # the columns in the halves of a chunk
 _BACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def packed(values: Tensor, dtype: torch.dtype, multiple: int = 0) -> Tensor:
+def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
     """Packs `values` `[outputs, inputs]` as `dtype`, which is theirs or, for 4 bits, uint8.
 
-    Pads inputs with zeros to whole chunks, and to a multiple of the group length `multiple`.
+    Pads inputs with zeros to whole chunks, and to a multiple of `multiple`.
     """
     outputs, inputs = values.shape
     columns = COLUMNS[dtype]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.kernels import ops, packed_layout
-from specdec.kernels.quantized import Quantized, to_int4, to_int8
+from specdec.kernels.quantized import GROUP, Quantized, to_int4, to_int8
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
@@ -43,11 +43,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
         self.outputs, self.inputs = given.values.shape
-        self.kind, self.way, self.group = kind_of(weight), way, given.group or 0
+        self.kind, self.way = kind_of(weight), way
         self.takes = (FLOATS[self.kind],) if self.kind in FLOATS else tuple(FLOATS.values())
         self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
         stored = (FLOATS | INTEGERS)[self.kind]
-        self.register_buffer("packed", packed_layout.packed(given.values, stored, self.group))
+        self.register_buffer("packed", packed_layout.packed(given.values, stored, 1 if given.scales is None else GROUP))
         self.register_buffer("factors", given.factors)
         self.register_buffer("scales", packed_layout.packed_groups(given.scales))
         self.register_buffer("mins", packed_layout.packed_groups(given.mins))
@@ -56,8 +56,7 @@ class PackedLinear(nn.Module):
     def can_join(layers: Sequence[PackedLinear]) -> bool:
         """Whether these layers can be joined: alike, and made of whole blocks."""
         kinds = {
-            (one.kind, one.inputs, one.group, one.way, *(one._buffers[name] is None for name in _HELD[:-1]))
-            for one in layers
+            (one.kind, one.inputs, one.way, *(one._buffers[name] is None for name in _HELD[:-1])) for one in layers
         }
         return len(kinds) == 1 and all(one.outputs % packed_layout.BLOCK == 0 for one in layers)
 
@@ -66,7 +65,7 @@ class PackedLinear(nn.Module):
         """One layer with the outputs of all these, whose tensors become views of its own; see `can_join`."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        for name in ("kind", "takes", "inputs", "group", "way"):
+        for name in ("kind", "takes", "inputs", "way"):
             setattr(made, name, getattr(layers[0], name))
         sizes = [one.outputs for one in layers]
         made.outputs = sum(sizes)
@@ -87,7 +86,7 @@ class PackedLinear(nn.Module):
         """`[..., inputs]` to `[..., outputs]`, in the dtype of `x`; raises ValueError for one that does not fit."""
         # Attribute lookups, one by one, would cost as much as the dispatch.
         packed, factors, scales, mins, bias = map(self._buffers.get, _HELD)
-        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.group, self.way)
+        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.way)
 
     def weight(self) -> Tensor:
         """The weight `[outputs, inputs]`: as given, or integers as float32."""
@@ -95,7 +94,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
-        return ops.packed_rows(ids, self.packed, self.factors, self.scales, self.mins, self.inputs, self.group)
+        return ops.packed_rows(ids, self.packed, self.factors, self.scales, self.mins, self.inputs)
 
     @property
     def table(self) -> Tensor | None:
@@ -112,7 +111,7 @@ class PackedLinear(nn.Module):
 @torch.no_grad()
 def pack(weight: Weight, bias: Tensor | None = None) -> PackedLinear:
     """A layer over a weight `[outputs, inputs]`, multiplied as is fastest here; needs `specdec.kernels.available`."""
-    measure_ways(kind_of(weight), isinstance(weight, Quantized) and weight.group is not None)
+    measure_ways(kind_of(weight), isinstance(weight, Quantized) and weight.scales is not None)
     return PackedLinear(weight, bias)
 
 
@@ -141,7 +140,7 @@ def measure_ways(kind: str, grouped: bool) -> None:
             tiles = _since(packed, dtype, ops.TILES, ops.VECTORS, _TILED, _EVEN)
         best = ops.VECTORS if tiles == _NEVER else ops.TILES
         unpacked = _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)
-        ops.set_ways(packed.packed.dtype, packed.group > 0, dtype == torch.float32, tiles, unpacked)
+        ops.set_ways(packed.packed.dtype, grouped, dtype == torch.float32, tiles, unpacked)
 
 
 def _since(packed: PackedLinear, dtype: torch.dtype, way: int, other: int, counts: Sequence[int], share: float) -> int:

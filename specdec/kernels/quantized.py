@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GROUP = 32
+"""Inputs that share a scale, as in GGUF's Q8_0, Q4_0 and Q4_1."""
+
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # shares of a group's range that are tried
 _AT_ONCE = 1 << 24  # weights rounded at a time, which bounds memory
 
@@ -19,13 +22,12 @@ class Quantized:
     """A weight `[outputs, inputs]` as integers: `(value * scale + min) * factor`.
 
     `values` int8 `[outputs, inputs]`, with 4 `bits` from 0 to 15, less 8 if `mins` is None; `scales` and `mins` float16
-    `[outputs, groups]`, each for `group` inputs (the last group may be shorter); `factors` float32 `[outputs]`. None
-    stands for ones, for `mins` zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such weights in groups of 32.
+    `[outputs, groups]`, each for `GROUP` inputs (the last group may be shorter); `factors` float32 `[outputs]`. None
+    stands for ones, for `mins` zeros.
     """
 
     values: Tensor
     bits: int = 8
-    group: int | None = None
     scales: Tensor | None = None
     mins: Tensor | None = None
     factors: Tensor | None = None
@@ -45,24 +47,23 @@ class Quantized:
         weight = self.values.float()
         if self.bits == 4 and self.mins is None:
             weight -= 8
-        if self.group is not None and self.scales is not None:
+        if self.scales is not None:
             weight *= self._wide(self.scales)
         if self.mins is not None:
             weight += self._wide(self.mins)
         return weight if self.factors is None else weight.mul_(self.factors[:, None])
 
     def _wide(self, of_groups: Tensor) -> Tensor:
-        assert self.group is not None
-        return of_groups.float().repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return of_groups.float().repeat_interleave(GROUP, 1)[:, : self.values.shape[1]]
 
 
-def _in_parts(rounded: Callable[..., Quantized]) -> Callable[..., Quantized]:
+def _in_parts(rounded: Callable[[Tensor], Quantized]) -> Callable[[Tensor], Quantized]:
     """Lets a rounding take a weight part by part, which bounds memory."""
 
     @wraps(rounded)
-    def in_parts(weight: Tensor, *given: Any) -> Quantized:
+    def in_parts(weight: Tensor) -> Quantized:
         rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
-        parts = [rounded(part.detach().float(), *given) for part in torch.split(weight, rows)]
+        parts = [rounded(part.detach().float()) for part in torch.split(weight, rows)]
         held = [name for name, one in parts[0].tensors.items() if one is not None]
         joined: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in held}
         return replace(parts[0], **joined)
@@ -78,15 +79,15 @@ def to_int8(weight: Tensor) -> Quantized:
 
 
 @_in_parts
-def to_int4(weight: Tensor, group: int = 32) -> Quantized:
-    """Rounds to 4 bits in groups of `group` inputs, with the scales and mins of least squared error."""
-    grouped = _grouped(weight, group)
+def to_int4(weight: Tensor) -> Quantized:
+    """Rounds to 4 bits in groups, with the scales and mins of least squared error."""
+    grouped = _grouped(weight)
     scales, mins = _best_range(grouped)
     factors = _powers(torch.maximum(scales.abs(), mins.abs()))
     scales, mins = (scales / factors[:, None]).half(), (mins / factors[:, None]).half()
     scaled = grouped / factors[:, None, None] - mins.float()[:, :, None]
     values = _levels(scaled, scales.float()[:, :, None], 0, 15).flatten(1)[:, : weight.shape[1]]
-    return Quantized(values.contiguous(), 4, group, scales, mins, factors)
+    return Quantized(values.contiguous(), 4, scales, mins, factors)
 
 
 def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,11 +106,11 @@ def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
     return scales, mins
 
 
-def _grouped(weight: Tensor, group: int) -> Tensor:
-    """`[outputs, groups, group]`; the last input fills up the last group, which changes no range."""
+def _grouped(weight: Tensor) -> Tensor:
+    """`[outputs, groups, GROUP]`; the last input fills up the last group, which changes no range."""
     outputs, inputs = weight.shape
-    missing = -inputs % group
-    return torch.cat([weight, weight[:, -1:].expand(-1, missing)], 1).view(outputs, -1, group)
+    missing = -inputs % GROUP
+    return torch.cat([weight, weight[:, -1:].expand(-1, missing)], 1).view(outputs, -1, GROUP)
 
 
 def _levels(weight: Tensor, scales: Tensor, least: int, most: int) -> Tensor:

@@ -30,7 +30,6 @@ struct alignas(64) TileSizes {
 
 // Macros, as the intrinsics take nothing but digits as tiles.
 #define TILE_SIZES(sizes) _tile_loadconfig(&(sizes))
-#define TILE_ZERO(tile) _tile_zero(tile)
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_ADD_PAIRS(sums, rows, weights) _tile_dpbf16ps(sums, rows, weights)
@@ -50,9 +49,8 @@ struct Tiles {
   TileSizes sizes;
   uint8_t bytes[8][TILE_ROWS][TILE_BYTES];
 
-  void zero(int tile) { std::memset(bytes[tile], 0, sizeof bytes[tile]); }
   void load(int tile, const void* from, int64_t stride) {
-    zero(tile);
+    std::memset(bytes[tile], 0, sizeof bytes[tile]);
     for (int row = 0; row < sizes.rows[tile]; row++)
       std::memcpy(bytes[tile][row], static_cast<const char*>(from) + row * stride, sizes.bytes[tile]);
   }
@@ -89,7 +87,6 @@ struct Tiles {
 thread_local Tiles tiles;
 
 #define TILE_SIZES(given) (tiles.sizes = (given))
-#define TILE_ZERO(tile) tiles.zero(tile)
 #define TILE_LOAD(tile, from, stride) tiles.load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) tiles.store(tile, to, stride)
 #define TILE_ADD_PAIRS(sums, rows, weights) tiles.add_pairs(sums, rows, weights)

@@ -18,14 +18,13 @@ from transformers import GgufConfig
 
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.kernels import Quantized
+from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
-_GROUP = 32  # weights per block
 _ROUNDINGS = 2  # roundings of the dtype by which equal weights may differ
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names of GGUF
 
@@ -127,13 +126,13 @@ def _four_bits(raw: Tensor) -> Quantized:
     factors, pairs = raw[:, :, :-16].contiguous().view(torch.float16), raw[:, :, -16:]
     values = torch.cat([pairs & 15, pairs >> 4], 2).flatten(1).to(torch.int8)
     mins = factors[:, :, 1].contiguous() if factors.shape[2] > 1 else None
-    return Quantized(values, 4, _GROUP, factors[:, :, 0].contiguous(), mins)
+    return Quantized(values, 4, factors[:, :, 0].contiguous(), mins)
 
 
 def _eight_bits(raw: Tensor) -> Quantized:
     """Q8_0: a scale and 32 bytes."""
     scales = raw[:, :, :2].contiguous().view(torch.float16)[:, :, 0].contiguous()
-    return Quantized(raw[:, :, 2:].contiguous().view(torch.int8).flatten(1), 8, _GROUP, scales)
+    return Quantized(raw[:, :, 2:].contiguous().view(torch.int8).flatten(1), 8, scales)
 
 
 _UNPACKED: dict[str, Callable[[Tensor], Quantized]] = {"Q4_0": _four_bits, "Q4_1": _four_bits, "Q8_0": _eight_bits}
@@ -145,7 +144,7 @@ def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
     llama.cpp stores the rows of some queries and keys in another order, so rows are found by their content.
     """
     data = torch.tensor(tensor.data)
-    raw = data.view(len(data), int(tensor.shape[0]) // _GROUP, -1)  # [outputs, groups, bytes]
+    raw = data.view(len(data), int(tensor.shape[0]) // GROUP, -1)  # [outputs, groups, bytes]
     blocks = _UNPACKED[tensor.tensor_type.name](raw)
     if blocks.values.shape != weight.shape:
         return None
