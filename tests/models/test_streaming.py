@@ -195,17 +195,6 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     assert torch.equal(logits(model, "llama"), expected)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 64, b"\x08" + b"\0" * 7 + b"not json"], ids=["empty", "huge", "broken"]
-)
-def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
-    """A header that cannot be read is a clear error."""
-    _, model = pair("llama", tmp_path)
-    (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    with pytest.raises(LoadError, match="safetensors"):
-        stream(model, find(model))
-
-
 def test_an_exception_in_a_layer(tmp_path: Path) -> None:
     """The pass after it works, and weights are away in between."""
     whole, model = pair("llama", tmp_path)

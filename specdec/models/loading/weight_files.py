@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,24 +13,10 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import str_to_torch_dtype
 
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import Home, home
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # names of the safetensors format
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class Files:
             while done < len(into):
                 count = file.readinto(into[done:])  # type: ignore[attr-defined]
                 if not count:
-                    raise LoadError(_too_short(path, offset + len(into), offset + done))
+                    raise LoadError(f"{path} ends after {offset + done} bytes, in a weight: download or save it again")
                 done += count
         except OSError as error:
             raise LoadError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
@@ -82,8 +67,7 @@ def _close(files: dict[str, BinaryIO]) -> None:
 def find(model: nn.Module) -> dict[str, Stored]:
     """The places on disk of parameters and buffers that accelerate will load from there, by name.
 
-    Raises LoadError if accelerate has no such weight, or a file is missing, broken or too short, or holds a weight of
-    another shape.
+    Raises LoadError if accelerate has no such weight, or a file holds one of another shape.
     """
     header, found = cache(_header), dict[str, Stored]()
     keys: dict[int, set[str]] = {}  # of each loader
@@ -118,25 +102,13 @@ def _stored(
 
 
 def _header(path: str) -> Mapping[str, Stored]:
-    """The tensors of a safetensors file; https://huggingface.co/docs/safetensors describes the format."""
-    try:
-        with open(path, "rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            entries: dict[str, Any] = json.loads(file.read(start - 8))
-            length = os.path.getsize(path)
-    except (OSError, ValueError, MemoryError, OverflowError) as error:
-        raise LoadError(f"{path} is no readable safetensors file ({error}): download or save it again") from error
+    """The tensors of a safetensors file, which transformers has read: https://huggingface.co/docs/safetensors."""
+    with open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        entries: dict[str, Any] = json.loads(file.read(start - 8))
     entries.pop("__metadata__", None)
-    found = {
-        name: Stored(path, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    return {
+        name: Stored(path, start + entry["data_offsets"][0], str_to_torch_dtype[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in entries.items()
-        if entry["dtype"] in _DTYPES
+        if entry["dtype"] in str_to_torch_dtype
     }
-    needed = max((stored.offset + stored.nbytes for stored in found.values()), default=start)
-    if length < needed:
-        raise LoadError(_too_short(path, needed, length))
-    return found
-
-
-def _too_short(path: str, needed: int, length: int) -> str:
-    return f"{path} ends after {length} bytes, its weights need {needed}: download or save it again"
