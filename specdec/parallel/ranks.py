@@ -35,8 +35,6 @@ _PATIENCE = timedelta(minutes=30)
 """How long a process waits for a silent one that has not ended; some load far longer than others."""
 _LET_GO = 0.1  # seconds for gloo to free the last tensors, which aborts an interpreter that is ending
 _BEAT = 60.0  # seconds without a message until rank 0 sends an empty one
-_FIRST = 2048  # bytes of a message's first broadcast
-_LENGTH = 8  # bytes of the length in front of a message
 _OTHERS = "start the job again, and look at the output of the other processes"
 
 
@@ -54,25 +52,13 @@ class Job:
 
     def send(self, message: bytes) -> None:
         """Sends a message to all others; raises RuntimeError if one of them has ended."""
-        length = len(message).to_bytes(_LENGTH, "little")
-        first = torch.zeros(_FIRST, dtype=torch.uint8)
-        head = length + message[: _FIRST - _LENGTH]
-        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._group)
-        if rest := message[_FIRST - _LENGTH :]:
-            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, group=self._group)
+        dist.broadcast_object_list([message], 0, group=self._group)
 
     def receive(self) -> bytes:
         """The next message of rank 0."""
-        first = torch.empty(_FIRST, dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._group)
-        head = first.numpy().tobytes()
-        length, message = int.from_bytes(head[:_LENGTH], "little"), head[_LENGTH:]
-        if length <= len(message):
-            return message[:length]
-        rest = torch.empty(length - len(message), dtype=torch.uint8)
-        dist.broadcast(rest, 0, group=self._group)
-        return message + rest.numpy().tobytes()
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, 0, group=self._group)
+        return bytes(received[0])
 
     def gather(self, outcome: str | None) -> Sequence[str | None]:
         """The outcomes of all processes, by rank: an error's message, None for success."""
