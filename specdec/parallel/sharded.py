@@ -146,10 +146,5 @@ class LedSession(Shared, Session):
         found = self._ranks.do(type(self.own).run, self, bare, hidden=hidden, attentions=attentions)
         return [replace(out, work=work) for out, work in zip(found, works, strict=True)]
 
-    def refresh(self, rows: Sequence[int]) -> None:
-        if self.cache_reset_length is not None:
-            self._refresh(rows)
-
-    add, fork, read_from = _noted("add"), _noted("fork"), _noted("read_from")
+    add, fork, read_from, refresh = _noted("add"), _noted("fork"), _noted("read_from"), _noted("refresh")
     bound, remove, truncate, commit = _noted("bound"), _noted("remove"), _noted("truncate"), _noted("commit")
-    _refresh = _noted("refresh")
