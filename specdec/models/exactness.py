@@ -117,8 +117,7 @@ _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
 
 
 def _row(layer: Any, dtype: torch.dtype) -> Tensor:
-    device = execution_device(layer) if any(True for _ in layer.parameters()) else torch.device("cpu")
-    return torch.linspace(-1, 1, layer.in_features, device=device, dtype=dtype)
+    return torch.linspace(-1, 1, layer.in_features, device=execution_device(layer), dtype=dtype)
 
 
 def _rows_independent(layer: Any, row: Tensor) -> bool:

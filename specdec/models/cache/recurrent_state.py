@@ -81,6 +81,4 @@ def _frozen(value: Any) -> Any:
         return {key: _frozen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)([_frozen(item) for item in value])
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value
     return value if not hasattr(value, "layers") else copy.deepcopy(value)

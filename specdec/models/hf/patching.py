@@ -46,11 +46,7 @@ def settled(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without stand-ins."""
     with CHANGING:
         state = dict(vars(module))
-    for name in [name for name, value in state.items() if type(value) is _StandIn]:
-        stand_in = state.pop(name)
-        if stand_in.own:
-            state[name] = stand_in.original
-    return state
+    return {name: value for name, held in state.items() for value in original_attributes(held)}
 
 
 def original_attributes(value: Any) -> tuple[Any, ...]:
