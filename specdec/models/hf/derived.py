@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,39 +29,42 @@ def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
 
     Its layers use the named `attention`, if any. Passes of `model` may run meanwhile.
     """
+    return _copied(model, set(model.modules()), None if attention is None else partial(set_attention, kind=attention))
+
+
+def shallow_exit(model: Any, total: int, layers: int) -> Any:
+    """`model` cut after the first `layers` of its `total` decoder layers; weights are shared, nothing is changed."""
+    *names, last = _path_to_layers(model, total)
+    above = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    if replaced := [type(module).__name__ for module in above if "forward" in vars(module)]:
+        raise UnsupportedError(f"{replaced[0]} has a replaced `forward` (offloading does that): no early exit for it")
+    shallow = _copied(model, set(above), partial(_cut, total=total, layers=layers))
+    shallow.set_submodule(".".join([*names, last]), nn.ModuleList(list(getattr(above[-1], last))[:layers]))
+    return shallow
+
+
+def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] | None) -> Any:
+    """`model` with copies of these `modules`; with `change`, which changes a config, they have copied configs too."""
     made: dict[nn.Module, nn.Module] = {}
     configs: dict[int, Any] = {}
 
     def of(module: nn.Module) -> nn.Module:
+        if module not in modules:
+            return module
         if module not in made:
             made[module] = other = type(module).__new__(type(module))
             # Dicts are copied, so that hooks of one are not shared.
             other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
             children = {name: None if child is None else of(child) for name, child in module._modules.items()}
             other.__dict__["_modules"] = children
-            if attention is not None and hasattr(module, "config"):
-                other.__dict__["config"] = config(module.config)
+            if change is not None and hasattr(module, "config"):
+                if (key := id(module.config)) not in configs:
+                    configs[key] = copy.deepcopy(module.config)
+                    change(configs[key])
+                other.__dict__["config"] = configs[key]
         return made[module]
 
-    def config(own: Any) -> Any:
-        if id(own) not in configs:
-            configs[id(own)] = copied = copy.deepcopy(own)
-            set_attention(copied, attention)
-        return configs[id(own)]
-
     return of(model)
-
-
-def shallow_exit(model: Any, total: int, layers: int) -> Any:
-    """`model` cut after the first `layers` of its `total` decoder layers; weights are shared, nothing is changed."""
-    names = _path_to_layers(model, total)
-    shallow = _shallow(model, total, layers)
-    parent = shallow
-    for name in names[:-1]:
-        parent._modules[name] = _shallow(parent._modules[name], total, layers)
-        parent = parent._modules[name]
-    parent._modules[names[-1]] = nn.ModuleList(list(parent._modules[names[-1]])[:layers])
-    return shallow
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:
@@ -71,21 +76,9 @@ def _path_to_layers(model: Any, total: int) -> list[str]:
     raise UnsupportedError(f"cannot find the {total} decoder layers of {type(model).__name__}: no early exit for it")
 
 
-def _shallow(module: Any, total: int, layers: int) -> Any:
-    if "forward" in vars(module):
-        raise UnsupportedError(
-            f"{type(module).__name__} has a replaced `forward` (offloading does that): no early exit for it"
-        )
-    other = copy.copy(module)
-    other.__dict__["_modules"] = dict(module._modules)
-    if isinstance(module, nn.Module) and "config" in vars(module):
-        other.__dict__["config"] = _cut_config(module.config, total, layers)
-    return other
-
-
-def _cut_config(config: Any, total: int, layers: int) -> Any:
-    cut = copy.deepcopy(config)
-    text = cut if cut.is_encoder_decoder else cut.get_text_config(decoder=True)
+def _cut(config: Any, total: int, layers: int) -> None:
+    """Lets a config describe fewer layers."""
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     # Not by the setters, which check counts against lists before both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):
@@ -93,7 +86,6 @@ def _cut_config(config: Any, total: int, layers: int) -> Any:
     for name in _COUNTS:
         if fields.get(name) == total:
             fields[name] = layers
-    return cut
 
 
 def on_encoder_of(target: Any, draft: Any) -> Any:
