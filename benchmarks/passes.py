@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.core.work import Work
-from specdec.kernels import attend, pack, passes, to_int4, to_int8, why_not
+from specdec.kernels import attend, lack, pack, passes, to_int4, to_int8
 from specdec.models.cache.session import Session
 
 BUFFER_BYTES = 512 << 20
@@ -346,8 +346,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ways", default="", help="only those with this in their name")
     given = parser.parse_args()
-    if reason := why_not():
-        parser.error(f"there are no kernels: {reason}")
+    if missing := lack():
+        parser.error(f"there are no kernels: {missing}")
     found = provenance()
     print(f"{found['processor']}, {found['threads']} threads, torch {found['versions']['torch']}")
     if given.prompts:

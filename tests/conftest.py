@@ -44,15 +44,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in which the processor filters and draws."""
     if request.param and not kernels.available():
-        pytest.skip(kernels.why_not())
+        pytest.skip(str(kernels.lack()))
     monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 @pytest.fixture
 def built() -> None:
     """Where kernels cannot be built, what is about them is left out."""
-    if reason := kernels.why_not():
-        pytest.skip(reason)
+    if missing := kernels.lack():
+        pytest.skip(str(missing))
 
 
 @pytest.fixture

@@ -176,7 +176,8 @@ def _backend(role: str, model: LanguageModel) -> Finding:
     elif unpackable := why_not_packed(model.model):
         reason = f"it {unpackable}"
     else:
-        reason = kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
+        slow = "packed weights were not faster on this processor, or there are few of them"
+        reason = str(kernels.lack() or slow)
     state: State = "good" if model.backend in ("compiled", "packed") else "note"
     return Finding("models", f"{role}'s backend", f"{model.backend}: {reason}", state, remedy)
 

@@ -1,14 +1,13 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
-from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again, why_not
+from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack, alone, cache_folder, failure, is_held, is_whole, put
-from specdec.kernels.ops import ALIKE, FASTEST, attend, draws, keep_top, passes, signed, store_nodes
+from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
 from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 __all__ = [
     "ALIKE",
-    "FASTEST",
     "FLOATS",
     "Lack",
     "PackedLinear",
@@ -38,5 +37,4 @@ __all__ = [
     "to_int4",
     "to_int8",
     "try_again",
-    "why_not",
 ]

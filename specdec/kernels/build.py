@@ -60,20 +60,14 @@ def _tell(missing: Lack) -> None:
         _log.warning("no kernels, so passes and sampling on the CPU are slower: %s", missing)
 
 
-def why_not() -> str | None:
-    """Why the kernels cannot be used, in one line; None if they can. Loads or builds them."""
-    missing = lack()
-    return None if missing is None else str(missing)
-
-
 def check(what: str, otherwise: str = "leave it out") -> None:
     """Raises UnsupportedError for `what` if the kernels cannot be used; `otherwise` is the way out without them."""
-    if reason := why_not():
-        raise UnsupportedError(f"{what} needs kernels, and {reason}; without them, {otherwise}")
+    if missing := lack():
+        raise UnsupportedError(f"{what} needs kernels, and {missing}; without them, {otherwise}")
 
 
 def lack() -> Lack | None:
-    """`why_not` as a reason and a way out."""
+    """Why the kernels cannot be used; None if they can. Loads or builds them."""
     with _LOADING:
         return _lack()
 
@@ -139,14 +133,11 @@ def try_again() -> None:
 
 def _build(library: Path) -> None:
     """Builds the library, unless this compiler failed within the last day; raises Lack and OSError."""
-    program, note = compiler(), library.with_suffix(".failed")
+    program, note = compiler(), library.with_suffix(".failed")  # the compiler that failed, and its error
     files = [os.path.realpath(path) for word in program if (path := shutil.which(word))]
     states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
-    identity, reason = f"{shlex.join(program)} {files} {states}", None
-    match kept.failure(note):
-        case [known, known_reason] if known == identity:
-            reason = known_reason
-    if reason is None:
+    identity = f"{shlex.join(program)} {files} {states}"
+    if kept.failure(note)[:1] != [identity]:
         # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -154,14 +145,13 @@ def _build(library: Path) -> None:
             try:
                 _make(made, program)
             except _Failed as error:
-                reason = str(error)
-                note.write_text(f"{identity}\n{reason}\n", "utf-8")
+                note.write_text(f"{identity}\n{error}\n", "utf-8")
             else:
                 kept.put(made, library)
                 note.unlink(missing_ok=True)
-    if reason is not None:
-        way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
-        raise Lack(f"{shlex.join(program)} could not build them ({reason})", way_out)
+                return
+    way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
+    raise Lack(f"{shlex.join(program)} could not build them ({kept.failure(note)[1]})", way_out)
 
 
 def _make(library: Path, program: Sequence[str]) -> None:

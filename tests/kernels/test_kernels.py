@@ -45,8 +45,8 @@ def _library() -> Iterator[None]:
     """The library of this machine, built once and kept where users have it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_KERNELS", str(HOME))
-        if reason := build.why_not():
-            pytest.skip(reason)
+        if missing := build.lack():
+            pytest.skip(str(missing))
         yield
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.kernels import ALIKE, FASTEST, PackedLinear, pack, to_int4, to_int8
+from specdec.kernels import PackedLinear, pack, to_int4, to_int8
+from specdec.kernels.ops import ALIKE, FASTEST
 from specdec.models import LanguageModel
 from specdec.models.backends.fused_linear import Joint, Part
 from tests.kernels.test_kernels import int8_in_groups
