@@ -1,11 +1,9 @@
 """A session driven step by step beside the model's own forward without a cache, for the tests of this folder."""
 
 import random
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.core.tree import EMPTY, Tree
@@ -184,12 +182,6 @@ def twin_of(model: str | LanguageModel, rows: int = 1, seed: int = 0) -> Twin:
     return Twin(language, rows, encoding_for(language, rows, seed), seed)
 
 
-def in_threads(run: Callable[[int], object], count: int = 3) -> None:
-    """Runs with each number in a thread of its own, and raises what one of them raised."""
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(run, range(count)))
-
-
 def forward(
     session: Session,
     rows: Sequence[int],
@@ -202,10 +194,6 @@ def forward(
     given = zip(rows, trees, keep, embeds or [None] * len(rows), strict=True)
     works = [Work(row, tree, k, num_cached=num_pending(session, row), embeds=one) for row, tree, k, one in given]
     return session.run(works, **how)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def num_pending(session: Session, row: int) -> int:

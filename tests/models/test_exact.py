@@ -1,6 +1,7 @@
 """Every architecture: what a session computes is what the model computes from scratch."""
 
 import functools
+import random
 
 import pytest
 
@@ -46,18 +47,6 @@ def test_a_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_branches(name: str) -> None:
-    """Branches are held over many rounds, beside another row's, and the rows are plain again afterwards."""
-    twin = twin_of(_language(name), 2)
-    twin.prefill(20, 4)
-    twin.branch(6)
-    twin.prune()
-    twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
-    twin.select([1, 0])
-    twin.branch(3)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_ragged_rows(name: str) -> None:
     """Rows of different lengths, sitting out, reordered, repeated, leaving and joining, each as if it were alone."""
     twin = twin_of(_language(name), 3)
@@ -73,3 +62,31 @@ def test_ragged_rows(name: str) -> None:
     trees = [twin.chain(size) for size in (1, 2, 0, 9)]
     twin.step(trees, [1, 2, 0, 1], [[0], [0], [], list(range(9))])
     twin.step([twin.chain(2) for _ in range(4)], [2] * 4, [[0, 1]] * 4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CASES)
+def test_any_sequence_of_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows join, run in any order and company, branch, go back, fork and leave: each is what it would be alone."""
+    rng = random.Random(f"{name} {seed}")
+    twin = twin_of(_language(name), 3)
+    twin.random = rng
+    monkeypatch.setattr(twin.language, "weight_bytes", [0, 10**9][seed])  # rows share no pass, or all do
+    for _ in range(14):
+        chosen = rng.sample(range(len(twin.rows)), rng.randint(1, len(twin.rows)))
+        twin.some(chosen, trees=rng.random() < 0.7, branches=rng.choice([0.0, 0.7]))
+        match rng.randrange(5):
+            case 0 if len(twin.rows) > 1:
+                twin.leave(rng.randrange(len(twin.rows)))
+            case 1:
+                row = rng.randrange(len(twin.rows))
+                twin.fork(row, rng.choice([len(twin.texts[row]), rng.randint(0, len(twin.texts[row]))]))
+            case 2:
+                twin.truncate([rng.randint(len(text) // 2, len(text)) for text in twin.texts])
+            case 3:
+                twin.add(rng.randrange(3))
+    twin.branch(1)
+    for length in (None, 1):
+        twin.fork(0, length)
+    for _ in range(2):
+        twin.some(range(len(twin.rows)))
