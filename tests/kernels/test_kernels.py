@@ -258,14 +258,6 @@ def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    """What needs kernels is refused, with the reason and two ways out."""
-    code = "from specdec import kernels\ntry: kernels.check('`this`', 'drop it')\nexcept Exception as e: print(repr(e))"
-    out, err = run(code, tmp_path, CXX="no-such-compiler").communicate()
-    reason = "CXX names no-such-compiler, which is not here: name a C++ compiler, or unset it"
-    assert out == f"UnsupportedError('`this` needs kernels, and {reason}; without them, drop it')\n", err
-
-
 PACKS = """import torch; from specdec.kernels import *
 for _ in "ab": print(pack(torch.eye(3))(torch.ones(3)).sum() if available() else None)"""
 

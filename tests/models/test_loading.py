@@ -76,7 +76,8 @@ def test_assisted_equals_plain(name: str, way: str, tmp_path: Path) -> None:
 def test_int8_weights(dtype: torch.dtype, width: int) -> None:
     """The layer is close to what it replaces, also where torch's kernel would read beyond its rows (40 columns).
 
-    A row of a short pass in bfloat16 is what it is alone, bit for bit: drafts cannot even change the rounding.
+    A row of a short pass in bfloat16 is what it is alone, bit for bit: drafts cannot even change the rounding. Channels
+    of zeros divide by nothing.
     """
     torch.manual_seed(0)
     linear = torch.nn.Linear(width, 24, dtype=dtype)
@@ -90,19 +91,7 @@ def test_int8_weights(dtype: torch.dtype, width: int) -> None:
     assert (dtype, width) != (torch.bfloat16, 48) or torch.equal(
         quantized(x), torch.cat([quantized(row[None]) for row in x])
     )
-
-
-def test_what_int8_weight_leaves(tmp_path: Path) -> None:
-    """Head and tied embeddings stay, a channel of zeros divides by nothing, and eight bits are what remains."""
-    for tied in (True, False):
-        how = Loading(quantization="int8-weight", backend="eager")
-        target = load(saved("llama", tmp_path / str(tied), tie_word_embeddings=tied), how)
-        kinds = {name for name, m in target.model.named_modules() if isinstance(m, Int8Linear)}
-        assert len(kinds) == 14
-        assert type(target.model.lm_head) is torch.nn.Linear
-        assert target.model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
-        assert target.dtype == torch.float32
-    assert not Int8Linear(torch.zeros(3, 4), None)(torch.ones(1, 4)).any()
+    assert not Int8Linear(torch.zeros(3, width), None)(torch.ones(1, width)).any()
 
 
 def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:
