@@ -156,16 +156,29 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
         ({"offload": "cpu", "offload_folder": "here"}, "offload_folder"),
         ({"offload": "disk", "quantization": "nf4"}, "int8-weight"),
         ({"trust_remote_code": "yes"}, "trust_remote_code"),
-        ({"dtype": "int3"}, "dtype"),
+        *(({"dtype": value}, "`dtype` must be") for value in ("int3", 16, "f", torch.zeros(1))),
         ({"draft_options": {"dtype": "int3"}}, "dtype"),
         ({"draft_options": {"offload": "disk"}}, "draft_options"),
         ({"draft_options": {"quantisation": "int8"}}, "draft_options.*quantisation"),
         ({"draft_options": "int8"}, "draft_options"),
         ({"draft_options": {"dtype": "float32"}, "draft": "suffix"}, "draft_options"),
         ({"quantized": "int8"}, "quantized"),
+        ({"subfolder": "q"}, "`subfolder` is no loading option.*load the model with transformers and pass it"),
+        ({"torch_dtype": "float32"}, "`torch_dtype` is no loading option.*`dtype`"),
+        ({"load_in_4bit": True}, "`load_in_4bit` is no loading option.*nf4"),
+        ({"tp_plan": "all"}, "`tp_plan` must be 'auto'"),
+        ({"tp_plan": "auto"}, "torchrun --nproc-per-node"),
+        *(
+            ({"tp_plan": "auto", name: value}, f"`{name}`.*leave out")
+            for name, value in (
+                *(("device_map", "auto"), ("quantization", "int8"), ("offload", "disk"), ("gguf_file", "a.gguf")),
+                *(("backend", "packed"), ("backend", "compiled"), ("exactness", "strict")),
+            )
+        ),
     ],
 )
 def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> None:
+    """Also transformers' own words, which were "not an option of generate", and before anything is loaded."""
     with pytest.raises(OptionError, match=named):
         SpecGenerator.from_pretrained("no-such-model", **given)
 
@@ -176,8 +189,6 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
     for given in ({"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"gguf_file": "model.gguf"}):
         with pytest.raises(OptionError, match=f"`{next(iter(given))}` applies to loading, but the model is loaded al"):
             SpecGenerator.from_pretrained(tiny("llama"), **given)
-        with pytest.raises(OptionError, match=r"pass it to SpecGenerator\.from_pretrained"):
-            SpecGenerator(tiny("llama"), **given)
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,24 +438,3 @@ def test_a_misspelt_word() -> None:
         target.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate("sufix"))
     assert closest_name("early-exit:N", ("ngram", "early_exit:N")) == "early_exit:N"
     assert closest_name("meta-llama", ("ngram", "suffix")) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "way_out"),
-    [
-        ({"subfolder": "q"}, r"load the model with transformers and pass it, `SpecGenerator\(model"),
-        ({"torch_dtype": "float32"}, "`dtype`"),
-        ({"load_in_4bit": True}, "nf4"),
-    ],
-)
-def test_transformers_own_words(given: dict[str, Any], way_out: str) -> None:
-    """They were "not an option of generate"."""
-    with pytest.raises(UnsupportedError, match=f"`{next(iter(given))}` is no loading option.*{way_out}"):
-        SpecGenerator.from_pretrained("no-such-model", **given)
-
-
-@pytest.mark.parametrize("dtype", [16, None, "f", torch.zeros(1)])
-def test_what_is_no_dtype(dtype: Any) -> None:
-    """Is refused before a target, a draft or a head is read. (A head's was a TypeError.)"""
-    with pytest.raises(OptionError, match="`dtype` must be"):
-        Loading(dtype=dtype)

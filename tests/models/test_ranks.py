@@ -196,26 +196,6 @@ def test_the_end_is_told_once(line: Beside, shared: ShardedModel) -> None:
         shared.session()
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"tp_plan": "all"}, "`tp_plan` must be 'auto'"),
-        ({"device_map": "auto"}, "`device_map`"),
-        ({"quantization": "int8"}, "`quantization`"),
-        ({"offload": "disk"}, "`offload`"),
-        ({"gguf_file": "a.gguf"}, "`gguf_file`"),
-        ({"backend": "packed"}, "`backend`='packed'"),
-        ({"backend": "compiled"}, "`backend`='compiled'"),
-        ({"exactness": "strict"}, "`exactness`='strict'"),
-        ({}, "torchrun --nproc-per-node"),
-    ],
-)
-def test_what_does_not_go_with_shares_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """By name, before anything is loaded; and a process that was started alone."""
-    with pytest.raises(OptionError, match=named):
-        SpecGenerator.from_pretrained(str(tmp_path), **{"tp_plan": "auto", **options})
-
-
 def test_other_layers_of_the_checkpoint_are_not_shared(shared: ShardedModel) -> None:
     """Multi-token prediction is refused by name; a model of one process is as it was."""
     shared.config.num_mtp_layers = 1
