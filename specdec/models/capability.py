@@ -48,13 +48,11 @@ REPLAY: dict[str, str] = dict.fromkeys(
     ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "qwen3_next", "jamba", "bamba", "falcon_h1", "lfm2", "rwkv"],
     "its recurrent state cannot be cut back, only restored",
 )
-COUNTS_COLUMNS: dict[str, str] = dict.fromkeys(
-    ["gpt_neo", "mpt"], "its attention counts columns of the cache, not positions"
-)
+COUNTS_COLUMNS = {"gpt_neo", "mpt"}  # whose attention counts columns of the cache, not positions
 
 # model_type -> how the model gets positions; families with a tiny model keep plain keys and values.
 KV: dict[str, Positions] = {
-    **dict.fromkeys(SIZES.keys() - COUNTS_COLUMNS.keys(), "ids"),
+    **dict.fromkeys(SIZES.keys() - COUNTS_COLUMNS, "ids"),
     "whisper": "decoder_ids",
     **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
     **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
@@ -107,7 +105,7 @@ def known(config: Any) -> Capability | None:
     """The capability of a known architecture, from its text config; None for unknown ones."""
     model_type = config.model_type
     if model_type in COUNTS_COLUMNS or (model_type == "falcon" and config.alibi):
-        return Capability("replay", reason=COUNTS_COLUMNS["mpt"])
+        return Capability("replay", reason="its attention counts columns of the cache, not positions")
     kinds = attention_kinds(config)
     if model_type not in KV or kinds is None:
         return None

@@ -36,7 +36,6 @@ class RaggedForward:
             raise UnsupportedError(f"{type(language.model).__name__} {reason}")
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
-        self._first = torch.zeros(1, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
         self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
@@ -93,7 +92,7 @@ class RaggedForward:
         none = self._none
         if not layers:
             return [none] * self.model.states
-        every = torch.arange(count, device=none.device) if count > 1 else self._first
+        every = torch.arange(count, device=none.device)
         return [every if layers is True or layer in layers else none for layer in range(self.model.states)]
 
     @torch.no_grad()

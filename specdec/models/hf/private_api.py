@@ -75,7 +75,7 @@ def forget_outputs(model: Any) -> None:
         vars(module).pop("_output_capturing_hooks_installed", None)
         hooks = module._forward_hooks
         for number, hook in list(hooks.items()):
-            if getattr(hook, "__module__", None) == output_capturing.__name__:
+            if getattr(hook, "__module__", None) == CAPTURING:
                 del hooks[number]
 
 
