@@ -78,10 +78,6 @@ class Twin:
         for _ in range(rounds):
             self.some(range(len(self.rows)), branches=1.0)
 
-    def prune(self) -> None:
-        """Drops all branches."""
-        self.commit([EMPTY] * len(self.rows), [[] for _ in self.rows])
-
     def _grown(self, pending: Tree) -> Tree:
         tokens, parents = pending.tokens + self.ids(4), list(pending.parents)
         while len(parents) < len(tokens):
@@ -130,7 +126,7 @@ class Twin:
         self.prefill(20, 4, 13)
         self.step([self.chain(3), self.tree(), self.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
         self.branch(3)
-        self.prune()
+        self.commit([EMPTY] * len(self.rows), [[] for _ in self.rows])
         self.leave(0)
         self.fork(1, 5)
 

@@ -56,15 +56,6 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     twin.branch(2)
 
 
-def test_without_it() -> None:
-    """A model whose attention is its own runs padded passes over its packed layers."""
-    language = LanguageModel(tiny("gptj"), backend="packed")
-    assert language.ragged is None
-    twin = Twin(language, 2)
-    twin.prefill(9, 4)
-    twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 1], [0]])
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -333,15 +333,6 @@ def test_shared_encoder() -> None:
     assert not target.shares_encoder_with(LanguageModel(tiny("llama")))
 
 
-def test_encodings_join() -> None:
-    """Rows of different length are padded with frames that do not count, also rows that came without a mask."""
-    long = Encoding(torch.ones(1, 5, 4), torch.ones(1, 5, dtype=torch.long))
-    short = Encoding(torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.long))
-    joined = Encoding.joined([long, short, Encoding(torch.ones(1, 4, 4), None)])
-    assert joined.hidden.shape == (4, 5, 4)
-    assert joined.mask.sum(1).tolist() == [5, 3, 3, 4]
-
-
 def test_bad_input() -> None:
     model = tiny("llama")
     language = LanguageModel(model)
