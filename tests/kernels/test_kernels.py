@@ -14,15 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import (
-    PackedLinear,
-    Quantized,
-    build,
-    ops,
-    pack,
-    to_int4,
-    to_int8,
-)
+from specdec.kernels import PackedLinear, build, ops, pack, to_int4, to_int8
+from specdec.kernels.quantized import Quantized
 from tests.kernels.test_attention import refused
 from tests.tiny import threads
 

@@ -22,6 +22,7 @@ from specdec.core.work import Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
 from specdec.errors import UnsupportedError
+from specdec.kernels.kept import put
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends.compiled import CompiledForward, code_key
@@ -176,7 +177,7 @@ def test_code_of_no_use(
     place.mkdir(parents=True)
     for name in ("constants.pt", "passes.pt2"):
         (tmp_path / name).write_bytes(b"a whole file")
-        kernels.put(tmp_path / name, place / name)
+        put(tmp_path / name, place / name)
     (place / broken).write_bytes(b"a whole")
     made = compiled(tiny("llama"))
     assert any(re.search(f"are deleted: {broken} is broken", message) for message in caplog.messages)
@@ -200,7 +201,7 @@ def test_code_that_says_something_else(
         code.folder.mkdir()
         for name in ("constants.pt", "passes.pt2"):
             torch.save({}, tmp_path / name)
-            kernels.put(tmp_path / name, code.folder / name)
+            put(tmp_path / name, code.folder / name)
 
     monkeypatch.setattr(KeptCode, "begin", begin)
     monkeypatch.setattr(kernels, "passes", load)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec import LanguageModel, SpecGenerator, kernels
+from specdec import LanguageModel, SpecGenerator
 from specdec.errors import OptionError
+from specdec.kernels.kept import put
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends import compiler as compiler_module
 from specdec.models.backends import packed_layers
@@ -175,7 +176,7 @@ def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         code.folder.mkdir(parents=True)
         for file in (code.constants, code.code):
             (made := tmp_path / "made").write_bytes(bytes(1000))
-            kernels.put(made, file)
+            put(made, file)
         os.utime(code.code, (10**9 - age, 10**9 - age))
     codes[0].check()  # as loading does
     monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "7000")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.kernels import kept
 from specdec.models.backends.ragged_inputs import PassInputs
 from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.derived import shallow_copy
@@ -71,17 +72,17 @@ class KeptCode:
         with suppress(OSError):  # not ours to write
             os.utime(self.code)
         for file in (self.constants, self.code):
-            if not kernels.is_whole(file):
+            if not kept.is_whole(file):
                 raise UnsupportedError(f"{file.name} is broken")
 
     def alone(self) -> AbstractContextManager[IO[str]]:
         """Context in which no process compiles this code, after waiting for one that does; yields the held lock."""
-        return kernels.alone(_lock(self.folder), _FOLDER)
+        return kept.alone(_lock(self.folder), _FOLDER)
 
     @property
     def is_compiled_now(self) -> bool:
         """Whether a process is compiling this code; raises Lack."""
-        return kernels.is_held(_lock(self.folder), _FOLDER)
+        return kept.is_held(_lock(self.folder), _FOLDER)
 
     def seconds(self) -> float:
         """Seconds of passes that programs ran without this code."""
@@ -100,7 +101,7 @@ class KeptCode:
 
     def failure(self) -> str | None:
         """Why the compiler failed within the last day, if it did."""
-        return next(reversed(kernels.failure(self._failed)), None)
+        return next(reversed(kept.failure(self._failed)), None)
 
     def fail(self, reason: str) -> None:
         """Keeps the last line of `reason` as that of `failure`."""
@@ -146,7 +147,7 @@ class KeptCode:
         try:
             _compile(folder)
             for file in (self.constants, self.code):
-                kernels.put(folder / file.name, file)
+                kept.put(folder / file.name, file)
             with suppress(OSError):  # files of a compiler that has just begun
                 _make_room(self.folder)
         except Exception:
@@ -158,7 +159,7 @@ class KeptCode:
 def is_running() -> bool:
     """Whether a compiler runs, of this program or another one."""
     try:
-        return kernels.is_held(_root() / _LOCK, _FOLDER)
+        return kept.is_held(_root() / _LOCK, _FOLDER)
     except kernels.Lack:
         return False
 
@@ -270,7 +271,7 @@ def _make_room(new: Path) -> None:
     used = {one: next(one / name for name in (_CODE, "") if (one / name).exists()).stat().st_mtime for one in folders}
     surplus = sum(sizes.values()) - _limit()
     for folder in sorted(set(folders) - {new}, key=lambda one: used[one]):
-        if surplus > 0 and not kernels.is_held(_lock(folder), _FOLDER):
+        if surplus > 0 and not kept.is_held(_lock(folder), _FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
             surplus -= sizes[folder]
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from specdec import __version__
-from specdec.kernels import cache_folder
+from specdec.kernels.kept import cache_folder
 
 _log = logging.getLogger(__name__)
 _TRYING = threading.Lock()
