@@ -129,21 +129,3 @@ def test_replaced_meanwhile() -> None:
     with overridden({(module, "forward"): lambda x: 1}):
         module.forward = later = lambda x: 9  # type: ignore[method-assign, assignment]
     assert vars(module)["forward"] is later
-
-
-def test_only_the_model_that_runs() -> None:
-    """A pass touches its own model, and nothing where positions are an argument and no scaling depends on lengths."""
-    positions = torch.arange(4)[None]
-    one, other, plain = (LanguageModel(tiny(name)) for name in ("t5", "t5", "llama"))
-    scaled = LanguageModel(tiny("llama", **LONG))
-    models = [language.model for language in (one, other, plain, scaled)]
-    before = [traces(model) for model in models]
-
-    def touched() -> list[bool]:
-        return [bool(differing(old, traces(model))) for old, model in zip(before, models, strict=True)]
-
-    with one.looked_up(positions, positions), plain.looked_up(positions, positions), plain.scaled(positions):
-        assert touched() == [True, False, False, False]
-    with scaled.scaled(positions + 1), other.scaled(None):
-        assert touched() == [False, False, False, True]
-    assert not any(touched())
