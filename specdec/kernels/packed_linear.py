@@ -39,11 +39,11 @@ class PackedLinear(nn.Module):
     scales: Tensor | None
     mins: Tensor | None
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, way: int = ops.FASTEST) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
         self.outputs, self.inputs = given.values.shape
-        self.kind, self.way = kind_of(weight), way
+        self.kind, self.way = kind_of(weight), ops.FASTEST
         self.takes = (FLOATS[self.kind],) if self.kind in FLOATS else tuple(FLOATS.values())
         self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
         stored = (FLOATS | INTEGERS)[self.kind]
