@@ -42,17 +42,8 @@ class Stopping:
         """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
         criterion's own reason, or None.
         """
-        length = len(seq.tokens) + len(new)
-        if self.criteria:
-            return self.each(new[-1:], length, seq.prefix(new), scores)[0]
-        return self._reason_of(new[-1], length)
-
-    def _reason_of(self, token: int, length: int, criterion: str | None = None) -> str | None:
-        """Why a text of `length` ends after `token`, or None; `criterion`: the reason of a criterion that holds."""
-        is_full = self.max_length is not None and length >= self.max_length
-        if token in self.eos_ids and not (is_full and token in self.forced_ids):
-            return "eos"
-        return criterion or ("length" if is_full else None)
+        ids = seq.prefix(new) if self.reads_ids else None
+        return self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)[0]
 
     @property
     def reads_ids(self) -> bool:
@@ -76,7 +67,9 @@ class Stopping:
             known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
             own = str(getattr(criterion, "reason", known))
             reasons = [own if earlier is None and end else earlier for earlier, end in zip(reasons, ends, strict=True)]
-        return [self._reason_of(token, length, reason) for token, reason in zip(tokens, reasons, strict=True)]
+        is_full = self.max_length is not None and length >= self.max_length
+        eos_ids, otherwise = (self.eos_ids - self.forced_ids, "length") if is_full else (self.eos_ids, None)
+        return ["eos" if token in eos_ids else why or otherwise for token, why in zip(tokens, reasons, strict=True)]
 
 
 class StopTexts:
