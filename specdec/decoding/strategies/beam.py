@@ -139,26 +139,13 @@ class BeamSearch(Scoring):
 
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
     """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
-    total = totals(scores, running)
-    if not device_reads.is_local(total):
-        return _drawn_afar(total, count, address)
-    beams, tokens = torch.isfinite(total).nonzero(as_tuple=True)
-    finite = total[beams, tokens]
-    noisy = finite.double()
-    for beam in range(len(running)):
-        own = beams == beam
-        noisy[own] += noise.gumbel(noise.fold(address, beam), tokens[own])
+    total = device_reads.with_float64(totals(scores, running))
+    ids = torch.arange(total.shape[1], device=total.device)
+    if device_reads.is_local(total):  # noise only for what processors left, where looking costs no wait
+        ids = ids[torch.isfinite(total).any(0)]
+        total = total[:, ids]
+    noisy = total + noise.gumbel([noise.fold(address, beam) for beam in range(len(total))], ids)
+    noisy = noisy.masked_fill(~torch.isfinite(total), -torch.inf).flatten()
     places = noisy.topk(min(count, len(noisy))).indices
-    return Candidates.read(finite[places], beams[places], tokens[places])
-
-
-def _drawn_afar(total: Tensor, count: int, address: int) -> Candidates:
-    """The same from `total` `[beams, vocab]` on an accelerator, in one read."""
-    vocab, keys = total.shape[1], [noise.fold(address, beam) for beam in range(len(total))]
-    near = device_reads.with_float64(total)
-    noisy = near + noise.gumbel(keys, torch.arange(vocab, device=near.device))
-    noisy = noisy.masked_fill(~torch.isfinite(near), -torch.inf).flatten()
-    places = noisy.topk(min(count, len(noisy))).indices
-    found = Candidates.read(near.flatten()[places], places // vocab, places % vocab)
-    left = sum(map(math.isfinite, found.scores))
-    return Candidates(found.scores[:left], found.parents[:left], found.tokens[:left])
+    found = Candidates.read(total.flatten()[places], places // len(ids), ids[places % len(ids)])
+    return found.part(range(sum(map(math.isfinite, found.scores))))
