@@ -13,7 +13,7 @@ from specdec.core.tree import Tree
 from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 
 SEPARATOR = -1
-"""Separates texts in one index; no text contains it, and no proposal crosses it."""
+"""Separates texts in one index; no text contains it, and guesses are cut before it."""
 
 _NUM_BINS = 8
 _FORGET_AFTER = 256
@@ -154,8 +154,3 @@ class TextProposer(Proposer):
             prompt = seq.tokens[: seq.prompt_length]
             reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
-
-
-def until_separator(tokens: list[int]) -> list[int]:
-    """`tokens` before the first separator."""
-    return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.options.fields import check_whole
-from specdec.proposers.copying import SEPARATOR, TextDraft, until_separator
+from specdec.proposers.copying import SEPARATOR, TextDraft
 
 
 class NgramIndex:
@@ -33,7 +33,7 @@ class NgramIndex:
         for n in range(min(self._max_ngram, len(end) - 1), 0, -1):
             start = self._after.get(tuple(end[-n:]))
             if start is not None:
-                return until_separator(text[start : start + min(limit, self._num_tokens)]), n
+                return text[start : start + min(limit, self._num_tokens)], n
         return [], 0
 
 

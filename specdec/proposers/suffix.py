@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.proposers.copying import TextDraft, until_separator
+from specdec.proposers.copying import SEPARATOR, TextDraft
 
 _ROOT = 0
 _MAX_LINKS = 64  # states whose latest end a token updates
@@ -78,22 +78,16 @@ class SuffixAutomaton:
     def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
         """At most `limit` tokens after the latest occurrence of the longest suffix, and that suffix's length."""
         state, match = self.after(tail)
-        if state == self.whole:  # nothing follows it
-            state = self.link[state]
+        while state > _ROOT and (state == self.whole or self.text[self.latest[state] + 1] == SEPARATOR):
+            state = self.link[state]  # nothing follows the longer one
             match = self.length[state]
-        while state > _ROOT:
-            if tokens := self._continuation(state, min(limit, 1 + _GUESSES_PER_MATCH * match)):
-                return tokens, match
-            state = self.link[state]
-            match = self.length[state]
-        return [], 0
-
-    def _continuation(self, state: int, limit: int) -> list[int]:
-        start = self.latest[state] + 1
-        tokens = until_separator(self.text[start : start + limit])
+        if state == _ROOT:
+            return [], 0
+        start, most = self.latest[state] + 1, min(limit, 1 + _GUESSES_PER_MATCH * match)
+        tokens = self.text[start : start + most]
         if start + len(tokens) == len(self.text):  # the text ends in a repetition, which may go on
-            tokens = (tokens * (limit // len(tokens) + 1))[:limit]
-        return tokens
+            tokens = (tokens * (most // len(tokens) + 1))[:most]
+        return tokens, match
 
 
 class SuffixDraft(TextDraft):
