@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from specdec.core.drafts import Branch
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
-from tests.proposers.fakes import FakeSequence
+from tests.proposers.fakes import FakePlan, FakeSequence
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -48,24 +46,12 @@ def propose(sampler: Any, row: FakeSequence, draft: Table, k: int) -> Tree:
     return Tree.chain(guesses, q=qs if sampler.needs_q and qs else None)
 
 
-@dataclass
-class ToyPlan:
-    """`least` is what a path's chances must come to."""
-
-    limit: int
-    branches: int
-    least: float = 0.0
-
-    def keep(self, chances) -> bool:
-        return math.prod(chances) >= self.least
-
-
 def sprout(sampler: Any, row: FakeSequence, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
-    """A tree of k levels as a draft model grows it."""
+    """A tree of k levels as a draft model grows it, of nodes whose chance is at least `least`."""
     ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
     for _ in range(k):
         logits = torch.stack([draft(row.tokens + end.tokens) for end in ends])
-        found = sampler.expand(row, ends, logits, ToyPlan(k, branches, least))
+        found = sampler.expand(row, ends, logits, FakePlan(k, drop=least, branches=branches))
         if not found:
             break
         parents += [at[end] for end, _ in found]
