@@ -5,60 +5,31 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.proposers.copying import SEPARATOR
 from specdec.proposers.suffix import SuffixAutomaton
 
-texts = st.lists(st.integers(0, 2), max_size=24)
+texts = st.lists(st.integers(SEPARATOR, 2), max_size=24)
 
 
-def ends(text: list[int], part: list[int]) -> list[int]:
-    """Where `part` ends in `text`."""
-    n = len(part)
-    return [end for end in range(n - 1, len(text)) if text[end - n + 1 : end + 1] == part]
+def expected(text: list[int], tail: list[int], limit: int) -> tuple[list[int], int]:
+    """What followed the latest occurrence of the longest suffix after which something did, and its length."""
+    whole = text + tail
+    for n in range(len(whole), 0, -1):
+        after = [at for at in range(n, len(text)) if text[at - n : at] == whole[-n:]]
+        if after and text[after[-1]] != SEPARATOR:
+            most = min(limit, 1 + 2 * n)
+            return (text[after[-1] :] * most)[:most], n  # a text that ends in a repetition goes on with it
+    return [], 0
 
 
-def find(automaton: SuffixAutomaton, tokens: list[int]) -> int | None:
-    """The state of the substring `tokens`, None if it does not occur."""
-    state: int | None = 0
-    for token in tokens:
-        state = None if state is None else automaton.next[state].get(token)
-    return state
-
-
-def matches(automaton: SuffixAutomaton) -> list[int]:
-    """The states of the text's suffixes that occurred before, longest first."""
-    states, state = [], automaton.link[automaton.whole]
-    while state > 0:
-        states.append(state)
-        state = automaton.link[state]
-    return states
-
-
-@given(texts, texts)
-@settings(max_examples=60)
-def test_knows_every_substring_and_its_ends(text: list[int], other: list[int]) -> None:
-    """Each substring is found with its latest end, the text's own left out."""
+@given(texts, st.lists(st.integers(0, 2), max_size=4), st.integers(1, 9))
+@settings(max_examples=200)
+def test_finds_what_followed_the_longest_suffix(text: list[int], tail: list[int], limit: int) -> None:
+    """Of a text that was read in pieces, also after a branch."""
     automaton = SuffixAutomaton()
-    automaton.extend(text)
-    for start in range(len(text)):
-        for stop in range(start + 1, len(text) + 1):
-            state = find(automaton, text[start:stop])
-            followed = [end for end in ends(text, text[start:stop]) if end < len(text) - 1]
-            if followed:
-                assert automaton.latest[state] == followed[-1]
-    assert (find(automaton, other) is not None) == (not other or bool(ends(text, other)))
-
-
-@given(texts)
-def test_matches_are_the_suffixes_that_occurred_before(text: list[int]) -> None:
-    """The longest match is the longest suffix that occurred earlier; the others are shorter ones, longest first."""
-    automaton = SuffixAutomaton()
-    for token in text:
-        automaton.extend([token])
-    lengths = [automaton.length[state] for state in matches(automaton)]
-    repeated = [n for n in range(1, len(text)) if len(ends(text, text[-n:])) > 1]
-    assert lengths == sorted(lengths, reverse=True)
-    assert set(lengths) <= set(repeated)
-    assert max(lengths, default=0) == max(repeated, default=0)
+    for start in range(0, len(text), 5):
+        automaton.extend(text[start : start + 5])
+    assert automaton.lookup(limit, tail) == expected(text, tail, limit)
 
 
 @given(texts)
@@ -76,6 +47,4 @@ def test_one_repeated_token_stays_linear() -> None:
     began = time.process_time()
     automaton.extend([7] * 20_000)
     assert time.process_time() - began < 5.0
-    longest = matches(automaton)[0]
-    assert automaton.length[longest] == 19_999
-    assert automaton.latest[longest] == 19_998
+    assert automaton.lookup(3) == ([7, 7, 7], 19_999)

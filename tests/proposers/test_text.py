@@ -111,18 +111,6 @@ def test_suffix_prefers_the_longest_match_and_the_latest_occurrence() -> None:
     assert one(SuffixDraft().start(50), FakeSequence(text), 1) == [6]
 
 
-def test_suffix_draft_grows_with_the_match() -> None:
-    """m matching tokens allow 1 + 2·m guesses."""
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert len(one(SuffixDraft().start(50), FakeSequence(text), 30)) == 3
-    assert len(one(SuffixDraft().start(50), FakeSequence([*text, 2]), 30)) == 5
-
-
-def test_suffix_continues_a_period() -> None:
-    """A copy that runs into the end of the text goes on with what repeats."""
-    assert one(SuffixDraft().start(50), FakeSequence([1, 2, 1, 2, 1, 2]), 7) == [1, 2, 1, 2, 1, 2, 1]
-
-
 def test_a_text_draft_needs_an_index_only() -> None:
     """Its name is its class's, and its `__init__` may be any. (Both were AttributeErrors at the first proposal.)"""
 
