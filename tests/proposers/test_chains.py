@@ -3,7 +3,7 @@
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from specdec.decoding.processors import Processors, Timestamps, Top
 from specdec.decoding.processors.own import MinLength, OutputPenalty, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.proposers import ModelDraft
-from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
+from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
 PLANS = [
@@ -60,10 +60,9 @@ class Chaining(FakeSession):
         while True:
             self.held[row] += fed
             logits = self.model.logits(self.held[row], self.encodings[row])[: rule.width]
-            scores = filtered(logits, rule.choice, [token for token, _ in found])
-            q.append(scores.softmax(-1))
-            token = int((scores + noise_of(rule.choice, len(found), len(scores))).argmax())
-            sure = math.nan if not scores.max().isfinite() else float(q[-1][token]) if rule.confident else 1.0
+            q.append(logits.softmax(-1))
+            token = int((logits + noise_of(rule.choice, len(found), len(logits))).argmax())
+            sure = float(q[-1][token]) if rule.confident else 1.0
             found.append((token, sure))
             b = bisect_right(until.edges, sure)
             chance *= min(until.bases[b] + until.rates[b] * sure, 1.0)
@@ -71,42 +70,6 @@ class Chaining(FakeSession):
                 return
             yield chance - until.least
             fed = [token]
-
-
-def filtered(logits: Tensor, choice: Choice, guesses: list[int]) -> Tensor:
-    """What a choice leaves of logits after some guesses, by processors that are told the text."""
-    scores = logits[None].float()
-    for name, numbers in choice.filters:
-        count, read = FILTERS[name]
-        tokens = [*map(int, numbers[count:]), *guesses]
-        scores = read(numbers[:count], tokens, len(guesses))(torch.tensor([tokens]).long(), scores)
-    return scores[0]
-
-
-def suppressed(span: Sequence[float], tokens: list[int], count: int) -> Suppress:
-    return Suppress(tokens[: len(tokens) - count] if span[0] <= count < span[1] else [])
-
-
-def topped(how: Sequence[float], tokens: list[int], count: int) -> stock.LogitsProcessorList:
-    k, p, least = how
-    kept = stock.TopPLogitsWarper(p, min_tokens_to_keep=least)
-    return stock.LogitsProcessorList([stock.TopKLogitsWarper(k), kept] if k else [kept])
-
-
-def stamped(how: Sequence[float], said: list[int], count: int) -> Timestamps:
-    first, end, most, by_probability, newest = map(int, how)
-    rules = Timestamps(first, 0, end, most_initial=None if most < 0 else most, by_probability=bool(by_probability))
-    earlier = [newest] if newest >= 0 else []
-    return lambda ids, scores: rules(None, scores, texts=[earlier * (len(said) > 1) + said])  # type: ignore[return-value]
-
-
-# How many numbers stand before the tokens, and the processor of those and of the tokens with the guesses.
-FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "suppress": (2, suppressed),
-    "temperature": (1, lambda own, tokens, count: TemperatureLogitsWarper(float(*own))),
-    "top": (3, topped),
-    "timestamps": (5, stamped),
-}
 
 
 def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
@@ -121,13 +84,16 @@ class ChainingModel(FakeModel):
         return self.sessions[-1]
 
 
-SAMPLERS = choosing(50)
-TOGETHER = [(plan, name) for name in SAMPLERS for plan in (PLANS if name in ("likeliest", "warped") else PLANS[2:5:2])]
+# Filters are applied by compiled code alone (tests/models/test_compile.py); the last test here has their numbers.
+SAMPLERS = {
+    "likeliest": GreedySampler(Processors(), 50),
+    "drawn": CoupledSampler(Processors(), 50, seed=3),
+    "distributions": DrawnSampler(Processors(), 50, seed=1),
+}
 
 
-@pytest.mark.parametrize(
-    ("plan", "sampler"), [(plan, SAMPLERS[name]) for plan, name in TOGETHER], ids=[n for _, n in TOGETHER]
-)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("plan", PLANS)
 def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
@@ -159,7 +125,7 @@ def test_several_rows_at_once() -> None:
     """Rows with plans and samplers of their own: the proposals of passes, and one call a round as long as all
     allow it.
     """
-    samplers, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
+    samplers, plans = SAMPLERS.values(), [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
     models = FakeModel(), ChainingModel()
     sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
