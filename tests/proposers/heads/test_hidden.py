@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator, UnsupportedError
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
-from specdec.core.tree import Tree, common_length
+from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView, path_limit
+from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from tests.matrix import endless, some
 from tests.tiny import tiny, tiny_inputs
@@ -30,7 +30,6 @@ class Listener(Draft):
         self.text, self.width = text, width
         self.hidden_layers = LAYERS
         self.heard: list[tuple[list[int], Tensor]] = []
-        self.joined: list[int] = []
 
     def start(self, vocab_size: int) -> Listening:
         return Listening(self)
@@ -39,7 +38,6 @@ class Listener(Draft):
 class Listening(Proposer):
     def __init__(self, draft: Listener) -> None:
         self.draft = draft
-        self.rows: dict[int, SequenceView] = {}
         self.text: dict[int, Tensor] = {}
         self.branches: dict[int, list[Tensor]] = {}
 
@@ -61,24 +59,8 @@ class Listening(Proposer):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def fork(self, row: SequenceView, source: int | SavedState, length: int) -> int:
-        if isinstance(source, SavedState):
-            tokens, states = source.state
-        else:
-            tokens, states = self.rows[source].tokens, self.text[source]
-        known = common_length(row.tokens[:length], tokens)
-        self.rows[row.id] = row
-        self.text[row.id] = states[:known].clone()
-        self.draft.joined.append(len(self.text[row.id]))
-        return len(self.text[row.id])
-
-    def save(self, row: SequenceView, length: int) -> SavedState | None:
-        states = self.text[row.id][:length].clone()
-        return SavedState(len(states), (row.tokens[: len(states)], states), states.nbytes)
-
     def update(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:
-            self.rows[row.id] = row
             if hidden is None:
                 continue
             known = self.text.get(row.id, hidden.states[:0])
@@ -108,18 +90,8 @@ class Listening(Proposer):
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self.rows.pop(seq_id, None)
             self.text.pop(seq_id, None)
             self.branches.pop(seq_id, None)
-
-
-class Forgetful(Listener):
-    """Its session says of no text what it knows."""
-
-    def start(self, vocab_size: int) -> Listening:
-        session = super().start(vocab_size)
-        session.save = lambda *_: None  # type: ignore[method-assign]
-        return session
 
 
 def check(model: Any, draft: Listener, **inputs: Tensor) -> None:
@@ -187,18 +159,14 @@ def test_encoder_decoders(name: str) -> None:
     check(model, draft, **inputs)
 
 
-def test_rows_that_continue_what_was_read() -> None:
-    """Of a running row the draft can copy what it knows, and so it can of one that has left, if it keeps that."""
+def test_a_draft_that_shares_nothing() -> None:
+    """Copies of a prompt and later calls read all of it, so that the draft hears of all of it."""
     model, prompt = tiny("llama"), [list(range(5, 45))]
     draft = Listener()
     generator = SpecGenerator(model, draft, prefix_cache=True)
     generator.generate(prompt, **RUN, num_return_sequences=3, do_sample=True, seed=1)
-    assert draft.joined == [39, 39]
     out = generator.generate(prompt, **RUN)
-    assert draft.joined == [39, 39, 39]
-    assert out.stats.cached_prompt_tokens == 39
-    again = SpecGenerator(model, Forgetful(), prefix_cache=True)
-    assert [again.generate(prompt, **RUN).stats.cached_prompt_tokens for _ in range(2)] == [0, 0]
+    assert out.stats.cached_prompt_tokens == 0
     assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN).sequences.tolist()
     check(model, draft)
 
