@@ -13,17 +13,9 @@ from specdec.decoding.processors import Timestamps
 from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
-TEXTS = st.integers(1, 3).flatmap(
-    lambda rows: st.integers(1, 9).flatmap(
-        lambda length: st.lists(
-            # half of all tokens are timestamps
-            st.lists(
-                st.one_of(st.integers(0, FIRST - 1), st.integers(FIRST, VOCAB - 1)), min_size=length, max_size=length
-            ),
-            min_size=rows,
-            max_size=rows,
-        )
-    )
+TOKEN = st.one_of(st.integers(0, FIRST - 1), st.integers(FIRST, VOCAB - 1))  # half of all tokens are timestamps
+TEXTS = st.integers(1, 9).flatmap(
+    lambda length: st.lists(st.lists(TOKEN, min_size=length, max_size=length), min_size=1, max_size=3)
 )
 
 

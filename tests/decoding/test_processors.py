@@ -55,15 +55,15 @@ def options(**fields) -> GenerationConfig:
     return config
 
 
-def theirs(model, config, prompt, *, extra=(), prefix_fn=None, padding=0) -> StockList:
+def theirs(model, config, prompt, *, padding=0) -> StockList:
     mask = torch.ones_like(prompt)
     mask[:, :padding] = 0
     return model._get_logits_processor(
         config,
         input_ids_seq_length=prompt.shape[1],
         encoder_input_ids=prompt[:, padding:],
-        prefix_allowed_tokens_fn=prefix_fn,
-        logits_processor=StockList(extra),
+        prefix_allowed_tokens_fn=None,
+        logits_processor=StockList(),
         device="cpu",
         model_kwargs={"attention_mask": mask},
     )
