@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules.fixed import Limit
-from specdec.core.drafts import Commit, Proposer
+from specdec.core.drafts import Commit, Proposer, Sampler
 from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
-from specdec.decoding.strategies import Coupled, Greedy, Rejection
+from specdec.decoding.strategies import Coupled, Greedy
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
 from specdec.proposers import model as module
@@ -239,19 +239,13 @@ def test_chains_and_trees_in_turn(name: str) -> None:
             session.drop([rows.pop(0).id])
 
 
-@pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
-def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
-    """The first node is the one that a chain has, for every way to guess that repeats itself."""
+@pytest.mark.parametrize("sampler", [SAMPLER, Coupled(NOTHING, 3, width=64).sampler])
+def test_a_tree_begins_as_the_chain_does(sampler: Sampler) -> None:
+    """With the same node, also where guesses repeat the target's noise."""
     draft = ModelDraft(LanguageModel(tiny("llama")))
-    sampler = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).sampler
-    plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
-    [ours] = draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])
-    [theirs] = draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [Limit(3, branches=1)])
-    if kind is Rejection:
-        assert ours.is_chain
-        assert float(ours.q[0].sum()) == pytest.approx(1)
-    else:
-        assert ours.tokens[0] == theirs.tokens[0]
+    plans = [Limit(3, branches=branches) for branches in (1, 2)]
+    chain, tree = (draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])[0] for plan in plans)
+    assert tree.tokens[0] == chain.tokens[0]
 
 
 def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
