@@ -64,13 +64,8 @@ def test_the_row_is_safe_from_the_function() -> None:
     assert row.tokens == [1, 2]
 
 
-def test_refuses_what_cannot_be_called() -> None:
-    """Neither a Drafter nor a callable: the error names the argument."""
-    with pytest.raises(OptionError, match="draft"):
-        FunctionDraft(3)  # type: ignore[arg-type]
-
-
-def test_refuses_a_class() -> None:
-    """A class can be called, but makes no tokens: the way out is an instance."""
-    with pytest.raises(OptionError, match=r"the class Echo': pass Echo\(\.\.\.\)"):
-        FunctionDraft(Echo)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("draft", "words"), [(3, "^`draft` must be"), (Echo, r"the class Echo': pass Echo\(\.\.\.\)")])
+def test_refuses_what_makes_no_tokens(draft: object, words: str) -> None:
+    """Neither a Drafter nor a callable, or a class, which can be called: the way out is an instance."""
+    with pytest.raises(OptionError, match=words):
+        FunctionDraft(draft)  # type: ignore[arg-type]

@@ -84,17 +84,6 @@ def test_text_that_was_written_anew_is_read_again() -> None:
     assert model.fed == [[40], [1], [1], [7], [1], [1]]
 
 
-def test_a_proposal_of_which_nothing_was_heard_is_forgotten() -> None:
-    """The round may have failed for a reason of its own: the guesses are no part of the text."""
-    model, row = FakeModel(), FakeSequence([1, 2])
-    session = ModelDraft(model).start(50)
-    guess = one(session, row, 4)
-    assert one(session, row, 4) == guess
-    row.tokens += [9, 9]
-    assert one(session, row, 4) == model.greedy(row.tokens, 4)
-    assert sum(map(sum, model.fed)) == 2 + 3 + 1 + 3 + 2 + 3
-
-
 def test_no_pass_without_a_plan() -> None:
     """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
     model, row = FakeModel(), FakeSequence([1, 2])
