@@ -218,12 +218,10 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     other.write_text(TEXT.upper())
     with pytest.raises(OptionError, match="another `text`"):
         train(tmp_path / "out", text=[other], steps=1)
-    (tmp_path / "out" / "training" / "state.pt").write_bytes(b"no")
-    with pytest.raises(LoadError, match="remove it to begin anew"):
-        train(tmp_path / "out", text=[text], steps=1)
-    (tmp_path / "out" / "training" / "state.pt").write_bytes(b"junk")
-    with pytest.raises(LoadError, match="remove it to begin anew"):
-        train(tmp_path / "out", text=[text], steps=1)
+    for broken in (b"no", b"junk"):
+        (tmp_path / "out" / "training" / "state.pt").write_bytes(broken)
+        with pytest.raises(LoadError, match="remove it to begin anew"):
+            train(tmp_path / "out", text=[text], steps=1)
     (tmp_path / "out" / "training" / "settings.json").write_text("")
     with pytest.raises(LoadError, match=r"settings.json is broken: remove the folder"):
         train(tmp_path / "out", text=[text], steps=1)
