@@ -68,12 +68,6 @@ def run(model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignor
     return trees
 
 
-def test_copying_text_goes_to_the_text_draft(model: SlowModel) -> None:
-    """Where the text repeats and the model is wrong, the model soon costs nothing."""
-    trees = run(model, lambda text: text[-5], 40)
-    assert {tree.source for tree in trees[-20:]} == {"suffix"}
-
-
 def test_changes_its_mind_with_the_text(model: SlowModel) -> None:
     """Copying first, free text after, of which the text draft has guesses too: each goes to the draft that knows it."""
     model.seconds = 0.1
