@@ -102,12 +102,16 @@ class FakeSequence(ReadSequence):
 class FakeModel:
     """Causal by construction: what a session reports shows at once if it holds the wrong text."""
 
-    config = None
-    sees = False
-    device = torch.device("cpu")
-
-    def __init__(self, vocab_size: int = 50, *, is_encoder_decoder: bool = False, max_positions: int = 4096) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 50,
+        *,
+        is_encoder_decoder: bool = False,
+        max_positions: int = 4096,
+        session: type[FakeSession] | None = None,
+    ) -> None:
         self.vocab_size, self.is_encoder_decoder, self.max_positions = vocab_size, is_encoder_decoder, max_positions
+        self.session_kind = session or FakeSession
         self.sessions: list[FakeSession] = []
         self.encoded = 0
         self.fail_in = -1
@@ -133,18 +137,12 @@ class FakeModel:
             text.append(int(self.logits(text, encoding).argmax()))
         return text[len(prefix) :]
 
-    def early_exit(self, layers: int) -> FakeModel:
-        return FakeModel(self.vocab_size + layers)
-
     def encode(self, inputs: Mapping[str, Tensor]) -> FakeEncoding:
         self.encoded += 1
         return FakeEncoding(inputs["input_ids"].sum(-1).tolist())
 
-    def shares_encoder_with(self, other: object) -> bool:
-        return False
-
     def session(self) -> FakeSession:
-        self.sessions.append(FakeSession(self))
+        self.sessions.append(self.session_kind(self))
         return self.sessions[-1]
 
 

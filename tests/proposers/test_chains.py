@@ -78,12 +78,6 @@ def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
     return noise.gumbel(noise.fold(choice.address, choice.first + place), torch.arange(vocab))
 
 
-class ChainingModel(FakeModel):
-    def session(self) -> Chaining:
-        self.sessions.append(Chaining(self))
-        return self.sessions[-1]
-
-
 # Filters are applied by compiled code alone (tests/models/test_compile.py); the last test here has their numbers.
 SAMPLERS = {
     "likeliest": GreedySampler(Processors(), 50),
@@ -97,7 +91,7 @@ SAMPLERS = {
 def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
-    models = FakeModel(), ChainingModel()
+    models = FakeModel(), FakeModel(session=Chaining)
     sessions = [ModelDraft(model).start(50) for model in models]
     rows = [FakeSequence([7, 3, 9], task=replace(task(sampler), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
@@ -126,7 +120,7 @@ def test_several_rows_at_once() -> None:
     allow it.
     """
     samplers, plans = SAMPLERS.values(), [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
-    models = FakeModel(), ChainingModel()
+    models = FakeModel(), FakeModel(session=Chaining)
     sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
     rows = [
@@ -148,7 +142,8 @@ def test_several_rows_at_once() -> None:
         assert models[1].sessions[-1].calls == turn + 1
     assert [*models[0].sessions[-1].held.values()] == [*models[1].sessions[-1].held.values()]
     assert not models[1].sessions[-1].fed
-    sessions[1].propose(rows[1], [Impatient(5), *plans[1:]])  # who must be asked
+    asked, *_ = sessions[1].propose(rows[1], [Impatient(5), *plans[1:]])  # one who must be asked after every guess
+    assert len(asked) == 2
     assert models[1].sessions[-1].calls == 30
 
 
@@ -161,12 +156,7 @@ def test_no_guess() -> None:
             into[0].extend([(5, 0.5), (0, math.nan)])
             yield from ()
 
-    class Model(FakeModel):
-        def session(self) -> Overflowing:
-            self.sessions.append(Overflowing(self))
-            return self.sessions[-1]
-
-    session = ModelDraft(Model()).start(50)
+    session = ModelDraft(FakeModel(session=Overflowing)).start(50)
     row = FakeSequence([7, 3], task=task(GreedySampler(Processors(), 50)))
     [tree] = session.propose([row], [Limit(5)])
     assert tree.tokens == [5]
@@ -179,15 +169,6 @@ class Impatient(Limit):
 
     def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
         return float(max(map(len, paths)) < 2)
-
-
-def test_limits_of_another_kind() -> None:
-    """Are asked after every guess."""
-    model = ChainingModel()
-    session = ModelDraft(model).start(50)
-    row = FakeSequence([7, 3], task=task(GreedySampler(Processors(), 50)))
-    assert len(session.propose([row], [Impatient(5)])[0]) == 2
-    assert not model.sessions[-1].calls
 
 
 class Contrary(GreedySampler):
@@ -212,7 +193,7 @@ ASKED = {
 @pytest.mark.parametrize("sampler", ASKED.values(), ids=ASKED)
 def test_who_must_be_asked(sampler: GreedySampler | None) -> None:
     """Samplers that numbers do not say."""
-    model = ChainingModel()
+    model = FakeModel(session=Chaining)
     session = ModelDraft(model).start(50)
     row = FakeSequence([7, 3], task=task(sampler)) if sampler else FakeSequence([7, 3])
     assert session.propose([row], [Limit(5)])[0] is not EMPTY
