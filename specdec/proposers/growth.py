@@ -212,12 +212,11 @@ class TreeGrowth:
         self._parents += [self._node_ends[end] for end, _ in level]
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
         best, ends = set(self._best()), self.seq.task.ends
-        open_ = [
-            i
-            for i, (_, branch) in enumerate(level)
+        chosen = [
+            (first + i, end, branch)
+            for i, (end, branch) in enumerate(level)
             if first + i in best and branch.tokens[-1] < self._readable and branch.tokens[-1] not in ends
-        ]
-        chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
+        ][: self.plan.branches]
         parents = [self.cached_ends[end] for _, end, _ in chosen]
         self.ends = [branch for _, _, branch in chosen]
         self.cached_ends = list(range(len(branches), len(branches) + len(chosen)))
