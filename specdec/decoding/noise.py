@@ -15,6 +15,7 @@ output bit with probability near 1/2. `argmax(log p + G)` is a draw from p (Gumb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -48,10 +49,7 @@ def fold(seed: int, index: int) -> int:
 
 def key(seed: int, stream: int, *where: int) -> int:
     """The 64-bit address of one stream's draws at these indices, for example a position."""
-    address = fold(seed, stream)
-    for index in where:
-        address = fold(address, index)
-    return address
+    return reduce(fold, where, fold(seed, stream))
 
 
 def uniform(address: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import ClassVar
 
 import numpy as np
@@ -119,18 +120,16 @@ def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: i
 
 def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    left, pairs, local = scores, list[tuple[Tensor, Tensor]](), device_reads.is_local(scores)
+    left, drawn, qs, local = scores, list[Tensor](), list[Tensor](), device_reads.is_local(scores)
     for order in range(share):
         key = noise.key(address, len(end.tokens), *end.tokens, order)
         if local and not math.isfinite(float(left.max())):
             break
-        token = torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device)
-        pairs.append((token, torch.softmax(left, dim=-1)))
-        left = left.scatter(0, token.clamp(min=0), -torch.inf)
-    # One read for all; below 0: nothing was left to draw.
-    tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
-    count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
-    return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
+        drawn.append(torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device))
+        qs.append(torch.softmax(left, dim=-1))
+        left = left.scatter(0, drawn[-1].clamp(min=0), -torch.inf)
+    tokens = torch.cat(drawn).tolist() if drawn else []  # one read for all; below 0: nothing was left to draw
+    return list(takewhile(lambda pair: pair[0] >= 0, zip(tokens, qs, strict=True)))
 
 
 def _order_chance(order: int) -> float:

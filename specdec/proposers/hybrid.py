@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from time import perf_counter
 
 from specdec.core.draft_schedules.estimates import Acceptance
@@ -139,11 +141,7 @@ class HybridProposer(Proposer):
 
 def _expected(confidence: Sequence[float]) -> float:
     """Expected tokens of a verified pass, the bonus token included."""
-    total = chance = 1.0
-    for c in confidence:
-        chance *= c
-        total += chance
-    return total
+    return 1.0 + sum(accumulate(confidence, mul))
 
 
 def _fading(old: float | None, new: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from specdec.errors import OptionError
@@ -101,10 +102,7 @@ class Progress:
 
     def after(self, tokens: Iterable[int]) -> Progress:
         """The progress after `tokens`."""
-        progress = self
-        for token in tokens:
-            progress = progress._add(token)
-        return progress
+        return reduce(Progress._add, tokens, self)
 
     def forced(self) -> list[tuple[int, Progress]]:
         """Every id that advances a constraint, and the progress after it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, groupby
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -300,7 +300,4 @@ def _pushed(
 
 def _places(banks: Sequence[int]) -> list[int]:
     """Each element's index in its run of equal banks."""
-    places: list[int] = []
-    for i, bank in enumerate(banks):
-        places.append(places[-1] + 1 if i and bank == banks[i - 1] else 0)
-    return places
+    return [place for _, run in groupby(banks) for place, _ in enumerate(run)]
