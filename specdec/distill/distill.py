@@ -190,7 +190,7 @@ def _settings_in(note: Path) -> dict[str, Any]:
 class Training:
     """Prepares the data of a training and runs it; it can be interrupted anywhere and resumed.
 
-    `generator` runs the target for labels, `writer` for continuations. The cache file takes at most `cache` bytes.
+    `generator` runs the target for labels, `writer` for continuations. Cached examples take at most `cache` bytes.
     `seconds` have passed, `prepared` of them before the first step.
     """
 
@@ -215,8 +215,8 @@ class Training:
         student, target, length = self._student(dataset), self.generator.target, self.length
         muon, adam = _RATES
         optimizers = make_optimizers(student.stage, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
-        file, self.prepared, self.seconds = self.folder / STATE / "examples.bin", seconds, seconds
-        examples = ExampleCache(student.teacher.label, file, sum(map(len, dataset.windows)), self.cache)
+        self.prepared, self.seconds = seconds, seconds
+        examples = ExampleCache(student.teacher.label, self.folder / STATE / "examples", self.cache)
         if self._state.exists():
             self._resume(student, optimizers)
         saved = time.perf_counter()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from specdec.models import LanguageModel
 
 _LIKELIEST = 32  # tokens that are learned of a distribution
 CACHE_GIB = 4.0  # of disk
-_KEPT = "kept"  # the field of a record that is true once it was written
 _CHUNK = 256  # distributions at once, whose logits fit into a CPU's cache
 
 
@@ -64,55 +64,31 @@ class Teacher:
 
 
 class ExampleCache:
-    """The examples of `count` numbered windows, each made once and stored in a file of at most `limit` bytes.
+    """The examples of numbered windows, each made once and stored in a file of `folder`, of `limit` bytes in all.
 
     Windows are labelled one by one, so that an example never depends on a batch. What does not fit is made each time.
     """
 
-    def __init__(self, label: Callable[[Tensor], Example], file: Path, count: int, limit: int) -> None:
-        file.unlink(missing_ok=True)  # its windows may be others
-        self._label, self._file, self._count, self._limit = label, file, count, limit
-        self._records: Any = None
+    def __init__(self, label: Callable[[Tensor], Example], folder: Path, limit: int) -> None:
+        self._label, self._folder, self._left = label, folder, limit
+        self.close()  # what an earlier training left may be of other windows
 
     def example(self, number: int, ids: Tensor) -> Example:
         """The example of window `number` with `ids` `[1, tokens]`."""
-        if self._records is None or number >= len(self._records) or not self._records[number][_KEPT]:
-            example = self._label(ids)
-            self._keep(number, {name: value for name, value in vars(example).items() if name != "ids"})
-            return example
-        names = [name for name in self._records.dtype.names if name != _KEPT]
-        kept = self._records[number : number + 1]
-        return Example(ids, **{name: _tensor(kept[name]).to(ids.device) for name in names})
+        file = self._folder / f"{number}.safetensors"
+        if file.exists():
+            return Example(ids, **load_file(file, device=str(ids.device)))
+        example = self._label(ids)
+        record = {name: value for name, value in vars(example).items() if name != "ids"}
+        if sum(value.nbytes for value in record.values()) <= self._left:
+            self._folder.mkdir(exist_ok=True)
+            save_file(record, file)
+            self._left -= file.stat().st_size
+        return example
 
     def close(self) -> None:
-        """Removes the file, and stores nothing from now on."""
-        self._records, self._count = None, 0
-        self._file.unlink(missing_ok=True)
-
-    def _keep(self, number: int, record: dict[str, Tensor]) -> None:
-        """Stores a record of tensors of one row each, if there is room."""
-        if self._records is None:
-            fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
-            kind = np.dtype([*fields, (_KEPT, np.bool_)])
-            if not (room := min(self._count, self._limit // kind.itemsize)):
-                return
-            self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
-        if number < len(self._records):
-            for name, value in record.items():
-                self._records[number][name] = _array(value)[0]
-            self._records[number][_KEPT] = True
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """A tensor as a NumPy array; bfloat16, which NumPy lacks, as int16."""
-    tensor = tensor.cpu()
-    return np.asarray(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    """The tensor of an array made by `_array`."""
-    found = torch.from_numpy(np.array(array))
-    return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
+        """Removes what it stored."""
+        rmtree(self._folder, ignore_errors=True)
 
 
 def divergence(choices: Tensor, chances: Tensor, guesses: Tensor) -> Tensor:

@@ -114,15 +114,17 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
         labelled.append(window)
         return teacher.label(window)
 
-    record = sum(value[0].nbytes for name, value in vars(examples[0]).items() if name != "ids") + 1
-    for limit, passes in ((record * 9, [0, 1]), (record * 4, [0, 1, 0]), (10, [0, 1, 0, 1])):
+    record = sum(value.nbytes for name, value in vars(examples[0]).items() if name != "ids")
+    for limit, passes in ((record * 9, [0, 1]), (record, [0, 1, 1]), (10, [0, 1, 0, 1])):
         labelled.clear()
-        cache = ExampleCache(label, tmp_path / str(limit), 5, limit)
+        cache = ExampleCache(label, tmp_path / str(limit), limit)
         for row, number in ((0, 4), (1, 1)) * 2:
             example = cache.example(number, windows[row])
             for name in ("ids", "states", "choices", "chances", "weight"):
                 assert torch.equal(getattr(example, name), getattr(examples[row], name))
         assert all(torch.equal(window, windows[row]) for window, row in zip(labelled, passes, strict=True))
+        cache.close()
+        assert not any(tmp_path.iterdir())
 
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
