@@ -26,18 +26,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "samples": {"do_sample": True, "seed": 3, "num_return_sequences": 2, "schedule": "cost"},
     "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection", "num_assistant_branches": 3},
+    "block": {"do_sample": True, "seed": 3, "sampling": "block", "schedule": "confidence"},
+    "guided": {"guidance_scale": 1.8},
 }
-MADE = ["peagle", "dflash", "mtp2", "mellum", "gemma4"]
+MADE = ["fc", "peagle", "dflash", "mtp2", "mellum", "gemma4"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", MADE)  # test_heads.py has EAGLE
+@pytest.mark.parametrize("kind", MADE)
 def test_the_text_is_the_target_s(kind: str, way: str, made: Callable[[str], tuple[Any, Any]]) -> None:
     """With trees, samples and beams, in ragged batches; sampling by q repeats under a seed."""
     model, draft = made(kind)
     generator, plain, given = SpecGenerator(model, draft), SpecGenerator(model), WAYS[way]
     out = generator.generate(IDS, **RUN, **given)
-    if way == "rejection":
+    if "sampling" in given:
         plain = generator
     else:
         given = {name: given[name] for name in given if name not in DRAFTING and name != "num_assistant_branches"}

@@ -26,7 +26,6 @@ from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Stages
 from tests.heads import IDS, PEAGLE, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
-from tests.matrix import some
 from tests.tiny import tiny
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -135,36 +134,6 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     monkeypatch.setattr(HeadProposer, "_run", checked)
     SpecGenerator(model, folder).generate(IDS, **RUN, num_beams=3, schedule="constant", num_assistant_tokens=3)
     assert compared > 30
-
-
-WAYS = some("greedy", "coupled", "rejection", "block", "beams", "groups", "guided")
-DRAFTING: list[dict[str, Any]] = [
-    {"schedule": "constant", "num_assistant_tokens": 3},
-    {"schedule": "heuristic", "num_assistant_branches": 4},
-    {"schedule": "confidence"},
-    {"schedule": "cost", "num_assistant_branches": 4},
-]
-EXACT = [way for way in WAYS if way not in ("rejection", "block")]
-
-
-PAIRS = [
-    pytest.param(way, how, marks=[] if i % len(DRAFTING) == j else pytest.mark.slow, id=f"{way}-{how['schedule']}")
-    for i, way in enumerate(WAYS)
-    for j, how in enumerate(DRAFTING)
-    if way not in ("rejection", "block") or how["schedule"] != "cost"  # which goes by the clock
-]
-
-
-@pytest.mark.parametrize(("way", "drafting"), PAIRS)
-def test_the_text_is_the_target_s(way: str, drafting: dict[str, Any], tmp_path: Path) -> None:
-    """With every strategy, schedule and way of sampling, in ragged batches; sampling by q repeats under a seed."""
-    folder = eagle_folder(tmp_path / "head", draft_vocab_size=30)
-    generator = SpecGenerator(target(), folder)
-    out = generator.generate(IDS, **RUN, **WAYS[way], **drafting)
-    reference = generator if way not in EXACT else SpecGenerator(target())
-    given = drafting if way not in EXACT else {}
-    assert out.sequences.tolist() == reference.generate(IDS, **RUN, **WAYS[way], **given).sequences.tolist()
-    assert out.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow), "bloom"])
