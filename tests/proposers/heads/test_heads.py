@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specdec import SpecGenerator
-from specdec.core.draft_schedules import Limit
-from specdec.core.drafts import Commit, SequenceView
-from specdec.core.outcome import Round
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
@@ -25,7 +21,7 @@ from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Stages
-from tests.heads import IDS, PEAGLE, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
+from tests.heads import IDS, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
 from tests.tiny import tiny
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -177,49 +173,6 @@ def test_a_head_that_is_right(tmp_path: Path) -> None:
     assert out.stats.num_target_passes <= 5
     beams = generator.generate(IDS, **RUN, num_beams=2, schedule="constant", num_assistant_tokens=5)
     assert beams.stats.num_target_passes <= 8
-
-
-@dataclass(frozen=True)
-class Late:
-    """Drafts nothing before a text has so many tokens."""
-
-    length: int
-    max_tokens: ClassVar[int] = 3
-    max_branches: ClassVar[int] = 1
-
-    def plan(self, rows: Sequence[SequenceView]) -> list[Limit]:
-        return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
-
-    def after(self, round: Round) -> Late:
-        return self
-
-
-@pytest.mark.parametrize("kind", ["eagle", "block"])
-def test_text_that_grows_long_without_the_head(
-    kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
-    more = {} if kind == "eagle" else PEAGLE
-    folder, kept = eagle_folder(tmp_path / "head", **more), []
-    model, reference = target(), Eagle(folder)
-    update = HeadProposer.update
-
-    def noted(self: HeadProposer, commits: Sequence[Commit]) -> None:
-        update(self, commits)
-        kept.extend(len(known.states) + len(known.unheard) for known in self._known.values())
-
-    monkeypatch.setattr(HeadProposer, "update", noted)
-    monkeypatch.setattr("specdec.proposers.heads.proposer._UNREAD", 8)
-    monkeypatch.setattr("specdec.proposers.heads.proposer._UNHEARD", 6)
-    out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
-    plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
-    assert out.sequences.tolist() == plain.sequences.tolist()
-    assert max(kept) <= 16
-    assert len(proposals) > 10
-    for text, tree in proposals:
-        states = states_of(model, text[:-1])
-        expected = reference.block(text, states, 8) if more else reference.chain(text, states, len(tree))[0]
-        assert tree.tokens == expected[: len(tree)]
 
 
 VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/another-model"}

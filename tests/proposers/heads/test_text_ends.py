@@ -1,9 +1,11 @@
 """Features at the ends of texts: whatever happened to a text, a head guesses as if it had read all of it at once."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
-from specdec.core.drafts import Commit, Hidden
+from specdec.core.drafts import Commit, Hidden, SequenceView
+from specdec.core.outcome import Round
 from specdec.proposers import HybridDraft, SuffixDraft
+from specdec.proposers.heads import proposer as module
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from specdec.proposers.hybrid import HybridProposer
-from tests.heads import RUN, Proposals, states_of
+from tests.heads import IDS, RUN, Proposals, states_of
 from tests.proposers.fakes import FakeSequence
-from tests.proposers.heads.test_heads import Late
 
 LIMIT = 3
 Make = Callable[[str], tuple[Any, Any]]
@@ -173,6 +176,21 @@ def test_beside_a_draft_that_copies(
     check(head, model, proposals[:greedily])
 
 
+@dataclass(frozen=True)
+class Late:
+    """Drafts nothing before a text has so many tokens."""
+
+    length: int
+    max_tokens: ClassVar[int] = 3
+    max_branches: ClassVar[int] = 1
+
+    def plan(self, rows: Sequence[SequenceView]) -> list[Limit]:
+        return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
+
+    def after(self, round: Round) -> Late:
+        return self
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not asked for twenty rounds, a head reads nothing; then it guesses what one guesses that was always asked.
@@ -206,6 +224,27 @@ def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch:
     assert out.stats.cached_prompt_tokens > 40
     assert awake
     check(head, model, awake)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "peagle"])
+def test_a_long_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
+    model, draft = made(kind)
+    head, kept, update = SpecGenerator(model, draft).draft, list[int](), HeadProposer.update
+
+    def noted(self: HeadProposer, commits: Sequence[Commit]) -> None:
+        update(self, commits)
+        kept.extend(len(known.states) + len(known.unheard) for known in self._known.values())
+
+    monkeypatch.setattr(HeadProposer, "update", noted)
+    monkeypatch.setattr(module, "_UNREAD", 8)
+    monkeypatch.setattr(module, "_UNHEARD", 6)
+    run = {**RUN, "max_new_tokens": 40}
+    out = SpecGenerator(model, head).generate(IDS, **run, schedule=Late(30))
+    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **run).sequences.tolist()
+    assert max(kept) <= 16
+    assert len(proposals) > 10
+    check(head, model, proposals)
 
 
 @pytest.mark.parametrize("way", ["fork", "propose"])
