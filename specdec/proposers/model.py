@@ -189,17 +189,17 @@ class ModelProposer(Proposer):
         All but the last if more than `most` are missing or pictures are unread, else 0.
         """
         missing = len(seq.tokens) - self._cached[seq.id].num_text
-        return missing - 1 if missing > most or (self._sees and self._unseen(seq) is not None) else 0
+        return missing - 1 if missing > most or self._unseen(seq) is not None else 0
 
     def _unseen(self, seq: SequenceView) -> Pictures | None:
-        """The sequence's pictures, if the draft, which sees, has not read them."""
-        return None if self._cached[seq.id].num_text else seq.task.pictures
+        """The sequence's pictures, if the draft sees and has not read them."""
+        return seq.task.pictures if self._sees and not self._cached[seq.id].num_text else None
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """Reads at most `chunk` more tokens of each text, in one pass."""
         feeds = []
         for seq in seqs:
-            cached, pictures = self._cached[seq.id], self._unseen(seq) if self._sees else None
+            cached, pictures = self._cached[seq.id], self._unseen(seq)
             end = min(cached.num_text + chunk, self._end(seq)) if pictures is None else pictures.length
             piece, length = seq.tokens[cached.num_text : end], len(seq.tokens)
             work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
