@@ -116,18 +116,16 @@ class BeamSearch(Scoring):
         chosen = sorted(range(len(running)), key=lambda i: -running[i])[:beams]
         live = tuple(pool.extend(found, i)._replace(score=running[i]) for i in chosen)
         finished = list(state.finished)
-        full = len(finished) == beams
-        if not (pool.done or (full and self.early_stopping is True)):
-            for i, end in enumerate(ends[:beams]):
-                if end is not None:
-                    beam = pool.extend(found, i)
-                    score = self._penalised(beam.score, len(beam.tokens))
-                    finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
-            finished = sorted(finished, key=lambda h: -h.score)[:beams]
+        for i, end in enumerate(ends[:beams]):
+            if end is not None:
+                beam = pool.extend(found, i)
+                score = self._penalised(beam.score, length)
+                finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
+        finished = sorted(finished, key=lambda h: -h.score)[:beams]
         full = len(finished) == beams
         judged = full and self.early_stopping != "exhaustive"
         best = self._penalised(live[0].score, self.horizon(length))
-        done = pool.done or (judged and not best > finished[-1].score)
+        done = judged and not best > finished[-1].score
         over = done or (full and self.early_stopping is True) or None not in ends
         finish = finished[0].reason if over else None
         return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
