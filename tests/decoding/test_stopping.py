@@ -14,11 +14,12 @@ def row() -> FakeSequence:
 
 
 def test_all_criteria_are_asked_even_at_the_end() -> None:
-    """A criterion that counts its calls counts as in plain decoding; a bare bool is an answer too."""
+    """A criterion that counts its calls counts as in plain decoding; bare bools are answers too, before the length."""
     calls = []
     counting = [lambda ids, scores, n=n: calls.append(n) or n == 0 for n in range(2)]
     assert Stopping(frozenset({5}), criteria=counting)(row(), [5]) == "eos"
     assert calls == [0, 1]
+    assert Stopping(max_length=4, criteria=counting)(row(), [5]) == "criteria"
 
 
 @pytest.mark.parametrize(

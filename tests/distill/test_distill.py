@@ -123,7 +123,7 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
             for name in ("ids", "states", "choices", "chances", "weight"):
                 assert torch.equal(getattr(example, name), getattr(examples[row], name))
         assert all(torch.equal(window, windows[row]) for window, row in zip(labelled, passes, strict=True))
-        cache.close()
+        ExampleCache(label, tmp_path / str(limit), limit)  # of another training, whose windows are others
         assert not any(tmp_path.iterdir())
 
 
