@@ -32,9 +32,29 @@ class MtpDraft(HeadDraft):
 
     @classmethod
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDraft:
-        """The draft `mtp`."""
+        """The draft `mtp`, whose layers are loaded from the target's checkpoint.
+
+        Raises UnsupportedError for a target without them, LoadError for missing weights.
+        """
         refuse_argument(argument, name)
-        return load_mtp(target, argument=name)
+        source, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
+        if not count or target.is_encoder_decoder:
+            raise UnsupportedError(
+                f"`{name}`: {type(target.model).__name__} has no layers for multi-token prediction (its config has no "
+                "`num_mtp_layers`): name another draft"
+            )
+        if target.is_sharded:
+            raise UnsupportedError(f"`{name}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
+        # A shallow copy without embeddings and output layer, whose packed weights no checkpoint has.
+        inner = shallow_copy(target.model)
+        inner.set_input_embeddings(nn.Identity())
+        inner.set_output_embeddings(nn.Identity())
+        with explained(source, name):
+            model = MtpModel.from_pretrained(inner, device_map={"": target.device})
+        model.tie_with_main_model(target.model)
+        stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
+        backend = "auto" if target.backend == "eager" else target.backend
+        return cls(stages, [target.num_layers], backend=backend, source="mtp")
 
 
 class MtpStage(Stage):
@@ -83,31 +103,6 @@ class MtpStage(Stage):
     def guess(self, written: Tensor) -> Tensor:
         """Logits through the target's output layer, scaled and sliced as in transformers."""
         return MtpModel._project_to_logits(self, written)
-
-
-def load_mtp(target: LanguageModel, *, argument: str = "draft") -> MtpDraft:
-    """Loads multi-token prediction from the target's checkpoint.
-
-    Raises UnsupportedError for a target without it, LoadError for missing weights.
-    """
-    name, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
-    if not count or target.is_encoder_decoder:
-        raise UnsupportedError(
-            f"`{argument}`: {type(target.model).__name__} has no layers for multi-token prediction (its config has no "
-            "`num_mtp_layers`): name another draft"
-        )
-    if target.is_sharded:
-        raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
-    # A shallow copy without embeddings and output layer, whose packed weights no checkpoint has.
-    inner = shallow_copy(target.model)
-    inner.set_input_embeddings(nn.Identity())
-    inner.set_output_embeddings(nn.Identity())
-    with explained(name, argument):
-        model = MtpModel.from_pretrained(inner, device_map={"": target.device})
-    model.tie_with_main_model(target.model)
-    stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
-    backend = "auto" if target.backend == "eager" else target.backend
-    return MtpDraft(stages, [target.num_layers], backend=backend, source="mtp")
 
 
 class _SharedLinear(nn.Module):

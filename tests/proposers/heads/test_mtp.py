@@ -18,7 +18,7 @@ from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
-from specdec.proposers.heads.mtp import load_mtp
+from specdec.proposers.heads.mtp import MtpDraft
 from tests.heads import IDS, Proposals, candidates_of
 from tests.matrix import endless
 from tests.tiny import GQA, tiny
@@ -182,7 +182,7 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
     assert stage.model.shared_head is generator.target.output_embeddings
     assert isinstance(stage.model.shared_head, PackedLinear)
     handed = AutoModelForCausalLM.from_pretrained(folder).eval()
-    lent = load_mtp(LanguageModel(handed)).models[0]
+    lent = MtpDraft.of(LanguageModel(handed), None).models[0]
     assert lent.model.shared_head.weight is handed.lm_head.weight
     out = generator.generate(IDS, **RUN)
     assert out.sequences.tolist() == SpecGenerator(handed).generate(IDS, **RUN).sequences.tolist()
