@@ -30,6 +30,7 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.language_model import LanguageModel
 from specdec.options.fields import check_whole, is_number
+from specdec.proposers.heads.new_head import save_eagle
 
 STATE = "training"  # the folder beside the draft from which its training resumes
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
@@ -274,7 +275,7 @@ class Training:
 
     def _save(self, student: Student, optimizers: list[Optimizer], dataset: Texts) -> dict[str, Any]:
         """Writes the draft and the state of its training; returns the card."""
-        student.save(self.folder)
+        save_eagle(student.stage, self.generator.target, self.folder, guesses=STEPS)
         card = self._card(student, dataset)
         (self.folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
         state = {

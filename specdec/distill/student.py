@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers import DynamicCache
 
 from specdec.distill.teacher import Example, Teacher, divergence
 from specdec.models import LanguageModel
-from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
+from specdec.proposers.heads.new_head import layers_to_read, make_eagle
 
 STEPS = 4  # guesses of a chain, in training and evaluation
 _DECAY = 0.8  # the weight of a guess relative to the one before it
@@ -59,10 +58,6 @@ class Student:
         if self.vocabulary is not None:
             own = [self.vocabulary[one] for one in own]
         return torch.stack([one == wanted[:, starts + step] for step, one in enumerate(own)], dim=2)
-
-    def save(self, folder: Path) -> None:
-        """Writes the draft."""
-        save_eagle(self.stage, self.target, folder, guesses=STEPS)
 
     def _unrolled(self, ids: Tensor, states: Tensor, starts: Tensor) -> Iterator[Tensor]:
         """Logits of the first step at tokens 1, 2, …, `[rows, tokens - 1, vocabulary]`, then of the other steps.

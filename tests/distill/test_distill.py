@@ -17,6 +17,7 @@ from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
+from specdec.proposers.heads.new_head import save_eagle
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import THREE, Eagle
 from tests.tiny import tiny
@@ -66,7 +67,7 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     model = tiny("llama", **THREE)
     language = LanguageModel(model)
     student = Student(language, torch.arange(0, 64, 2))
-    student.save(tmp_path)
+    save_eagle(student.stage, language, tmp_path, guesses=STEPS)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
         states, logits = student.teacher.forward(ids)
