@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import passed
+from specdec.cli.request import is_here, passed
 from specdec.cli.terminal import FAILED, OK, Bar, duration, fail, loading, remark, say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def compile_(
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     began = monotonic()
-    with loading(f"loading {target}"):
+    with loading(f"loading {target}", downloads=not all(map(is_here, (target, draft_model)))):
         generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **passed(ctx.params))
     try:
         ready = _wait(generator)

@@ -114,10 +114,11 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
         given["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
     draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
-    if draft:
-        loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
-    how.of_draft(loading.get("draft_options"))
+    how.of_draft(of_file := own.get("draft_options"))
+    if draft:
+        loading["draft_options"] = {**(of_file or {}), **draft}
+        how.of_draft(loading["draft_options"])
     return loading, {name: value for name, value in file.items() if name not in own}
 
 

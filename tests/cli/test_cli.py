@@ -230,9 +230,11 @@ def test_files_that_cannot_be_read(tmp_path: Path, error_of: Any) -> None:
     for content, words in (
         ("# Höhe\ntop_k: 3\n".encode("latin-1"), "error: `config` must be a YAML file in UTF-8, got "),
         (b"foo: 1\nbar: 2\ntop_k: 3\n", f"error: {file} has unknown keys: foo, bar\n"),
+        (b"draft_options: 3\n", "error: `draft_options` must be a mapping of loading options, got 3"),
     ):
         file.write_bytes(content)
-        assert error_of("generate", "t", "-p", "x", "--config", file).startswith(words)
+        args = ("-p", "x", "--draft-model", "d", "--draft-dtype", "float32", "--config", file)
+        assert error_of("generate", "t", *args).startswith(words)
 
 
 def test_debug_shows_the_traceback(called: Any) -> None:
