@@ -1,6 +1,6 @@
 """Draft schedules beside each other and beside plain decoding: drafts, sequences at a time, temperatures.
 
-    python benchmarks/schedules.py                                  # everything, in about twelve minutes
+    python benchmarks/schedules.py                                  # everything, in about half an hour
     python benchmarks/schedules.py --draft suffix model@eager --batch 8 --temperature 0 1.2 --seconds 60
 
 Drafts: `model` (the pair's), `wrong` (the same work, and every guess wrong), `early_exit:8` (a third of the bundled
