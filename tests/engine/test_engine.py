@@ -186,15 +186,21 @@ def noting(heard: list[SequenceRound]) -> Constant:
     return Noting()
 
 
-def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
-    """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
+class Unsure(OwnProposer):
+    """Guesses, and keeps nothing."""
+
+    def propose(self, rows: Any, plans: Any) -> list[Tree]:
+        return [Tree([], [], source="unsure") for _ in rows]
+
+
+@pytest.mark.parametrize("draft", [Unsure(), ModelDraft(LanguageModel(tiny("llama", vocab=32)))])
+def test_a_prompt_is_read_in_once_and_not_for_ever(draft: Draft) -> None:
+    """Rounds in which a draft kept no guess, or cannot read the text, are no prompts being read.
+
+    (They counted as prefill for ever, and nobody learned what they cost.)
+    """
     heard: list[SequenceRound] = []
-
-    class Unsure(OwnProposer):
-        def propose(self, rows: Any, plans: Any) -> list[Tree]:
-            return [Tree([], [], source="unsure") for _ in rows]
-
-    SpecGenerator(tiny("llama"), Unsure(), schedule=noting(heard)).generate([[5, 9]], **COMMON)
+    SpecGenerator(tiny("llama"), draft, schedule=noting(heard)).generate([[5, 40, 9]], **COMMON)
     assert [row.prefill for row in heard[:3]] == [True, True, False]
     assert not any(row.prefill for row in heard[2:])
 
@@ -207,15 +213,6 @@ def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloade
     generator.target.is_offloaded = offloaded
     generator.generate([[5, 9, 12]], **COMMON)
     assert [row.drafted > 0 for row in heard[:2]] == [offloaded, True]
-
-
-def test_a_text_that_the_draft_cannot_read_is_not_still_read() -> None:
-    """Its rounds after the first count as plain ones. (They counted as prefill for ever, and nothing was learned.)"""
-    heard: list[SequenceRound] = []
-    draft = ModelDraft(LanguageModel(tiny("llama", vocab=32)))
-    SpecGenerator(tiny("llama"), draft, schedule=noting(heard)).generate([[5, 40, 9]], **COMMON)
-    assert heard[0].prefill
-    assert not any(row.prefill for row in heard[2:])
 
 
 @pytest.mark.parametrize(

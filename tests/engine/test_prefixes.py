@@ -149,12 +149,16 @@ def test_a_model_that_is_trained_on_forgets() -> None:
     assert out.sequences.tolist() == alone(model, FIRST)
 
 
-def test_modes_of_callers_do_not_stay() -> None:
-    """A call under inference mode leaves buffers that later calls can write to."""
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_modes_of_a_caller_reach_no_pass(mode: Any) -> None:
+    """What a pass makes lies where its model does, and later calls can write to it."""
     model = tiny("llama")
     generator = SpecGenerator(model, tiny("llama", seed=1))
-    with torch.inference_mode():
-        generator.generate(FIRST, **COMMON)
+    with mode():
+        out = generator.generate(FIRST, **COMMON)
+        stream = list(generator.stream(FIRST, **COMMON))
+    assert [token for event in stream for token in event.token_ids] == out.new_tokens()[0]
+    assert out.sequences.tolist() == alone(model, FIRST)
     assert generator.generate([FIRST[0] + [9]], **COMMON).sequences.tolist() == alone(model, [FIRST[0] + [9]])
 
 
@@ -170,17 +174,6 @@ def test_autocast_of_a_caller_reaches_no_pass(name: str) -> None:
             assert generator.generate(**inputs, **COMMON).sequences.tolist() == expected
     out = generator.generate(**inputs, **COMMON)
     assert (out.sequences.tolist(), out.stats.exactness) == (expected, "exact")
-
-
-def test_a_default_device_of_a_caller_reaches_no_pass() -> None:
-    """What a pass makes lies where its model does."""
-    model = tiny("llama")
-    generator = SpecGenerator(model, tiny("llama", seed=1))
-    with torch.device("meta"):
-        out = generator.generate(FIRST, **COMMON)
-        stream = list(generator.stream(FIRST, **COMMON))
-    assert [token for event in stream for token in event.token_ids] == out.new_tokens()[0]
-    assert out.sequences.tolist() == alone(model, FIRST)
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
@@ -250,21 +243,16 @@ def test_more_copies_than_a_pass_reads(ends: dict[str, Any], monkeypatch: pytest
     assert [len(text) for text in out.new_tokens()].count(1) > 1
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
-def test_recurrent_models_read_every_prompt(name: str) -> None:
-    """Their state cannot be cut back to where two texts part."""
+@pytest.mark.parametrize(
+    ("name", "how"), [("mamba", {}), ("qwen3_next", {}), ("llama", {"output_hidden_states": True})]
+)
+def test_prompts_that_are_read_every_time(name: str, how: dict[str, Any]) -> None:
+    """A recurrent state cannot be cut back to where two texts part; hidden states of all of a prompt are outputs."""
     generator = SpecGenerator(tiny(name))
     for _ in range(2):
-        assert generator.generate(FIRST, **{**COMMON, "max_new_tokens": 3}).stats.cached_prompt_tokens == 0
-
-
-def test_prompts_whose_hidden_states_are_wanted_are_read() -> None:
-    """All of them are outputs."""
-    generator = SpecGenerator(tiny("llama"))
-    for _ in range(2):
-        out = generator.generate(FIRST, **COMMON, output_hidden_states=True)
+        out = generator.generate(FIRST, **{**COMMON, "max_new_tokens": 3}, **how)
         assert out.stats.cached_prompt_tokens == 0
-        assert out.hidden_states[0][0].shape[1] == 40
+    assert not how or out.hidden_states[0][0].shape[1] == 40
 
 
 def test_only_where_it_changes_no_text() -> None:

@@ -11,7 +11,7 @@ from specdec import SpecGenerator, UnsupportedError
 from specdec.generator.tokenizers import Detokenizer
 from tests.engine.test_requests_stateful import leaves
 from tests.folders import WIDTH, byte_tokenizer
-from tests.oracle import oracle
+from tests.oracle import KINDS, oracle
 from tests.tiny import never, tiny, tiny_inputs
 
 KEPT = ("scores", "logits", "hidden_states", "attentions")
@@ -32,22 +32,30 @@ def same_fields(found: Any, expected: Any, *names: str) -> None:
             assert close(ours, theirs), name
 
 
+def compared(model: Any, draft: Any, own: dict[str, Any], **given: Any) -> tuple[Any, Any]:
+    """Our result, with options of its `own`, and transformers', which has the same text and fields.
+
+    The draft may be a kind of oracle.
+    """
+    given = {**COMMON, **FIELDS, **given}
+    with torch.no_grad():
+        expected = model.generate(**given, eos_token_id=None)
+    draft = oracle(draft, expected.sequences.tolist(), 64) if draft in KINDS else draft
+    out = SpecGenerator(model, draft).generate(**given, **own, eos_token_id=[])
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    same_fields(out, expected, "scores", "logits", *LAYERED)
+    return out, expected
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart"])
 @pytest.mark.parametrize("draft", [None, "perfect", "half"])
 def test_fields_equal_transformers(name: str, draft: str | None) -> None:
     """Scores, logits, hidden states and attentions, per token, for every layer."""
     model = tiny(name, attn_implementation="eager")
     inputs = tiny_inputs(name) if name in ("t5", "bart") else {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12]])}
-    with torch.no_grad():
-        expected = model.generate(**inputs, **COMMON, **FIELDS, eos_token_id=None, repetition_penalty=1.2)
-    guess = None if draft is None else oracle(draft, expected.sequences.tolist(), 64)
-    out = SpecGenerator(model, guess).generate(**inputs, **COMMON, **FIELDS, eos_token_id=[], repetition_penalty=1.2)
-    assert out[0].tolist() == out.sequences.tolist() == expected.sequences.tolist()
-    same_fields(out, expected, "scores", "logits", *LAYERED)
-    assert len(out.scores) == len(out.logits) == 12
-    ours = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-    theirs = model.compute_transition_scores(expected.sequences, expected.scores, normalize_logits=True)
-    assert close(ours, theirs)
+    both = compared(model, draft, {}, **inputs, repetition_penalty=1.2)
+    assert len(both[0].scores) == len(both[0].logits) == 12
+    assert close(*(model.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in both))
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
@@ -71,15 +79,10 @@ def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
 def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
     """The prompt's traces are whole. (Only its last chunk's were kept.)"""
     model = tiny(name, **({} if name == "mamba" else {"attn_implementation": "eager"}))
-    wanted = {**FIELDS, "output_attentions": name != "mamba"}
     prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12, 30, 8]])}
     if name == "t5":
         prompt["decoder_input_ids"] = torch.tensor([[1, 9, 12, 7, 9, 12, 30, 8]])
-    with torch.no_grad():
-        expected = model.generate(**prompt, **COMMON, **wanted, eos_token_id=None)
-    out = SpecGenerator(model, "suffix").generate(**prompt, **COMMON, **wanted, eos_token_id=[], prefill_chunk_size=3)
-    assert out.sequences.tolist() == expected.sequences.tolist()
-    same_fields(out, expected, *LAYERED)
+    compared(model, "suffix", {"prefill_chunk_size": 3}, **prompt, output_attentions=name != "mamba")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,10 +96,7 @@ def test_attentions_of_mixed_models(name: str, draft: str | None) -> None:
         with pytest.raises(UnsupportedError, match="one by one"):
             SpecGenerator(model, draft).generate(**prompt, **COMMON, output_attentions=True)
         return
-    with torch.no_grad():
-        expected = model.generate(**prompt, **COMMON, **FIELDS, eos_token_id=None)
-    out = SpecGenerator(model, draft).generate(**prompt, **COMMON, **FIELDS, eos_token_id=[])
-    same_fields(out, expected, "attentions")
+    compared(model, draft, {}, **prompt)
 
 
 @pytest.mark.filterwarnings("ignore")
