@@ -332,13 +332,6 @@ def test_features_in_every_spelling() -> None:
     assert ours(model, input_features=features.tolist()) == ours(model, features) == expected
 
 
-@pytest.mark.parametrize("text", ["hi", ["hi", "ho"]])
-def test_text_for_a_model_that_hears(text: Any) -> None:
-    """It is told what is for recordings. (The error spoke of lists of equal lengths.)"""
-    with pytest.raises(OptionError, match=r"prompt is text, .* `input_features`: .*Transcriber"):
-        SpecGenerator(tiny("whisper")).generate(text)
-
-
 # --- errors, before any forward
 
 
@@ -408,7 +401,8 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("whisper", None, {"input_features": torch.zeros(n)}, "3 dimensions") for n in ((8, 40), (0, 8, 40))),
     ("whisper", None, {"input_features": [[1.0], [1.0, 2.0]]}, "lists of equal lengths"),
     ("whisper", None, {"input_features": torch.zeros(1, 8, 40), "attention_mask": [1, 1]}, "attention_mask"),
-    ("whisper", "text", {}, "input_features"),
+    # (The error spoke of lists of equal lengths.)
+    *(("whisper", text, {}, "`input_features`: for recordings there are specdec.Tr") for text in ("hi", ["hi", "ho"])),
 ]
 
 
