@@ -93,16 +93,6 @@ def test_store_equals_a_recomputed_one_after_every_step(
     assert checked
 
 
-def test_a_chunk_is_shared_by_the_rows_of_a_pass() -> None:
-    """`prefill_chunk_size` bounds the prompt tokens of one pass over all rows, padding included."""
-    model = tiny("llama")
-    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
-    with shapes(model) as passes:
-        SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
-    assert all(rows * width <= 6 for rows, width in passes)
-    assert len(passes) < 6
-
-
 def test_greedy_leaves_the_global_generator_alone() -> None:
     """Only a call that samples draws its seed there. (Every call did, and shifted the caller's own numbers.)"""
     generator = SpecGenerator(tiny("llama"), "suffix")

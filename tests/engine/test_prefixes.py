@@ -178,18 +178,19 @@ def test_autocast_of_a_caller_reaches_no_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_encoder_inputs_compare_by_content(name: str) -> None:
-    """A running row shares with a call that hears the same, not with one that hears something else."""
+    """A running row shares what it has written, too, with a call that hears the same, and with no other."""
     model = tiny(name)
     inputs = tiny_inputs(name, 2)
     one, other = ({key: value[r : r + 1] for key, value in inputs.items()} for r in (0, 1))
     begun = torch.tensor([[(5 * i) % 40 + 3 for i in range(24)]])
     generator = SpecGenerator(model)
     stream = generator.stream(**one, decoder_input_ids=begun, **COMMON)
-    next(stream)
-    for heard, cached in ((one, True), (other, False)):
-        out = generator.generate(**heard, decoder_input_ids=begun, **COMMON)
-        assert (out.stats.cached_prompt_tokens > 0) == cached
-        assert out.sequences.tolist() == alone(model, None, **heard, decoder_input_ids=begun)
+    written = [token for _ in range(3) for token in next(stream).token_ids]
+    so_far = torch.cat([begun, torch.tensor([written])], dim=1)
+    for heard, shares in ((one, True), (other, False)):
+        out = generator.generate(**heard, decoder_input_ids=so_far, **COMMON)
+        assert out.stats.cached_prompt_tokens == (out.sequences.shape[1] - 12 - 1) * shares
+        assert out.sequences.tolist() == alone(model, None, **heard, decoder_input_ids=so_far)
     stream.close()
 
 
