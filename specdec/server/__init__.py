@@ -10,7 +10,6 @@
 | `admission.py`, `cancellation.py` | turns, shared fairly among clients; decoding threads seen from the event loop |
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |
-| `direct_socket.py` | events written to the socket by the decoding thread |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
 | `tools.py` | calls of tools in answers: their grammar and their reading |
 | `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |

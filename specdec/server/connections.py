@@ -14,10 +14,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.server.answers import encoded
-from specdec.server.direct_socket import LOST, WIRE, Wire
 from specdec.server.errors import ApiError, unavailable
 from specdec.server.settings import address_of
-from specdec.server.state import LOG, State, is_trusted, origin_of
+from specdec.server.state import LOG, LOST, State, is_trusted, origin_of
 
 _WARN_SECONDS = 10.0  # at most one warning of a kind in that time
 
@@ -98,8 +97,7 @@ class Connections:
 class HttpProtocol(H11Protocol):
     """HTTP/1.1 by h11, with timeouts for the head of a request and for every send.
 
-    A client that pipelines requests gets one answer, then the connection is closed. Every request's scope gets a
-    `Wire`.
+    A client that pipelines requests gets one answer, then the connection is closed.
     """
 
     def __init__(self, *args: Any, connections: Connections, state: State, **more: Any) -> None:
@@ -128,11 +126,11 @@ class HttpProtocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)  # `pause_writing` at the first byte that the socket does not take
         app: Any = self.app
 
-        async def wired(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[WIRE], scope[LOST] = Wire(transport), self._lost
+        async def watchable(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[LOST] = self._lost
             await app(scope, receive, send)
 
-        self.app: Any = wired
+        self.app: Any = watchable
         self._await_head()
         host, port = self.client or ("", 0)
         # a trusted proxy has many clients, so each of its ports counts as one

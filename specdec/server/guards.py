@@ -22,7 +22,6 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.server.direct_socket import wire_of
 from specdec.server.errors import LEFT, ApiError, reported, unavailable
 from specdec.server.responses import watched
 from specdec.server.settings import host_of
@@ -198,7 +197,6 @@ class Entrance:
                 await JSONResponse(error.body, error.status_code, dict(error.headers or {}))(scope, receive, tagged)
         finally:
             ends.close()
-            sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
             if status == 200 and not complete:
                 inner.setdefault(ERROR, LEFT)

@@ -14,9 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
-from specdec.server.direct_socket import LOST, Wire
 from specdec.server.errors import LEFT, ApiError, reported
-from specdec.server.state import ERROR, state_of
+from specdec.server.state import ERROR, LOST, state_of
 
 PING = 15.0
 """Seconds without an event after which a comment keeps a stream alive."""
@@ -61,24 +60,19 @@ async def watched(
 
 
 class EventStream(Response):
-    """Events as they come, then `[DONE]`; an error becomes the last event, comments fill silence.
+    """Events as they come, then `[DONE]`; an error becomes the last event, comments fill silence."""
 
-    Between the first and the last of `events`, other events may be written directly through `wire`.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None], wire: Wire | None = None) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
-        self._events, self._wire = events, wire
+        self._events = events
         self._last, self._sending = time.monotonic(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; cancels the work when the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        if self._wire is not None:
-            self._wire.open()
         error: ApiError | None = None
         try:
             await watched(Request(scope, receive), self._produce(send), idle=partial(self._keep_alive, send))
@@ -87,9 +81,6 @@ class EventStream(Response):
         except Exception as failure:
             error = reported(failure)
             scope[ERROR] = error.code
-        finally:
-            if self._wire is not None:
-                self._wire.close()
         if error is None or error.code != LEFT:
             with suppress(OSError):
                 await self._send(send, b"" if error is None else event(error.body), last=True)
@@ -101,13 +92,8 @@ class EventStream(Response):
         await self._send(send, _DONE)
 
     async def _keep_alive(self, send: Send) -> None:
-        silence, comment = time.monotonic() - max(self._last, self._wire.last if self._wire else 0.0), b": alive\n\n"
-        if self._sending or silence < PING:
-            return
-        if self._wire is None:
-            await self._send(send, comment)
-        elif not self._wire.send(comment):  # the loop is still writing: no comment needed
-            self._wire.passed()
+        if not self._sending and time.monotonic() - self._last >= PING:
+            await self._send(send, b": alive\n\n")
 
     async def _send(self, send: Send, event: bytes, *, last: bool = False) -> None:
         self._sending = True

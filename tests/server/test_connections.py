@@ -450,3 +450,47 @@ async def test_who_pipelines_leaves_too() -> None:
         await asyncio.wait_for(until(lambda: not turns.running), 5)
         found = (await client.get("/metrics")).text
     assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in found
+
+
+async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """What the library refused was answered, but logged as a defect with all of its traceback, and hung up on.
+
+    A client that took the connection up again lost its next request.
+    """
+    with caplog.at_level("INFO", "specdec.server"):
+        async with listening() as (server, client):
+            for stream in (False, True):
+                found = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
+                assert (found.status_code, found.headers.get("connection")) == (400, None)
+            assert len(server.server_state.connections) == 1
+            assert (await client.get("/health")).status_code == 200
+    assert [one["status"] for one in facts_of(caplog)] == [400, 400, 200]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """Over a socket the text is that of the whole answer, of several choices and prompts too; the log counts it all."""
+    body = {"prompt": ["abab", "ba"], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 1}
+    with caplog.at_level("INFO", "specdec.server"):
+        async with listening() as (_, client):
+            whole = (await client.post("/v1/completions", json=body)).json()["choices"]
+            for _ in range(3):
+                found = await client.post("/v1/completions", json={**body, "stream": True})
+                told = events(found.text)
+                assert told.pop() == "[DONE]"
+                texts = ["".join(c["text"] for e in told for c in e["choices"] if c["index"] == i) for i in (0, 1)]
+                assert texts == [choice["text"] for choice in whole]
+                assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
+        assert facts_of(caplog)[-1]["bytes"] == len(found.content)
+
+
+async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comments between its events, which are whole."""
+    monkeypatch.setattr("specdec.server.responses.PING", 0.1)
+    model = text_model(draft="none")
+    body = {"prompt": "ab", "max_tokens": 4, "stream": True, "ignore_eos": True, "logprobs": 0}
+    async with listening(model) as (_, client):
+        model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+        found = (await client.post("/v1/completions", json=body)).text
+    assert "\n\n: alive\n\n" in found
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(found)[:-1]] == [1] * 4

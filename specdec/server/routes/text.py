@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel, in_threads, primed
-from specdec.server.direct_socket import wire_of
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
@@ -57,14 +56,11 @@ async def _answer(request: Request, asked: Generate, prompts: Sequence[str | lis
     made = TextRequest(request, asked, prompts)
     if not asked.stream:
         return JSONResponse(await watched(request, made.whole()))
-    return EventStream(await watched(request, made.stream()), made.wire)
+    return EventStream(await watched(request, made.stream()))
 
 
 class TextRequest:
-    """A request for text; `prompts` has one entry per prompt, None for a conversation.
-
-    `wire`: takes events of a stream, where there is one.
-    """
+    """A request for text; `prompts` has one entry per prompt, None for a conversation."""
 
     def __init__(self, request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> None:
         state, client = state_of(request), client_of(request)
@@ -73,7 +69,6 @@ class TextRequest:
         assert isinstance(model, TextModel)
         self._model = model
         self._metrics, self._began = state.metrics, time.monotonic()
-        self.wire = wire_of(request.scope) if asked.stream else None
         self._turn = partial(self._host.turns.turn, client)
         chunk = state.settings.stream_chunk if asked.stream else None
         self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
@@ -86,8 +81,8 @@ class TextRequest:
         return self._answer.whole()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events that the wire does not take. Returns once the first prompt's options are valid (`kv_budget` may
-        still refuse it); until then errors raise here.
+        """The events. Returns once the first prompt's options are valid (`kv_budget` may still refuse it); until then
+        errors raise here.
         """
         return self._events(await primed(self._decode()))
 
@@ -96,8 +91,6 @@ class TextRequest:
             async for event in events:
                 if event:
                     yield event
-                    if self.wire is not None:
-                        self.wire.passed()
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
@@ -107,7 +100,7 @@ class TextRequest:
         return in_threads(self._host.pool, self._turn, jobs, self._limits.unread_bytes, len)
 
     def _run(self, prompt: PromptRequest, at: int, cancel: Cancel) -> Generator[bytes]:
-        """Decodes one prompt in a thread: an empty event once the request is valid, then those for the event loop."""
+        """Decodes one prompt in a thread: an empty event once the request is valid, then those of a stream."""
         observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
         with closing(self._model.run(prompt, cancel)) as updates:
             for update in updates:
@@ -118,9 +111,7 @@ class TextRequest:
                 elif not self._asked.stream or isinstance(update, Stats):
                     continue
                 elif update.text or update.finish or update.scores:
-                    event = self._answer.event(self._answer.chunk(at, update))
-                    if self.wire is None or not self.wire.send(event):
-                        yield event
+                    yield self._answer.event(self._answer.chunk(at, update))
 
 
 class _Observed:
