@@ -10,7 +10,6 @@ from enum import IntEnum
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.server.answers import encoded
@@ -105,6 +104,7 @@ class HttpProtocol(H11Protocol):
         self._all, self._state, self._limits = connections, state, state.settings.limits
         self.logger = _LOG
         self._lost = asyncio.Event()
+        self.app_state = {**self.app_state, LOST: self._lost}
         self._head: asyncio.TimerHandle | None = None
         self._send: asyncio.TimerHandle | None = None
 
@@ -124,13 +124,6 @@ class HttpProtocol(H11Protocol):
         """Registers the connection, or refuses it with a 503."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # `pause_writing` at the first byte that the socket does not take
-        app: Any = self.app
-
-        async def watchable(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[LOST] = self._lost
-            await app(scope, receive, send)
-
-        self.app: Any = watchable
         self._await_head()
         host, port = self.client or ("", 0)
         # a trusted proxy has many clients, so each of its ports counts as one

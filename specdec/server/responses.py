@@ -37,7 +37,7 @@ async def watched(
     """
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
-    lost = request.scope.get(LOST, asyncio.Event())  # no other server tells
+    lost = getattr(request.state, LOST, asyncio.Event())  # no other server tells
     gone = asyncio.ensure_future(lost.wait() if unread else _left(request.receive))
     patience = state.settings.limits.request_seconds
     end = time.monotonic() + patience

@@ -23,7 +23,7 @@ from specdec.server.text import TextModel
 
 LOG = logging.getLogger("specdec.server")
 ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
-LOST = "specdec.lost"  # in the scope: the event that the request's connection is lost
+LOST = "connection_lost"  # in `request.state`: the event that the request's connection is lost
 _AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
 
