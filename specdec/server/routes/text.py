@@ -75,7 +75,7 @@ class TextRequest:
         self._answer = Answer(asked, self._model.name, len(prompts), calls=self._model.calls(asked))
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._decode()) as events:
+        async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
         return self._answer.whole()
@@ -84,20 +84,17 @@ class TextRequest:
         """The events. Returns once the first prompt's options are valid (`kv_budget` may still refuse it); until then
         errors raise here.
         """
-        return self._events(await primed(self._decode()))
+        return await primed(self._events())
 
-    async def _events(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            async for event in events:
-                if event:
-                    yield event
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """The events of all prompts as they come, then the chunk of usage and metrics."""
+        jobs = [partial(self._run, prompt, at) for at, prompt in enumerate(self._prompts)]
+        decoded = in_threads(self._host.pool, self._turn, jobs, self._limits.unread_bytes, len)
+        async with aclosing(decoded):
+            async for event in decoded:
+                yield event
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
-
-    def _decode(self) -> AsyncGenerator[bytes, None]:
-        """The events of all prompts as they come."""
-        jobs = [partial(self._run, prompt, at) for at, prompt in enumerate(self._prompts)]
-        return in_threads(self._host.pool, self._turn, jobs, self._limits.unread_bytes, len)
 
     def _run(self, prompt: PromptRequest, at: int, cancel: Cancel) -> Generator[bytes]:
         """Decodes one prompt in a thread: an empty event once the request is valid, then those of a stream."""
