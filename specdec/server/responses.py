@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
@@ -24,29 +23,18 @@ _DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
-async def watched(
-    request: Request,
-    work: Coroutine[Any, Any, T],
-    *,
-    unread: bool = False,
-    idle: Callable[[], Awaitable[None]] | None = None,
-) -> T:
+async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: bool = False) -> T:
     """The result of `work`, which is cancelled when the client disconnects, after `request_seconds`, or at a shutdown.
 
-    `unread`: the request's body has not been received, and stays so. `idle` is called at least every `PING` seconds.
+    `unread`: the request's body has not been received, and stays so.
     """
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
     lost = getattr(request.state, LOST, asyncio.Event())  # no other server tells
     gone = asyncio.ensure_future(lost.wait() if unread else _left(request.receive))
     patience = state.settings.limits.request_seconds
-    end = time.monotonic() + patience
     try:
-        while not (task.done() or gone.done()) and (rest := end - time.monotonic()) > 0:
-            timeout = rest if idle is None else min(PING, rest)
-            await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if idle is not None and not (task.done() or gone.done()):
-                await idle()
+        await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not task.cancelled():
             return task.result()
         late = not gone.done() and not task.done()
@@ -59,23 +47,20 @@ async def watched(
         await _cancel(task)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Events as they come, then `[DONE]`; an error becomes the last event, comments fill silence."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
-        self._events = events
-        self._last, self._sending = time.monotonic(), False
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events, self._last = events, time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; cancels the work when the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         error: ApiError | None = None
         try:
-            await watched(Request(scope, receive), self._produce(send), idle=partial(self._keep_alive, send))
+            await watched(Request(scope, receive), self._produce(send))
         except OSError:  # of a send: the client has left
             pass
         except Exception as failure:
@@ -86,21 +71,25 @@ class EventStream(Response):
                 await self._send(send, b"" if error is None else event(error.body), last=True)
 
     async def _produce(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for one in events:
-                await self._send(send, one)
-        await self._send(send, _DONE)
+        comments = asyncio.ensure_future(self._keep_alive(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for one in events:
+                    await self._send(send, one)
+            await self._send(send, _DONE)
+        finally:
+            comments.cancel()
 
     async def _keep_alive(self, send: Send) -> None:
-        if not self._sending and time.monotonic() - self._last >= PING:
-            await self._send(send, b": alive\n\n")
+        with suppress(OSError):  # the client has left
+            while True:
+                await asyncio.sleep(PING)
+                if time.monotonic() - self._last >= PING:
+                    await self._send(send, b": alive\n\n")
 
     async def _send(self, send: Send, event: bytes, *, last: bool = False) -> None:
-        self._sending = True
-        try:
-            await send({"type": "http.response.body", "body": event, "more_body": not last})
-        finally:
-            self._sending, self._last = False, time.monotonic()
+        await send({"type": "http.response.body", "body": event, "more_body": not last})
+        self._last = time.monotonic()
 
 
 async def _left(receive: Receive) -> None:
