@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import sys
 import time
+from collections import Counter
 from enum import IntEnum
 from typing import Any
 
@@ -51,8 +52,7 @@ class Connections:
 
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
-        self._client: dict[HttpProtocol, str] = {}
-        self._by_client: dict[str, dict[HttpProtocol, None]] = {}  # the longest inactive first
+        self._client: dict[HttpProtocol, str] = {}  # the longest inactive first
         self._full = Repeated(
             f"all connections are taken ({most} in all, {per_client} of one client): quiet ones were closed, or "
             "new ones refused"
@@ -63,34 +63,27 @@ class Connections:
 
     def add(self, one: HttpProtocol, client: str) -> bool:
         """Registers a new connection; False where it must be refused."""
-        crowded = len(self._by_client.get(client, ())) >= self.per_client
+        counts = Counter(self._client.values())
+        crowded = counts[client] >= self.per_client
         if crowded or len(self) >= self.most:
             self._full()
-            largest = sorted(self._by_client.values(), key=len, reverse=True)
-            claims = (Claim.IDLE, Claim.STALL)
-            open_ = [self._by_client[client]] if crowded else largest
-            quiet = next((one for peers in open_ for claim in claims for one in peers if one.claim == claim), None)
-            if quiet is None:
+            peers = [peer for peer, own in self._client.items() if own == client or not crowded]
+            quiet = [peer for peer in peers if peer.claim < Claim.WORK]
+            if not quiet:
                 return False
-            self.remove(quiet)
-            quiet.drop()
+            replaced = min(quiet, key=lambda peer: (-counts[self._client[peer]], peer.claim))  # the first of equals
+            self.remove(replaced)
+            replaced.drop()
         self._client[one] = client
-        self.moved(one)
         return True
 
     def moved(self, one: HttpProtocol) -> None:
         """Notes activity on a connection."""
-        if (client := self._client.get(one)) is not None:
-            peers = self._by_client.pop(client, {})
-            peers.pop(one, None)
-            peers[one] = None
-            self._by_client[client] = peers
+        if one in self._client:
+            self._client[one] = self._client.pop(one)
 
     def remove(self, one: HttpProtocol) -> None:
-        if (client := self._client.pop(one, None)) is not None:
-            del self._by_client[client][one]
-            if not self._by_client[client]:
-                del self._by_client[client]
+        self._client.pop(one, None)
 
 
 class HttpProtocol(H11Protocol):
