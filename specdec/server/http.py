@@ -100,7 +100,7 @@ def _allow_files() -> None:
 
 
 def _connections(limits: Limits) -> Connections:
-    """Connections within the settings and the free descriptors, of which each may need two."""
+    """Connections within the settings and the free descriptors."""
     most, per_client = limits.connections, limits.connections_per_client
     if sys.platform == "win32":  # sockets are not files there
         return Connections(most, per_client)
@@ -109,7 +109,7 @@ def _connections(limits: Limits) -> Connections:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with open(os.devnull, "rb") as lowest:  # the lowest free descriptor
         free = limit - lowest.fileno()
-    room = max((free - _ON_THEIR_WAY - _OTHER_FILES) // 2, _LEAST)
+    room = max(free - _ON_THEIR_WAY - _OTHER_FILES, _LEAST)
     if limit == resource.RLIM_INFINITY or room >= most:
         return Connections(most, per_client)
     LOG.info("%d connections at a time instead of %d: this process may open %d more files", room, most, free)

@@ -255,7 +255,7 @@ def test_there_are_descriptors_for_all(free: int) -> None:
     """With few of them there are fewer connections; a client's part shrinks with them."""
     with descriptors(free):
         found = server_of(app(), settings(port=0)).connections  # type: ignore[attr-defined]
-    assert 4 <= found.most <= free // 2
+    assert 4 <= found.most <= free - 100
     assert 1 <= found.per_client <= found.most // 2
 
 
