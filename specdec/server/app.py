@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specdec import __version__
 from specdec.server.errors import invalid, reported
@@ -42,6 +43,8 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(Entrance, state=state)
+    proxies = [str(network) for network in settings.trusted_proxies]
+    app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)  # type: ignore[arg-type]
     return app
 
 

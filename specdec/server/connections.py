@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.server.answers import encoded
 from specdec.server.errors import ApiError, unavailable
 from specdec.server.settings import address_of
-from specdec.server.state import LOG, LOST, State, is_trusted, origin_of
+from specdec.server.state import LOG, LOST, State, origin_of
 
 _WARN_SECONDS = 10.0  # at most one warning of a kind in that time
 
@@ -119,8 +119,9 @@ class HttpProtocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)  # `pause_writing` at the first byte that the socket does not take
         self._await_head()
         host, port = self.client or ("", 0)
-        # a trusted proxy has many clients, so each of its ports counts as one
-        client = f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
+        address = address_of(host)
+        is_proxy = address is not None and any(address in one for one in self._state.settings.trusted_proxies)
+        client = f"{host}:{port}" if is_proxy else origin_of(host)  # a proxy has many clients: each port is one
         if not self._all.add(self, client):
             self._refuse(unavailable("all connections are taken: try again later"), noted=False)
 

@@ -202,7 +202,7 @@ class Entrance:
                 inner.setdefault(ERROR, LEFT)
             if inner.get(ERROR) == LEFT:
                 self._state.metrics.aborted.labels(path).inc()
-            client, key = sender_of(HTTPConnection(scope), self._state.settings), inner.get("specdec.key")
+            client, key = sender_of(HTTPConnection(scope)), inner.get("specdec.key")
             facts = {"request_id": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
             self._state.note(**facts, bytes=sent, client=client, key=key, error=inner.get(ERROR))
 

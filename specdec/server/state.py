@@ -105,23 +105,12 @@ def state_of(request: Request) -> State:
 def client_of(request: Request) -> str:
     """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
     known: str | None = request.scope.get("specdec.key")
-    return sender_of(request, state_of(request).settings) if known is None else known
+    return sender_of(request) if known is None else known
 
 
-def sender_of(request: HTTPConnection, settings: ServeSettings) -> str:
-    """The client's address: the last one that is no trusted proxy's; empty without any."""
-    if request.client is None:
-        return ""
-    forwarded = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
-    for text in (request.client.host, *(part.strip() for part in reversed(forwarded) if part.strip())):
-        if not is_trusted(address_of(text), settings):
-            break  # a client can forge those before it
-    return origin_of(text)
-
-
-def is_trusted(address: Any, settings: ServeSettings) -> bool:
-    """Whether `address` belongs to a trusted proxy; None does not."""
-    return address is not None and any(address in network for network in settings.trusted_proxies)
+def sender_of(request: HTTPConnection) -> str:
+    """The client's address, which trusted proxies name for their clients; empty without any."""
+    return "" if request.client is None else origin_of(request.client.host)
 
 
 def origin_of(text: str) -> str:
