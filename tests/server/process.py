@@ -17,7 +17,7 @@ from tests.folders import WIDTH
 from tests.server.served import TOKENIZER
 from tests.tiny import tiny
 
-KEY = "a-key-of-enough-letters"
+KEY, OTHER_KEY = "a-key-of-enough-letters", "another-key-of-letters"
 _PATIENCE = 60.0  # seconds
 _ROOT = Path(__file__).parents[2]
 

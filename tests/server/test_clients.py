@@ -9,22 +9,14 @@ import pytest
 from fastapi import FastAPI
 
 from specdec.server.state import origin_of
+from tests.server.process import KEY, OTHER_KEY
 from tests.server.served import app, asking, facts_of, posted, text_model, turns_of, until
 
 PATH = "/v1/completions"
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 SHORT = {"prompt": "abc", "max_tokens": 4}
-KEYS = ("the-first-key-of-a-file", "another-key-of-the-file")
-KEY_HEADS = [("authorization", f"Bearer {key}") for key in KEYS]
+KEY_HEADS = [("authorization", f"Bearer {key}") for key in (KEY, OTHER_KEY)]
 MESSAGES = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    """A file of two keys."""
-    path = tmp_path / "keys"
-    path.write_text("\n".join(KEYS))
-    return path
 
 
 async def beside(application: FastAPI, *asked: tuple[dict[str, Any], dict[str, str]]) -> list[int]:
@@ -97,11 +89,11 @@ async def test_users_behind_a_proxy_are_clients(proxies: list[str], others: int)
     assert found == [*[429] * len(ALICE), *[others] * len(OTHERS)]
 
 
-def test_the_log_has_addresses(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_addresses(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A refused key could not be traced to anybody."""
     with caplog.at_level("INFO", "specdec.server"):
         for proxies in (PROXIES, []):
-            with asking(app(api_key_file=keys, trusted_proxies=proxies)) as c:
+            with asking(app(api_key_file=key_file, trusted_proxies=proxies)) as c:
                 c.get("/v1/models", headers={"x-forwarded-for": "9.9.9.9, 1.2.3.4", "authorization": "Bearer revoked"})
     found = facts_of(caplog)
     assert [(one["status"], one["client"]) for one in found] == [(401, "1.2.3.4"), (401, "127.0.0.1")]
@@ -116,11 +108,11 @@ async def test_a_network_of_one_host_is_one_client() -> None:
 
 
 @pytest.mark.parametrize("heads", [[("x-forwarded-for", user) for user in ("1.2.3.4", "5.6.7.8")], KEY_HEADS])
-def test_clients_read_for_themselves(heads: list[tuple[str, str]], keys: Path) -> None:
+def test_clients_read_for_themselves(heads: list[tuple[str, str]], key_file: Path) -> None:
     """Whether a prompt was read before tells nobody about another's (arXiv 2411.01076 tells what timing gives away)."""
     model = text_model()  # that has read nothing
     body = {**SHORT, "prompt": "a long prompt that two users have in common by chance " * 2}
-    how: dict[str, Any] = {"api_key_file": keys} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
+    how: dict[str, Any] = {"api_key_file": key_file} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
     with asking(app(model, **how)) as c:
         answers = [c.post(PATH, json=body, headers=dict([head])).json() for head in (*heads, heads[0])]
     found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]

@@ -20,6 +20,7 @@ from specdec.server import read_settings
 from specdec.server.app import ROUTERS
 from specdec.server.guards import PublicRoute
 from specdec.server.keys import Keys
+from tests.server.process import KEY, OTHER_KEY
 from tests.server.served import (
     Answered,
     app,
@@ -37,16 +38,7 @@ from tests.server.served import (
     until,
 )
 
-KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
 BODY = {"prompt": "abc", "max_tokens": 4}
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    """Two keys, one of them with a name."""
-    path = tmp_path / "keys"
-    path.write_text(f"# ours\n{KEY}\nbob: {OTHER}\n")
-    return path
 
 
 async def test_every_route_is_closed(key_file: Path) -> None:
@@ -84,7 +76,7 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
         def found(*given: str) -> list[int]:
             return [c.get("/v1/models", headers={"Authorization": one}).status_code for one in given]
 
-        old, other, new = (f"Bearer {key}" for key in (KEY, OTHER, third))
+        old, other, new = (f"Bearer {key}" for key in (KEY, OTHER_KEY, third))
         assert found(old, other) == [200, 200]
         wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"{old}x", old[:-1], "Bearer x y")
         assert {*found(*wrong)} == {401}
@@ -171,7 +163,7 @@ def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(keys_module.hmac, "compare_digest", spy)
     held = Keys(key_file)
-    assert [held.name(key) for key in (KEY, OTHER, "x")] == ["key-2", "bob", None]
+    assert [held.name(key) for key in (KEY, OTHER_KEY, "x")] == ["key-2", "bob", None]
     assert compared == [(32, 32)] * 6
 
 
