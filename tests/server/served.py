@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+import soundfile
 import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
@@ -56,6 +58,13 @@ def text_model(name: str = "text", draft: str = "suffix", family: str = "llama",
 def speech_model(name: str = "speech") -> SpeechModel:
     """A tiny Whisper with windows of one second."""
     return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
+
+
+def recording(seconds: float = 0.1, kind: str = "WAV") -> bytes:
+    """A file of sound."""
+    file = io.BytesIO()
+    soundfile.write(file, speech.speech(seconds), speech.RATE, format=kind)
+    return file.getvalue()
 
 
 async def until(true: Callable[[], Any]) -> None:

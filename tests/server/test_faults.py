@@ -1,6 +1,5 @@
 """What a client is told of a request that does not go: a sentence in its own words, about a field that it knows."""
 
-import io
 import json
 import logging
 import re
@@ -16,9 +15,8 @@ from specdec.server.errors import ApiError, invalid
 from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
 from specdec.server.protocol import HINTS, REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from specdec.server.routes import audio as audio_routes
-from tests.server.served import app, asking, events, model_of, speech_model
+from tests.server.served import app, asking, events, model_of, recording, speech_model
 
-soundfile = pytest.importorskip("soundfile")
 Path = tuple[str | int, ...]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -274,13 +272,6 @@ def test_options_that_do_not_go_together(draft: str) -> None:
     assert refused > 100
 
 
-def silence(seconds: float = 0.1) -> bytes:
-    """A recording of nothing."""
-    file = io.BytesIO()
-    soundfile.write(file, [0.0] * int(16_000 * seconds), 16_000, format="WAV")
-    return file.getvalue()
-
-
 def absent(model: type[BaseModel]) -> dict[str, Any]:
     """A request in which everything that may be absent is null."""
     nulls = {str(path[0]): None for path, _ in paths(model) if len(path) == 1}
@@ -374,7 +365,7 @@ FORMS: list[dict[str, Any]] = [
     {"stream": "true", "response_format": "srt"},
     {"timestamp_granularities[]": "word"},
 ]  # fmt: skip
-SOUNDS: list[Any] = [b"no sound", b"", silence(0.0), silence(21.0), None, "text"]
+SOUNDS: list[Any] = [b"no sound", b"", recording(0.0), recording(21.0), None, "text"]
 
 
 @pytest.mark.parametrize("path", ["transcriptions", "translations"])
@@ -382,7 +373,7 @@ def test_every_field_of_a_form(path: str) -> None:
     """Also where nothing or text comes in the place of a file, and of a recording that is none."""
     known = {*audio_routes.Transcribing.model_fields, "timestamp_granularities[]", "Content-Type"}
     with asking(app(speech_model())) as c:
-        for fields, sound in [*((one, silence()) for one in FORMS), *(({}, one) for one in SOUNDS)]:
+        for fields, sound in [*((one, recording()) for one in FORMS), *(({}, one) for one in SOUNDS)]:
             text = {"x": (None, "y")} if sound is None else {"file": (None, sound)}
             files: Any = {"file": ("a.wav", sound)} if isinstance(sound, bytes) else text
             answer = c.post(f"/v1/audio/{path}", data=fields, files=files)
@@ -395,6 +386,6 @@ def test_a_file_in_the_place_of_a_text() -> None:
     """It is told. (The error about it failed.)"""
     with asking(app(speech_model())) as c:
         for name in ("language", "x"):
-            answer = c.post("/v1/audio/transcriptions", files={"file": ("a.wav", silence()), name: ("b.wav", b"x")})
+            answer = c.post("/v1/audio/transcriptions", files={"file": ("a.wav", recording()), name: ("b.wav", b"x")})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == name

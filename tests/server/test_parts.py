@@ -1,7 +1,6 @@
 """Turns among clients, work in threads, grammars, recordings: the parts of a server."""
 
 import asyncio
-import io
 import re
 import tempfile
 import threading
@@ -21,7 +20,6 @@ from specdec.options.generate import Form
 from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, in_threads
 from specdec.server.errors import ApiError
-from tests import speech
 from tests.folders import WIDTH
 from tests.generator import test_forms
 from tests.generator.test_forms import SCHEMA, is_person
@@ -34,13 +32,13 @@ from tests.server.served import (
     idle,
     model_of,
     posted,
+    recording,
     run,
     speech_model,
     turns_of,
     until,
 )
 
-soundfile = pytest.importorskip("soundfile")
 VOCABULARY = pytest.importorskip("llguidance.hf").from_tokenizer(TOKENIZER, WIDTH)
 
 
@@ -221,12 +219,6 @@ def test_stop_texts_do_not_begin_in_the_prompt() -> None:
 
 
 hearing = cache(speech_model)
-
-
-def recording(seconds: float, kind: str = "WAV") -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, speech.speech(seconds), speech.RATE, format=kind)
-    return file.getvalue()
 
 
 def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions", **given: Any) -> Any:
