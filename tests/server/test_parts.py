@@ -33,7 +33,6 @@ from tests.server.served import (
     model_of,
     posted,
     recording,
-    run,
     speech_model,
     turns_of,
     until,
@@ -81,30 +80,25 @@ async def test_who_waits_most_makes_room() -> None:
     assert answered == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
 
 
-def test_turns_given_up() -> None:
+@pytest.mark.parametrize("early", [True, False])
+async def test_turns_given_up(early: bool) -> None:
     """Whoever leaves the queue, also in the moment of being called, costs nobody a turn."""
+    turns, ends = Admission(1, 10), [asyncio.Event() for _ in range(3)]
 
-    async def hold(turns: Admission, name: str, until: asyncio.Event) -> None:
+    async def hold(name: str, until: asyncio.Event) -> None:
         async with turns.turn(name):
             await until.wait()
 
-    async def ask(*, early: bool) -> tuple[int, int, bool]:
-        turns = Admission(1, 10)
-        ends = [asyncio.Event() for _ in range(3)]
-        first, left, right = (
-            asyncio.ensure_future(hold(turns, name, end)) for name, end in zip("abc", ends, strict=True)
-        )
-        await asyncio.sleep(0)
-        if early:
-            left.cancel()
-        ends[0].set()
-        await first
-        left.cancel()  # otherwise it has just been called
-        ends[2].set()
-        await right
-        return turns.running, turns.waiting, left.cancelled()
-
-    assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
+    first, left, right = (asyncio.ensure_future(hold(name, end)) for name, end in zip("abc", ends, strict=True))
+    await asyncio.sleep(0)
+    if early:
+        left.cancel()
+    ends[0].set()
+    await first
+    left.cancel()  # otherwise it has just been called
+    ends[2].set()
+    await right
+    assert (turns.running, turns.waiting, left.cancelled()) == (0, 0, True)
 
 
 async def in_thread(items: int, told: list[Any], *, room: int = 9) -> AsyncGenerator[bytes, None]:
