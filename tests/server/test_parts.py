@@ -184,27 +184,6 @@ def test_the_schema_tells_of_forms() -> None:
     assert all(field["description"] for field in (known, *known["properties"].values()))
 
 
-def test_a_grammar_goes_back() -> None:
-    """A draft asks about texts that never come true; the mask depends on the text alone."""
-    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), VOCABULARY).copy(2, 1)
-    ids = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcx"}
-
-    def allowed(text: str) -> set[str]:
-        row = torch.tensor([[5, 6, *(ids[letter] for letter in text)]])
-        logits = grammar(row, torch.zeros(1, 259))[0]
-        return {letter for letter, token in ids.items() if logits[token] == 0} | ({"end"} if logits[2] == 0 else set())
-
-    assert allowed("") == {"a"}
-    assert allowed("abbb") == {"b", "c"}
-    assert allowed("ab") == {"b", "c"}
-    assert allowed("abc") == {"end"}
-    assert allowed("ax") == {"end"}
-    assert allowed("a") == {"b", "c"}
-    tokens = [ids[letter] for letter in "abbcb"]
-    assert grammar.allowed([5, 6], tokens) == 4
-    assert grammar.allowed([5, 6, *tokens[:2]], tokens[2:]) == 2
-
-
 def test_stop_texts_do_not_begin_in_the_prompt() -> None:
     """Only what was written counts, and every row by itself."""
     stop = StopTexts(TOKENIZER.decode, ["ab"], lambda ids: 2)
