@@ -48,26 +48,24 @@ def serve(app: FastAPI, settings: ServeSettings) -> None:
 def check_address(settings: ServeSettings) -> None:
     """Raises SpecdecError where the host is not of this machine, or the port is taken."""
     host, port = settings.host, settings.port
+
+    async def bind() -> None:
+        """Binds as uvicorn does, without listening."""
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
+        server.close()
+
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+        asyncio.run(bind())
+    except socket.gaierror as error:
         raise SpecdecError(
             f"host {host!r} cannot be found ({error.strerror}): pass an address of this machine"
         ) from None
-    failures: list[OSError] = []
-    for family, kind, protocol, _, address in places:
-        try:
-            with socket.socket(family, kind, protocol) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(address)
-        except OSError as error:
-            failures.append(error)
-    taken = [one for one in failures if one.errno in (errno.EADDRINUSE, errno.EACCES)]
-    if taken or len(failures) == len(places):  # a name may have addresses of a family that this machine lacks
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EADDRNOTAVAIL)  # newer Pythons try all addresses, and name no cause
         raise SpecdecError(
-            f"port {port} of {host} cannot be had ({(taken or failures)[0].strerror}): end what listens there, or pass "
-            "another --port (0 takes a free one) or --host"
-        )
+            f"port {port} of {host} cannot be had ({why}): end what listens there, or pass another --port (0 takes a "
+            "free one) or --host"
+        ) from None
 
 
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
