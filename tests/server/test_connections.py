@@ -468,22 +468,6 @@ async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureF
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
-    """Over a socket the text is that of the whole answer, of several choices and prompts too; the log counts it all."""
-    body = {"prompt": ["abab", "ba"], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 1}
-    with caplog.at_level("INFO", "specdec.server"):
-        async with listening() as (_, client):
-            whole = (await client.post("/v1/completions", json=body)).json()["choices"]
-            for _ in range(3):
-                found = await client.post("/v1/completions", json={**body, "stream": True})
-                told = events(found.text)
-                assert told.pop() == "[DONE]"
-                texts = ["".join(c["text"] for e in told for c in e["choices"] if c["index"] == i) for i in (0, 1)]
-                assert texts == [choice["text"] for choice in whole]
-                assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
-        assert facts_of(caplog)[-1]["bytes"] == len(found.content)
-
-
 async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """By comments between its events, which are whole."""
     monkeypatch.setattr("specdec.server.responses.PING", 0.1)

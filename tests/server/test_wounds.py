@@ -28,6 +28,7 @@ from tests.server.served import (
     asking,
     client,
     events,
+    facts_of,
     idle,
     model_of,
     posted,
@@ -345,14 +346,14 @@ async def test_a_closed_model_tells_its_clients() -> None:
 
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor are answers, unknown paths or queries; the id of the request is."""
+    """Nor are answers, unknown paths or queries; the id of the request and the size of its answer are."""
     with caplog.at_level(logging.INFO, "specdec.server"), asking(app(), **{"x-request-id": "id-1"}) as c:
         found = c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
         assert found.headers["x-request-id"] == "id-1"
         c.get("/a-secret-path")
         odd = c.get("/health", headers={"x-request-id": "a b\tc"})
         assert odd.headers["x-request-id"] != "a b\tc"
-    assert "id-1" in caplog.text
+    assert [facts_of(caplog)[0][name] for name in ("request_id", "bytes")] == ["id-1", len(found.content)]
     assert "secret" not in caplog.text
 
 
