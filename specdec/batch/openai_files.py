@@ -28,8 +28,7 @@ class OpenAI(Task):
     field = "body"
 
     def __init__(self, spec: BatchSpec) -> None:
-        generator = load_generator(spec, **spec.options)
-        self._model = TextModel(spec.name, generator, options=spec.options)
+        self._model = TextModel(spec.name, load_generator(spec, **spec.options))
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         request = _request(fields)

@@ -112,8 +112,7 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
         release_helpers()
     if is_speech:
         return SpeechModel(settings.name, made, limits.audio_seconds)
-    context, pixels = settings.context, limits.picture_pixels
-    return TextModel(settings.name, made, context=context, options=settings.options, pixels=pixels)
+    return TextModel(settings.name, made, context=settings.context, pixels=limits.picture_pixels)
 
 
 def _draft(draft: Draft) -> Any:

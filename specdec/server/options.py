@@ -27,7 +27,7 @@ _SAME = (
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 _INHERITED = ("temperature", "top_p", "top_k")
 EVERYTHING = {"temperature": 1.0, "top_k": 0}
-"""Sampling where neither the request nor the checkpoint sets more: from the whole distribution."""
+"""Sampling where neither the request nor the model sets more: from the whole distribution."""
 _CHUNK = 64  # the most tokens of a prompt that one pass scores
 
 
@@ -56,19 +56,21 @@ def check_messages(messages: Sequence[Message], limits: Limits) -> None:
     check_length(sum(message.characters for message in messages), "messages", limits)
 
 
-def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: Draft | None) -> dict[str, Any]:
-    """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
+def call_options(asked: Generate, drawing: Mapping[str, float], draft: Draft | None) -> dict[str, Any]:
+    """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
+    open.
+    """
     options = asked.model_dump(include={*_SAME}, exclude_defaults=True)
     searches = asked.num_beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
-        options |= {"do_sample": True, **EVERYTHING, **checkpoint}
+        options |= {"do_sample": True, **drawing}
     else:
         options["do_sample"] = False
     given = {name: value for name in _INHERITED if (value := getattr(asked, name)) is not None}
     if asked.top_k == -1:
         given["top_k"] = 0
     options |= given
-    if options.get("temperature") == 0 and searches:
+    if asked.temperature == 0 and searches:
         options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
         options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
     if asked.n > 1:

@@ -25,12 +25,11 @@ from specdec.options.resolve import refusing
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.messages import Message
-from specdec.server.options import call_options, scored
+from specdec.server.options import EVERYTHING, call_options, scored
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
 LOG = logging.getLogger("specdec.server")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,13 @@ class TextModel:
     """A generator, and what requests must know about it.
 
     `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt and of the answer, each).
-    `options`: the generator's defaults, of which sampling settings matter here. `pixels`: the most of a picture. Raises
-    OptionError without a tokenizer.
+    `pixels`: the most of a picture. Raises OptionError without a tokenizer.
     """
 
     task = "text"
 
     def __init__(
-        self,
-        name: str,
-        generator: SpecGenerator,
-        *,
-        context: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        pixels: int = PIXELS,
+        self, name: str, generator: SpecGenerator, *, context: int | None = None, pixels: int = PIXELS
     ) -> None:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
@@ -112,10 +104,9 @@ class TextModel:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
         self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
-        own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         defaults = generator.options()
         self._ends, self._stops = defaults.eos_ids, listed(defaults.stop_strings)
-        self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
+        self._drawing = {name: value for name, value in EVERYTHING.items() if name not in defaults.model_fields_set}
 
     def warm_up(self) -> None:
         """Decodes a token."""
@@ -188,7 +179,7 @@ class TextModel:
         """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
-        options = call_options(request, self._sampling, self.generator.draft)
+        options = call_options(request, self._drawing, self.generator.draft)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stop_token_ids:
             if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):

@@ -178,6 +178,16 @@ def test_a_models_own_ends() -> None:
         assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop) + kept], "stop")
 
 
+def test_a_request_wins_over_the_model() -> None:
+    """Its penalty was that of the checkpoint, where that has one."""
+    found = []
+    for model in (model_of("none"), text_model(draft="none", repetition_penalty=9.0)):
+        with asking(app(model)) as c:
+            found.append(c.complete(**asked(temperature=0, repetition_penalty=1.3))["choices"])
+            plain = c.complete(**asked(temperature=0))["choices"]
+    assert found[0] == found[1] != plain
+
+
 def test_a_form_needs_an_end() -> None:
     """Its text has one with `stop_token_ids`. (It was filled up with end tokens.)"""
     with asking(app(model_of("none"))) as c:
