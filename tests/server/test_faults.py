@@ -20,6 +20,7 @@ from tests.server.served import app, asking, events, model_of, recording, speech
 Path = tuple[str | int, ...]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
+IMAGE = {"url": "data:image/png;base64,"}
 JSON = {"Content-Type": "application/json"}
 BASES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "abc"},
@@ -134,26 +135,23 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
     ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 0}, None, "no token is left to choose"),
     ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 1}, None, "no token is left to choose"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": IMAGE}]}]},
+        "messages.0.content.0.text",
+        "a part of type 'text' has a field `messages.0.content.0.text`, and no other",  # the type's name stays
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields_", "param", "said"), SAID)
 def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
+    path, base = (CHATS, {}) if "messages" in fields_ else (COMPLETIONS, {"prompt": "abc"})
     with asking(app()) as c:
-        found = c.post(COMPLETIONS, json={"prompt": "abc", **fields_})
+        found = c.post(path, json={**base, **fields_})
         assert found.status_code == 400, found.text
         error = found.json()["error"]
     assert error["param"] == param
     assert said in error["message"]
-
-
-def test_parts_with_the_fields_of_others() -> None:
-    """The path replaces the field's name, and not the type's before it."""
-    part = {"type": "text", "text": "a", "image_url": {"url": "data:image/png;base64,"}}
-    with asking(app()) as c:
-        found = c.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
-    said = "a part of type 'text' has a field `messages.0.content.0.text`, and no other"
-    assert (found.status_code, found.json()["error"]["message"]) == (400, said)
 
 
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
