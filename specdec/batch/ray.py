@@ -128,13 +128,10 @@ class _Lines:
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """The lines of a block."""
-        rows = [
-            Row(number, **json.loads(row)) for number, row in zip(*(c.to_pylist() for c in block.columns), strict=True)
-        ]
+        rows = [Row(**json.loads(row)) for row in block["row"].to_pylist()]
         return pyarrow_module().Table.from_pylist([vars(line) for line in self._pool.map(self._worker, rows)])
 
 
 def _block(rows: list[Row]) -> pyarrow.Table:
-    """Rows as a table, their fields as JSON."""
-    sent = [encoded({"fields": row.fields, "error": row.error}) for row in rows]
-    return pyarrow_module().table({"number": [row.number for row in rows], "row": sent})
+    """Rows as a table of JSON."""
+    return pyarrow_module().table({"row": [encoded(vars(row)) for row in rows]})
