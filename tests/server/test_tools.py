@@ -179,15 +179,16 @@ def test_free_text_with_calls(mark: str) -> None:
     vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(tokenizer, WIDTH)
     grammar = Grammar(Form("grammar", source, "tools"), vocabulary)
 
-    def allowed(text: str) -> str:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return text[: grammar.allowed([], ids)]
+    def allowed(text: str, before: str = "") -> str:
+        written, ids = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, text))
+        return text[: grammar.allowed(written, ids)]
 
     good = CALLS[mark].replace('{"a": "}\\"{"}', '{"city": "Rome", "days": 5}')
     assert allowed(good) == good
     assert allowed("Hm, <tool and {") == "Hm, <tool and {"
     assert good.startswith(wrong := allowed(good.replace("Rome", "Oslo")))
     assert wrong.endswith('"city": "')
+    assert not allowed("Rome", good.partition("Rome")[0] + "Oslo")
     assert call_grammar(format_of(template(LLAMA), "m"), chat, {}, []) is None
 
 
