@@ -186,7 +186,7 @@ class Trouble(RuntimeError):
     """What goes wrong in one request."""
 
 
-def failing(kind: str, error: Trouble, at: int) -> dict[str, Any]:
+def failing(kind: str, error: BaseException, at: int) -> dict[str, Any]:
     """Arguments of a call in which something raises `error` when it is called for the `at`-th time."""
     calls = 0
 
