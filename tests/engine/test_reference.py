@@ -1,5 +1,7 @@
 """The engine beside the loop in its plainest form: the same texts, by every strategy that has one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,21 +10,11 @@ from specdec import SpecGenerator
 from specdec.decoding import noise
 from specdec.engine import reference
 from specdec.proposers import FunctionDraft
+from tests.oracle import KINDS, oracle
 from tests.tiny import tiny
 
 PROMPT = [5, 9, 12, 7, 5, 9]
 SEED = 3
-
-
-class Guesser:
-    """Guesses the true text, but for every `wrong`-th token."""
-
-    def __init__(self, text: list[int], wrong: int) -> None:
-        self.text, self.wrong = text, wrong
-
-    def propose(self, tokens: list[int], k: int) -> list[int]:
-        guesses = self.text[len(tokens) : len(tokens) + k]
-        return [(token + (len(tokens) + i) % self.wrong // (self.wrong - 1)) % 64 for i, token in enumerate(guesses)]
 
 
 def seeded(logits: Tensor, tokens: list[int]) -> int:
@@ -30,9 +22,9 @@ def seeded(logits: Tensor, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("wrong", [2, 3, 7, 1000])
-def test_the_engine_writes_what_the_plainest_loop_writes(wrong: int, sampled: bool) -> None:
-    """With drafts that are right once in two, three, seven and nearly all times; and the plainest loop, with none."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_writes_what_the_plainest_loop_writes(kind: str, sampled: bool) -> None:
+    """With a draft of each kind; and the plainest loop, with none."""
     model, passes = tiny("llama"), 0
 
     def target(tokens: list[int]) -> Tensor:
@@ -44,14 +36,15 @@ def test_the_engine_writes_what_the_plainest_loop_writes(wrong: int, sampled: bo
     choose = seeded if sampled else reference.greedy
     plain = reference.generate(target, None, PROMPT, 40, choose=choose)
     assert passes == 40 - len(PROMPT)
-    draft, passes = Guesser(plain, wrong), 0
+    draft, passes = oracle(kind, [plain], 64), 0
     ends = {plain[-4]} - {*plain[:-4]}
     until = 40 if not ends else 37
-    assert reference.generate(target, draft, PROMPT, 40, choose=choose, ends=ends) == plain[:until]
-    assert passes < 40 - len(PROMPT)
+    found = reference.generate(target, SimpleNamespace(propose=draft), PROMPT, 40, choose=choose, ends=ends)
+    assert found == plain[:until]
+    assert passes < until - len(PROMPT) or kind in ("wrong", "random")
     options = {"max_new_tokens": 34, "eos_token_id": sorted(ends), "pad_token_id": 0}
     more = {"do_sample": True, "seed": [SEED], "top_k": 0} if sampled else {}
-    out = SpecGenerator(model, FunctionDraft(draft.propose)).generate([PROMPT], **options, **more)
+    out = SpecGenerator(model, FunctionDraft(draft)).generate([PROMPT], **options, **more)
     assert out.sequences[0].tolist() == plain[:until]
 
 

@@ -15,6 +15,7 @@ from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.compiled import CompiledForward
 from specdec.proposers import NgramDraft
 from tests.folders import WIDTH, byte_tokenizer
+from tests.generator.conftest import Letters
 from tests.matrix import endless
 from tests.tiny import tiny
 
@@ -200,14 +201,9 @@ def test_wrong_tokenizers(name: str, value: Any) -> None:
 
 def test_a_tokenizer_that_cannot_be_compared() -> None:
     """Two vocabularies are compared by their tokens. (A tokenizer without them was an AttributeError.)"""
-
-    class Decoder:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return ""
-
     model = tiny("llama", vocab=WIDTH)
     with pytest.raises(OptionError, match=r"`tokenizer` must be a tokenizer with `get_vocab`"):
-        SpecGenerator(model, model, tokenizer=Decoder(), assistant_tokenizer=byte_tokenizer())
+        SpecGenerator(model, model, tokenizer=Letters(), assistant_tokenizer=byte_tokenizer())
 
 
 # --- models that are not ready

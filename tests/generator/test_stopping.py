@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import MaxTimeCriteria, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
 from tests.matrix import endless
@@ -35,17 +35,6 @@ def letters() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="A")
-
-
-class AtLength(StoppingCriteria):
-    """Stops at a length, and remembers every length it was asked about."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.seen = length, []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen.append(input_ids.shape[1])
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
 def both(model: Any, answer: list[int], **options: Any) -> tuple[Any, Any]:
@@ -89,15 +78,18 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
 
     (Stock assisted decoding asked it once per block only.)
     """
-    lengths = []
+    lengths: list[list[int]] = []
+
+    def criterion(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        lengths[-1].append(ids.shape[1])
+        return torch.tensor([ids.shape[1] >= 17])
+
     for draft, reason in ((None, "criteria"), (oracle("perfect", [answer], 64), "budget")):
-        criterion = AtLength(17)
-        if draft is not None:
-            criterion.reason = reason
+        lengths.append([])
         out = SpecGenerator(model, draft).generate(PROMPT, **endless(LENGTH, stopping_criteria=[criterion]))
         assert out.sequences[0].tolist() == answer[:17]
         assert out.stats.finish_reasons == (reason,)
-        lengths.append(criterion.seen)
+        criterion.reason = "budget"
     assert lengths[0] == lengths[1] == list(range(5, 18))
 
 
