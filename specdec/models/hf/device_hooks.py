@@ -5,9 +5,8 @@ No other module looks inside a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,9 +22,11 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def execution_device(module: nn.Module) -> torch.device:
     """The device where `module` computes: its hook's if it has one, otherwise that of its weights."""
+    for hook in hooks(module):
+        if (place := getattr(hook, "execution_device", None)) is not None:
+            return torch.device(place)
     own = next(chain(module.parameters(), module.buffers()), None)
-    # packed layers: the CPU
-    return next(_devices(module), None) or (torch.device("cpu") if own is None else own.device)
+    return torch.device("cpu") if own is None else own.device
 
 
 @contextmanager
@@ -42,19 +43,6 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         hook.post_forward(module, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where accelerate reads a weight: `loader` maps keys to weights, `key` is this one's."""
-
-    loader: Any
-    key: str
-
-    @property
-    def entry(self) -> Mapping[str, Any] | None:
-        """The loader's index entry of a weight in a file; None if it is in memory or missing."""
-        return getattr(self.loader, "index", {}).get(self.key)
-
-
 def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The weights in memory from which this module's own hooks load."""
     for hook in hooks(module):
@@ -64,14 +52,14 @@ def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
             yield weights
 
 
-def home(model: nn.Module, name: str) -> Home | None:
-    """Where the weight `name` is read from; None if no hook loads it."""
+def home(model: nn.Module, name: str) -> tuple[Any, str] | None:
+    """The mapping from which accelerate reads the weight `name`, and its key there; None if no hook loads it."""
     parts = name.split(".")
     for depth in reversed(range(len(parts))):
         for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
             weights = getattr(hook, "weights_map", None)
             if weights is not None:
-                return Home(weights.dataset, weights.prefix + ".".join(parts[depth:]))
+                return weights.dataset, weights.prefix + ".".join(parts[depth:])
     return None
 
 
@@ -88,8 +76,3 @@ def hooks(module: nn.Module) -> tuple[Any, ...]:
     """The hooks of this module itself; several are chained in `hooks`."""
     hook: Any = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
-
-
-def _devices(module: nn.Module) -> Iterator[torch.device]:
-    places = (getattr(hook, "execution_device", None) for hook in hooks(module))
-    return (torch.device(place) for place in places if place is not None)

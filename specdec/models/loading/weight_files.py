@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import str_to_torch_dtype
 
 from specdec.errors import LoadError
-from specdec.models.hf.device_hooks import Home, home
+from specdec.models.hf.device_hooks import home
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ def find(model: nn.Module) -> dict[str, Stored]:
     for name, tensor in tensors:
         if not tensor.is_meta or (place := home(model, name)) is None:
             continue  # in memory, or not managed by accelerate
-        if place.entry is not None:
-            found[name] = _stored(place, place.entry, header, tensor)
-        elif place.key not in keys.setdefault(id(place.loader), set(place.loader)):
+        loader, key = place
+        if (entry := getattr(loader, "index", {}).get(key)) is not None:
+            found[name] = _stored(key, entry, header, tensor)
+        elif key not in keys.setdefault(id(loader), set(loader)):
             raise LoadError(
                 f"weight {name!r} should lie on disk, and no file has it, as it is no part of the checkpoint: give its "
                 "module a place in memory in `device_map`, or pass `offload`='disk' instead"
@@ -86,16 +87,16 @@ def find(model: nn.Module) -> dict[str, Stored]:
 
 
 def _stored(
-    place: Home, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Stored]], tensor: Tensor
+    key: str, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Stored]], tensor: Tensor
 ) -> Stored:
     """The place of `tensor` in a checkpoint's file, checked against the model's shape."""
-    path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
+    path, name = entry["safetensors_file"], entry.get("weight_name", key)
     stored = header(path).get(name)
     if stored is None:
         raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
     if stored.shape != tuple(tensor.shape):
         raise LoadError(
-            f"weight {place.key!r} has shape {list(stored.shape)} in {path}, the model expects {list(tensor.shape)}: "
+            f"weight {key!r} has shape {list(stored.shape)} in {path}, the model expects {list(tensor.shape)}: "
             "the checkpoint's files do not belong together; download or save it again"
         )
     return stored
