@@ -633,5 +633,4 @@ TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("packed_linear", packed_linear); }
 TORCH_LIBRARY_IMPL(specdec, CompositeExplicitAutograd, m) {
   m.impl("set_ways", set_ways);
   m.impl("has_tiles", has_tiles);
-  m.impl("runs_tiles", runs_tiles);
 }

@@ -23,7 +23,6 @@ _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, 
 _LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
-_LIBRARY.define("runs_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
@@ -147,9 +146,6 @@ unpacked, with `scales` if `grouped`, for rows in float32 if `wide`, else in bfl
 
 has_tiles = torch.ops.specdec.has_tiles.default
 """Whether the processor has tiles (AMX), and the system lets this process use them."""
-
-runs_tiles = torch.ops.specdec.runs_tiles.default
-"""Whether TILES works: on tiles, or where the library was built for a processor without them, emulated and slow."""
 
 packed_rows = torch.ops.specdec.packed_rows.default
 """`(ids, weight, factors, scales, mins, inputs)`: rows of the weight, `ids` `[...]` to `[..., inputs]`.

@@ -93,13 +93,7 @@ thread_local Tiles tiles;
 #define TILE_RELEASE() (void)0
 
 inline bool has_tiles() { return false; }
-inline bool runs_tiles() {
-#if defined(__AVX512BF16__)  // weights are read in pairs
-  return true;
-#else
-  return false;
-#endif
-}
+inline bool runs_tiles() { return true; }
 
 #endif
 
