@@ -135,6 +135,7 @@ def test_connections_have_bounds() -> None:
     assert all_.add(d, "y")
     assert all_.add(e, "z")
     c.claim = Claim.IDLE
+    all_.moved(c)
     assert all_.add(f, "new")  # the fifth in all
     a.claim = Claim.IDLE
     all_.moved(a)
@@ -469,12 +470,13 @@ async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureF
 
 
 async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By comments between its events, which are whole."""
+    """By comments between its events, which are whole; they end with it."""
     monkeypatch.setattr("specdec.server.responses.PING", 0.1)
     model = text_model(draft="none")
     body = {"prompt": "ab", "max_tokens": 4, "stream": True, "ignore_eos": True, "logprobs": 0}
     async with listening(model) as (_, client):
         model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
         found = (await client.post("/v1/completions", json=body)).text
+        await until(lambda: "EventStream" not in str(asyncio.all_tasks()))
     assert "\n\n: alive\n\n" in found
     assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(found)[:-1]] == [1] * 4
