@@ -101,7 +101,7 @@ class Sleepy:
 
     def propose(self, tokens: list[int], k: int) -> list[int]:
         if self.asleep:
-            sleep(0.02)
+            sleep(0.05)
             return [0] * k
         return self.text[len(tokens) : len(tokens) + k]
 

@@ -13,9 +13,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+from torch import nn
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from tests.folders import saved_gguf
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/models/test_{name}.py" for name in ("exact", "gguf", "patching", "rotary", "streaming")]
+TESTS = [f"tests/models/test_{name}.py" for name in ("releases", "exact", "patching", "rotary", "streaming")]
 
 
 def requirements() -> list[Requirement]:
@@ -31,6 +35,17 @@ def test_tested_releases_are_allowed() -> None:
     for need in requirements():
         assert any(bound.operator == "<" for bound in need.specifier), f"{need.name} has no upper bound"
         assert tested[need.name] in need.specifier
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gguf_files(tmp_path: Path) -> None:
+    """All weights become floats, whatever kernels are installed."""
+    pytest.importorskip("gguf")
+    saved_gguf(tmp_path / "model.gguf")
+    options = {"gguf_file": "model.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert type(model.lm_head) is nn.Linear
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow
