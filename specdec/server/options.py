@@ -18,7 +18,7 @@ from specdec.server.messages import Message
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
 
-# Fields that are options of the same name; their defaults have no effect.
+# Fields that are options of the same name; one that is not sent is the checkpoint's.
 _SAME = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p"),
     *("sampling", "num_samples", "ranking", "penalty_alpha", "num_beams", "num_beam_groups", "diversity_penalty"),
@@ -60,7 +60,7 @@ def call_options(asked: Generate, drawing: Mapping[str, float], draft: Draft | N
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
     open.
     """
-    options = asked.model_dump(include={*_SAME}, exclude_defaults=True)
+    options = asked.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
     searches = asked.num_beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
         options |= {"do_sample": True, **drawing}
