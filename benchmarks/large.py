@@ -1,6 +1,6 @@
 """A target of 1.7 billion parameters with a SYNTHETIC draft of 135 million, in turn with transformers.
 
-    python benchmarks/large.py --json benchmarks/results/large.json    # half an hour and 20 GiB of memory
+    python benchmarks/large.py --json benchmarks/results/large.json    # 20 minutes and 20 GiB of memory
 
 The shapes are those of SmolLM2-1.7B and SmolLM2-135M, the weights random: passes cost what those of the real models
 cost. The synthetic draft knows the text, is right at each position with a given chance, and pays for every guess with a
