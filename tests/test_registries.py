@@ -10,6 +10,7 @@ from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, Limit, kind_of, make_schedule
+from specdec.core.draft_schedules.pause import Pause
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
@@ -108,10 +109,10 @@ def test_where_the_cost_rule_may_take_trees(given: dict[str, Any], trees: bool, 
 def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     """The next request of its family gets it; other schedules have nothing to hand on."""
     options = resolve({"schedule": "cost"})
-    learned = Cost(patience=99)
+    learned = Cost(pause=Pause(suspension=99))
     assert kind_of(options).learns
-    assert make_schedule(options, learned=learned, offloaded=True).patience == 99
-    assert make_schedule(options, learned=Constant(3)).patience != 99
+    assert make_schedule(options, learned=learned, offloaded=True).pause.suspension == 99
+    assert make_schedule(options, learned=Constant(3)).pause.suspension != 99
     assert not kind_of(resolve({})).learns
     assert kind_of(resolve({"schedule": Cost()})) is None
 

@@ -11,6 +11,8 @@ import pytest
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
 from specdec.core.draft_schedules.cost import WIDEST, CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
+from specdec.core.draft_schedules.pause import Pause
+from specdec.core.draft_schedules.seconds import Seconds
 from specdec.core.drafts import pays
 from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step
@@ -205,7 +207,7 @@ def test_a_draft_that_proposes_nothing_is_charged() -> None:
         schedule = schedule.after(outcome(0, 0, seconds=(0.25 * passes[-1], 1.0)))
         passes.append(limit(schedule) > 0)
     assert 3 <= sum(passes) <= 10
-    assert schedule.plain.at(1) == pytest.approx(1.0)  # what the draft took is no part of a round without one
+    assert schedule.seconds.plain.at(1) == pytest.approx(1.0)  # what the draft took is no part of a round without one
 
 
 def test_texts_without_an_idea_are_asked_on() -> None:
@@ -232,13 +234,13 @@ def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most:
 def test_rest_ends_with_what_is_new() -> None:
     """Most rounds without a draft are not looked at, but for one that takes far longer, or has other company."""
     schedule = tried(Cost(), 40, 1, 0.2)
-    while not schedule.rest:
+    while not schedule.pause.rests:
         schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
     usual = outcome(0, 0, seconds=(0.0, 1.0))
-    assert schedule.after(usual).passes is schedule.passes
-    assert schedule.after(usual).idle == schedule.idle + 1
+    assert schedule.after(usual).seconds is schedule.seconds
+    assert schedule.after(usual).pause.rounds == schedule.pause.rounds + 1
     for new in (outcome(0, 0, seconds=(0.0, 2.5)), replace(usual, others=outcome(0, 0, key=1).seqs)):
-        assert schedule.after(new).passes is not schedule.passes
+        assert schedule.after(new).seconds is not schedule.seconds
 
 
 def test_cost_judges_a_batch_as_a_batch() -> None:
@@ -268,7 +270,7 @@ def test_what_is_left_of_a_batch_is_drafted_for() -> None:
 def test_chains_of_a_batch_end_together() -> None:
     """A draft pass takes as long for one row as for eight. (A row went on alone for fifteen, at an eighth of each.)"""
     acceptance = Acceptance().after([(0.75, i < 75) for i in range(100)], 100)
-    cost = replace(fitted(0.02), drafts={"model": LinearFit().add(1, 0.15)}, acceptance=acceptance)
+    cost = fitted(0.02, drafts={"model": LinearFit().add(1, 0.15).add(1, 0.15)}, acceptance=acceptance)
     plan, *_ = cost.plan([Key(row) for row in range(8)])
     gain = plan.gain([[0.75]])
     assert gain > 0
@@ -290,15 +292,34 @@ def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
     assert line.at(0) == 0
     passes = LinearFit().add(3, 1.0).add(6, 1.01).add(3, 1.0)
     plain = LinearFit().add(3, 1.0).add(3, 1.0).add(3, 1.0)
-    cost = Cost(drafts={"model": line}, measured_rounds=5, passes=passes, plain=plain)
+    cost = Cost(seconds=Seconds(passes, plain, {"model": line}))
     assert cost.plan([Key(0), Key(1), Key(2)])[0].limit > 0
 
 
 def test_cost_tries_again_when_passes_get_dearer() -> None:
     """Drafting that lost beside fast passes is tried again soon after they become slow, as when files turn cold."""
     schedule = tried(Cost(), 200, 3, 0.5, accepted=1, belief=0.7, hidden=0.5)
-    assert schedule.suspended
+    assert schedule.pause.is_suspension
     assert waited(schedule, 5.0) < 12
+
+
+def test_a_suspension_is_short_again_after_gains() -> None:
+    """Each lasts twice as long as the last one, unless drafting has gained twelve rounds in between."""
+
+    def lost(pause: Pause) -> Pause:
+        while not pause.is_suspension:
+            pause = pause.judged(1.0, 2.0)
+        return pause
+
+    first = lost(Pause())
+    assert first.length == 64 * 2.0
+    over = first._replace(waited=first.length)
+    assert lost(over).length == 2 * first.length
+    for gains, length in ((11, 2), (12, 1)):
+        pause = over
+        for _ in range(gains):
+            pause = pause.judged(-1.0, 2.0)
+        assert lost(pause).length == length * first.length
 
 
 def test_rows_that_leave_make_nothing_dearer() -> None:
@@ -318,11 +339,11 @@ def test_cost_gets_over_a_stall() -> None:
     schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
     for _ in range(3):
         schedule = schedule.after(outcome(3, 3, seconds=(0.003, 0.01), confidence=[0.7] * 3))
-    assert schedule.passes.at(4) < 0.02
-    assert schedule.drafts["model"].at(1) < 0.002
+    assert schedule.seconds.passes.at(4) < 0.02
+    assert schedule.seconds.drafts["model"].at(1) < 0.002
     schedule = schedule.after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
-    assert schedule.passes.at(4) < 0.03
-    assert schedule.drafts["model"].at(1) < 0.003
+    assert schedule.seconds.passes.at(4) < 0.03
+    assert schedule.seconds.drafts["model"].at(1) < 0.003
 
 
 def test_unlikely_guesses_are_not_given_up_early() -> None:
@@ -442,26 +463,19 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
     assert settled(10) < 30
 
 
-def fitted(node: float, **more: Any) -> Cost:
+def fitted(node: float, drafts: Any = None, widest_nodes: float = 1.0, **more: Any) -> Cost:
     """The rule where a pass takes a second over one node, so many more over each other one."""
-    passes, drafts = LinearFit(), LinearFit()
+    passes, line = LinearFit(), LinearFit()
     for nodes in (1, 4, 9, 16, 25):
-        passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
-    return Cost(
-        k=16,
-        passes=passes,
-        drafts={"model": drafts},
-        measured_rounds=2,
-        plain=LinearFit().add(1, 1.0),
-        probe_rounds=1,
-        **more,
-    )
+        passes, line = passes.add(nodes, 1.0 + node * (nodes - 1)), line.add(1, 0.01)
+    seconds = Seconds(passes, LinearFit().add(1, 1.0), drafts or {"model": line}, widest_nodes=widest_nodes)
+    return Cost(k=16, seconds=seconds, **more)
 
 
 @pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, 1)])
 def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
     """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
-    cost = fitted(node, widest=8, recent_nodes=100.0)
+    cost = fitted(node, widest=8, widest_nodes=100.0)
     (plan,) = cost.plan([Key(0)])
     assert plan.limit == 16
     assert plan.branches == branches
@@ -474,7 +488,7 @@ def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
 @pytest.mark.parametrize(("seen", "branches", "deep"), [(1.0, 2, 4), (5.0, 2, 10), (25.0, 6, 16), (400.0, WIDEST, 16)])
 def test_trees_grow_step_by_step(seen: float, branches: int, deep: int) -> None:
     """To four times the nodes of the widest pass of late. (The first tree had a thousand, or was 32 deep.)"""
-    (plan,) = fitted(0.001, widest=WIDEST, recent_nodes=seen).plan([Key(0)])
+    (plan,) = fitted(0.001, widest=WIDEST, widest_nodes=seen).plan([Key(0)])
     assert (plan.branches, plan.limit) == (branches, deep)
 
 
@@ -487,7 +501,7 @@ def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
 
 def test_a_look_of_asked_branches_has_them_all() -> None:
     """A search goes on only where all of its beams were guessed. (Looks had one branch, and never found anything.)"""
-    cost = fitted(0.001, branches=8, acceptance=Acceptance(levels=200.0), idle=20)
+    cost = fitted(0.001, branches=8, acceptance=Acceptance(levels=200.0))
     (plan,) = cost.plan([Key(0)])
     assert (plan.limit, plan.branches) == (1, 8)
 
@@ -501,6 +515,14 @@ def test_wide_passes_are_no_stalls() -> None:
     assert passes.add(5, 20.0).at(5) < 1.3
 
 
+def test_narrow_passes_show_no_stalls() -> None:
+    """One node in a quarter of the time of thirty: what the wide passes took stays known. (Each plain round dropped it,
+    and the rule began anew.)"""
+    passes = LinearFit().add(30, 4.0).add(30, 4.0)
+    assert passes.add(1, 1.0).at(30) == pytest.approx(4.0, rel=0.05)
+    assert passes.add(30, 1.0).at(30) == 1.0
+
+
 def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
     """A signature that is copied, then a sentence that is not: drafting pays. (It was given up in every sentence.)"""
     cost, lost = Cost(), 0
@@ -508,7 +530,7 @@ def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
         cost = cost.fresh(32)
         for drafted, accepted in [(8, 8), (8, 7), *[(1, 0)] * 20]:
             (plan,) = cost.plan([Key(0)])
-            lost += cost.suspended
+            lost += cost.pause.is_suspension
             right = (drafted, accepted) if plan.limit else (0, 0)
             cost = cost.after(outcome(*right, seconds=(0.2 * right[0], 1.0)))
     assert lost == 0
@@ -520,17 +542,17 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     other = replace(outcome(9, 0, key=1).seqs[0], source="other")
     cost = Cost().after(Round([own], 14, 0.9, 1.0, 0.1, 2.0, others=[other]))
     assert cost.tokens == 5
-    assert (cost.passes.nodes, cost.passes.seconds) == (14, 1.1)
+    assert (cost.seconds.passes.nodes, cost.seconds.passes.seconds) == (14, 1.1)
     assert cost.acceptance == Cost().acceptance.after(own.tested, own.levels)
-    assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
-    assert (cost.other_seqs, cost.drafting_seqs) == (1, 0)
+    assert (dict(cost.seconds.drafts), cost.seconds.plain.weight) == ({}, 0)
+    assert (cost.seconds.other_seqs, cost.seconds.drafting_seqs) == (1, 0)
     shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, id=1)]))
-    assert shared.drafts["model"].at(2) == pytest.approx(0.1)
-    assert (shared.other_seqs, shared.drafting_seqs) == (1, 1)
+    assert shared.seconds.drafts["model"].at(2) == pytest.approx(0.1)
+    assert (shared.seconds.other_seqs, shared.seconds.drafting_seqs) == (1, 1)
     alone = shared.after(outcome(3, 3))
-    assert (alone.other_seqs, alone.drafting_seqs) == (0, 0)
+    assert (alone.seconds.other_seqs, alone.seconds.drafting_seqs) == (0, 0)
     reading = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(other, prefill=True)]))
-    assert reading.passes.weight == 0
+    assert reading.seconds.passes.weight == 0
 
 
 # --- auto
@@ -563,5 +585,5 @@ def test_the_default_takes_along_what_it_learned() -> None:
     """The next request of the family begins with the measured costs."""
     learned = tried(Auto.of(ScheduleSetup(trees=False)), 6, 5, cost=0.05, accepted=5)
     following = Auto.of(ScheduleSetup(trees=False, learned=learned))
-    assert following.passes == learned.passes
+    assert following.seconds.passes == learned.seconds.passes
     assert limit(following) == Cost().k

@@ -116,14 +116,14 @@ class LinearFit(NamedTuple):
         """With one more pass; each older one loses 5% of its weight.
 
         A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a mean
-        pass, more in proportion for more nodes. A pass of less than a third of the mean time shows that the earlier
-        ones were stalls: they are dropped.
+        pass, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
+        fewer nodes, shows that the earlier ones were stalls: they are dropped.
         """
         usual = self.seconds / self.weight if self.weight else seconds
-        if seconds < usual / 3:
+        wider = nodes * self.weight / self.nodes if self.nodes else 1.0
+        if seconds < min(wider, 1.0) * usual / 3:
             return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
-        wider = max(nodes * self.weight / self.nodes, 1.0) if self.nodes else 1.0
-        f, seconds = 0.95, min(seconds, 3 * wider * usual)
+        f, seconds = 0.95, min(seconds, 3 * max(wider, 1.0) * usual)
         return LinearFit(
             f * self.weight + 1,
             f * self.nodes + nodes,
