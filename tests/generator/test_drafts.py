@@ -264,4 +264,4 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     stream.close()
     (pacing,) = generator._scheduled._pacings.values()
     cost = pacing.schedule
-    assert cost.passes.weight > 0
+    assert cost.seconds.passes.weight > 0
