@@ -14,8 +14,9 @@ _SUSPENSION = (64, 512)  # plain rounds that a suspension lasts: the first, and 
 
 
 class Pause(NamedTuple):
-    """The time without a draft, until `waited` reaches `length`: in seconds, as rounds may become dearer meanwhile.
+    """The time without a draft, until `waited` reaches `length`: in plain rounds as they were when it began.
 
+    Then one took `unit` seconds. A dearer one counts as several, so that drafting is tried sooner; no one counts less.
     `rounds` of it so far. `reading`: seconds in which the draft read texts since it last guessed.
 
     Predictions may be wrong, so drafting is also judged by its results. `lost`: the seconds, in plain rounds, that
@@ -25,6 +26,7 @@ class Pause(NamedTuple):
 
     length: float = 0.0
     waited: float = 0.0
+    unit: float = 1.0
     rounds: int = 0
     reading: float = 0.0
     lost: float = 0.0
@@ -51,7 +53,7 @@ class Pause(NamedTuple):
 
     def after_plain(self, seconds: float) -> Pause:
         """After a round without a draft."""
-        return self._replace(waited=self.waited + seconds, rounds=self.rounds + 1)
+        return self._replace(waited=self.waited + max(seconds / self.unit, 1.0), rounds=self.rounds + 1)
 
     def ended(self, *, right: bool) -> Pause:
         """While drafting is predicted to pay; a `right` guess makes the next pause a short one."""
@@ -64,10 +66,10 @@ class Pause(NamedTuple):
         A wrong guess doubles the pause, a `right` one makes it the shortest. It lasts so long that tries, with the
         reading before them, take at most the share `_LOOK` of the time, or twice that after a right guess.
         """
-        usual = _SHORTEST if right else min(max(2 * self.length / plain_round, _SHORTEST), _LONGEST)
+        usual = _SHORTEST if right else min(max(2 * self.length, _SHORTEST), _LONGEST)
         dear = (self.reading + price) / plain_round / (2 * _LOOK if right else _LOOK)
-        length = max(usual, min(dear, _LONGEST_DEAR)) * plain_round
-        return self._replace(length=length, waited=0.0, rounds=0, reading=0.0)
+        length = max(usual, min(dear, _LONGEST_DEAR))
+        return self._replace(length=length, waited=0.0, unit=plain_round, rounds=0, reading=0.0)
 
     def judged(self, loss: float, plain_round: float) -> Pause:
         """After a round with a draft that took so many plain rounds' seconds more than its tokens do without one.
@@ -79,5 +81,6 @@ class Pause(NamedTuple):
         first, longest = _SUSPENSION
         if lost <= _MOST_LOST:
             return self._replace(lost=lost, suspension=first if lost == -_MOST_WON else self.suspension)
-        length, following = self.suspension * plain_round, min(2 * self.suspension, longest)
-        return self._replace(length=length, waited=0.0, lost=lost, suspension=following)
+        length = max(self.suspension, self.length - self.waited)  # a pause that has just begun may be the longer one
+        following = min(2 * self.suspension, longest)
+        return self._replace(length=length, waited=0.0, unit=plain_round, lost=lost, suspension=following)
