@@ -168,7 +168,7 @@ class Cost:
     # deciding
 
     def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
-        """One plan per sequence, with limit 0 while plain decoding is predicted to be faster."""
+        """One plan per sequence: with limit 0 while drafting waits, and 1 where it is tried again."""
         return [self._plan_of(len(seqs))] * len(seqs)
 
     def _plan_of(self, seqs: int) -> CostPlan:
