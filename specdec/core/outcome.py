@@ -25,8 +25,8 @@ class SequenceRound:
 
     `drafted`: nodes of the proposal; `depth`: its longest path. The draft had guessed the tokens of the first
     `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
-    reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: the target or
-    the draft read a prompt in this round.
+    reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: in this
+    round the target read its prompt, or a draft model its prompt or a longer part of its text.
     """
 
     id: int
@@ -45,7 +45,8 @@ class SequenceRound:
 class Round:
     """One turn of the loop: each sequence's result, the nodes that the target computed, and the seconds.
 
-    A request gets rounds with its own `seqs`; `others` shared the passes. Nodes and seconds cover both.
+    A request gets rounds with its own `seqs`; `others` shared the passes. Nodes and seconds cover both. Under guidance,
+    a node that two rows compute is one.
     """
 
     seqs: list[SequenceRound]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,9 @@ class RunningSequence:
     `[length, width]` replace the prompt's tokens; where their ids are unknown, `tokens` starts empty and
     `num_embeds_only` counts them. `pictures` are read with the prompt. `context`: None where keys and values are never
     shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
-    nodes first; `known`: the target's output at nodes that an earlier pass computed. `drafted`: a draft has guessed for
-    it. `cached_prompt_tokens` were not read for it, but for an earlier or another one. `cache_reset_length`: the length
-    of text beyond which the target must read all of it again.
+    nodes first; `known`: the target's output at nodes that an earlier pass computed. `draft_length`: how
+    much of the text its draft has read. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
+    `cache_reset_length`: the length of text beyond which the target must read all of it again.
     """
 
     tokens: list[int]
@@ -67,7 +68,7 @@ class RunningSequence:
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
     prefilled: bool = False
-    drafted: bool = False
+    draft_length: float = -inf
     cached_prompt_tokens: int = 0
     cache_reset_length: int | None = None
 

@@ -17,6 +17,7 @@ from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
 
 _log = logging.getLogger(__name__)
+_CERTAIN = 1.001  # a probability of 1, as far as it may round above
 Item = TypeVar("Item")
 
 
@@ -137,6 +138,8 @@ class OpenDrafts:
         if len(tree.parents) != nodes or (own is not None and len(own) != nodes):
             given = f"{nodes} tokens, {len(tree.parents)} parents and {None if own is None else len(own)} confidences"
             raise DraftError(f"the draft {name!r} proposed {given}: give each token one of each, or no confidences")
+        if own is not None and not all(0 <= chance <= _CERTAIN for chance in own):
+            raise DraftError(f"the draft {name!r} proposed the confidences {own}: give each token one from 0 to 1")
         if tree.q is not None and (len(tree.q) != nodes or any(q.shape not in ((vocab,), (0,)) for q in tree.q)):
             shapes = [list(q.shape) for q in tree.q]
             raise DraftError(

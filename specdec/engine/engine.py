@@ -27,6 +27,7 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
 
+_DRAFT_READS = 16  # more new tokens than this, a draft model reads in passes of their own
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
@@ -107,14 +108,14 @@ class Engine:
         """One round: propose, run, accept, commit. With `chunk`: over at most so many tokens of unread prompts each."""
         began = perf_counter()
         proposals = self._propose(seqs, chunk)
-        drafted = seconds_on(self.model.device)
+        after_draft = seconds_on(self.model.device)
         outcomes = self._run(seqs, proposals, chunk)
-        verified = seconds_on(self.model.device)
-        nodes = sum(work.num_new for one in outcomes for work in one.works)
+        after_pass = seconds_on(self.model.device)
+        nodes = sum(one.out.work.num_new for one in outcomes)
         outcomes = self._accept(outcomes)
-        selected = seconds_on(self.model.device)
+        after_choice = seconds_on(self.model.device)
         rounds = self._commit(outcomes, proposals)
-        phases = drafted - began, verified - drafted, selected - verified
+        phases = after_draft - began, after_pass - after_draft, after_choice - after_pass
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
         self._end_failed()
         if ended := [one.seq for one in outcomes if one.finish is not None]:
@@ -166,7 +167,7 @@ class Engine:
         return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
-        """The one writer: updates caches, sequences and drafts."""
+        """Writes the outcomes to the target's cache, the sequences and the drafts."""
         hear = any(opened.hears for opened in self.drafts.open.values())
         messages = [self.drafts.message(one, self.session) for one in outcomes] if hear else []
         passed = [(one, work) for one in outcomes for work in one.works]
@@ -180,12 +181,13 @@ class Engine:
             if not one.states:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
-            draft = self._requests[seq.id].draft
-            is_first = seq.id in proposals and not seq.drafted  # a draft model may have read the prompt for it
-            prefill = not seq.prefilled or (is_first and draft is not None and not draft.instant)
-            rounds.append(one.round(prefill=prefill))
+            draft, length = self._requests[seq.id].draft, len(seq.tokens)
+            reads = seq.id in proposals and draft is not None and not draft.instant
+            reads = reads and length - seq.draft_length > _DRAFT_READS
+            rounds.append(one.round(prefill=reads or not seq.prefilled))
             one.apply()
-            seq.drafted |= bool(proposal.tokens or proposal.source)
+            if proposal.tokens or proposal.source:
+                seq.draft_length = length
         if hear:
             self.drafts.update([message for message in messages if message is not None])
         return rounds

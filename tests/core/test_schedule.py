@@ -234,7 +234,7 @@ def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most:
 def test_rest_ends_with_what_is_new() -> None:
     """Most rounds without a draft are not looked at, but for one that takes far longer, or has other company."""
     schedule = tried(Cost(), 40, 1, 0.2)
-    while not schedule.pause.rests:
+    while not schedule.pause.skips_rule:
         schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
     usual = outcome(0, 0, seconds=(0.0, 1.0))
     assert schedule.after(usual).seconds is schedule.seconds
@@ -326,7 +326,7 @@ def test_a_suspension_is_short_again_after_gains() -> None:
 
 def test_a_suspension_shortens_no_pause() -> None:
     """A slow try that was wrong waits for its whole pause, whatever the verdict. (It was over after 64 rounds.)"""
-    pause = Pause().begun(right=False, price=8.0, plain_round=1.0)
+    pause = Pause().start(right=False, price=8.0, plain_round=1.0)
     while not pause.is_suspension:
         pause = pause.judged(1.0, 1.0)
     assert pause.length == 1024
@@ -334,7 +334,7 @@ def test_a_suspension_shortens_no_pause() -> None:
 
 def test_cheaper_rounds_make_no_pause_longer() -> None:
     """A pause of 16 rounds of a large batch is one of 16 of a single text. Dearer rounds end it sooner."""
-    begun = Pause().begun(right=False, price=0.0, plain_round=0.5)
+    begun = Pause().start(right=False, price=0.0, plain_round=0.5)
     for seconds, rounds in ((0.01, 16), (0.5, 16), (2.0, 4)):
         pause, count = begun, 0
         while not pause.is_over:
@@ -541,6 +541,65 @@ def test_narrow_passes_show_no_stalls() -> None:
     passes = LinearFit().add(30, 4.0).add(30, 4.0)
     assert passes.add(1, 1.0).at(30) == pytest.approx(4.0, rel=0.05)
     assert passes.add(30, 1.0).at(30) == 1.0
+
+
+def test_a_fast_draft_pass_is_as_good_as_two() -> None:
+    """It shows that earlier ones were stalls. (Costs counted as unknown again, and whole chains were drafted.)"""
+    schedule = tried(Cost(), 40, 1, 0.2)
+    fast = schedule.after(outcome(1, 0, seconds=(0.01, 1.0), confidence=[0.5]))
+    assert fast.seconds.drafts["model"].at(1) == pytest.approx(0.01)
+    assert fast.is_measured
+
+
+def test_a_gap_that_was_read_is_not_the_price_of_a_draft_pass() -> None:
+    """A try after a long pause reads what it missed. (Its price rose with every try, and drafting never came back.)"""
+    schedule = tried(Cost(), 40, 1, 0.2)
+    price = schedule.seconds.drafts["model"].at(1)
+
+    def after(seconds: float) -> float:
+        row = replace(outcome(1, 1).seqs[0], prefill=True)
+        read = schedule.after(Round([row], 2, seconds, 1.0, 0.0, 1 + seconds))
+        return read.seconds.drafts["model"].at(1)
+
+    assert after(5.0) == price
+    assert after(0.01) == pytest.approx(0.01)  # it was too high all along
+
+
+def test_texts_without_a_guess_are_no_misses_of_an_instant_draft() -> None:
+    """Seven of eight texts without an n-gram say nothing about the eighth's."""
+    acceptance = Cost().acceptance
+    silent = [replace(outcome(0, 0, key=key).seqs[0], source="ngram") for key in range(1, 8)]
+    [right] = outcome(3, 3).seqs
+    instant = Cost().after(Round([right, *silent], 11, 0.0001, 1.0, 0.0, 1.0))
+    assert instant.acceptance == acceptance.after(right.tested, right.levels)
+    slow = Cost().after(Round([right, *silent], 11, 0.3, 1.0, 0.0, 1.3))
+    assert slow.acceptance.levels == right.levels + 7
+
+
+def test_a_pause_goes_on_while_another_draft_reads() -> None:
+    schedule: Any = tried(Cost(), 40, 1, 0.2)
+    usual = outcome(0, 0, seconds=(0.0, 1.0))
+    reading = replace(outcome(0, 0, key=1, seconds=(0.5, 1.0)).seqs[0], source="", prefill=True)
+    for _ in range(300):
+        schedule = schedule.after(replace(usual, others=[reading]))
+    assert schedule.pause.is_over
+
+
+def test_plain_rounds_are_measured_beside_drafts_of_others() -> None:
+    """Without the price of the others' nodes. (A schedule waited for ever for a round without any draft.)"""
+    schedule: Any = Cost()
+    neighbour = replace(outcome(4, 4, key=1).seqs[0], source="other")
+    drafted = 0
+    for _ in range(100):
+        k = limit(schedule)
+        drafted += k > 0
+        own = outcome(min(k, 4), min(k, 4), confidence=[0.7] * min(k, 4)).seqs
+        nodes = 6 + min(k, 4)
+        pass_seconds = 1.0 + 0.05 * nodes
+        seconds = 0.01 * min(k, 4), pass_seconds, 0.0, 0.01 * min(k, 4) + pass_seconds
+        schedule = schedule.after(Round(own, nodes, *seconds, others=[neighbour]))
+    assert drafted > 90
+    assert schedule.seconds.plain.at(2) == pytest.approx(1.1, rel=0.1)
 
 
 def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,33 @@ def test_a_prompt_is_read_in_once_and_not_for_ever(draft: Draft) -> None:
     assert not any(row.prefill for row in heard[2:])
 
 
+def test_a_draft_that_waited_reads_what_it_missed() -> None:
+    """After more than 16 tokens without a draft, its time is not that of a draft pass alone."""
+
+    heard: list[SequenceRound] = []
+
+    class Waits(type(noting(heard))):  # type: ignore[misc]
+        def plan(self, seqs: Any) -> Any:
+            return Constant.plan(self if len(seqs[0].tokens) not in range(5, 30) else Constant(0), seqs)
+
+    generator = SpecGenerator(tiny("llama"), ModelDraft(LanguageModel(tiny("llama"))), schedule=Waits(1))
+    generator.generate([[5, 9, 12]], **endless(40))
+    reads = [at for at, row in enumerate(heard) if row.prefill]
+    assert len(reads) == 3  # the target's prompt, the draft's, and the gap
+    assert heard[reads[-1] - 1].drafted == 0 < heard[reads[-1]].drafted
+    assert not any(row.prefill for row in heard[reads[-1] + 1 :])
+
+
+def test_nodes_of_guided_texts_count_once() -> None:
+    """As they were drafted once: a pass holds a draft's nodes and the end of the text."""
+    generator = SpecGenerator(tiny("llama"), "suffix", schedule=Constant(3))
+    request = submit(generator, [[5, 9, 12, 5, 9, 12, 5, 9]], guidance_scale=2.0).request
+    finish(generator.engine)
+    assert any(round.seqs[0].drafted for round in request.rounds)
+    for round in list(request.rounds)[1:]:
+        assert round.nodes == 1 + round.seqs[0].drafted
+
+
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloaded: bool) -> None:
     """Only there, a draft model reads the prompt before the pass that ends it, and proposes."""
@@ -194,6 +222,7 @@ def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloade
         (lambda n: [Tree.chain([1] * 50)] * n, "'Fixed' proposed 50 tokens in a row, but the text may only grow by"),
         (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its plan allows 3"),
         (lambda n: [Tree.chain([1, 2, 3], [0.5])] * n, "3 tokens, 3 parents and 1 confidences"),
+        (lambda n: [Tree.chain([1], [math.nan])] * n, r"the confidences \[nan\]: give each token one from 0 to 1"),
         (lambda n: [Tree([1, 2], [-1])] * n, "2 tokens, 1 parents and None confidences"),
         (lambda n: [Tree.chain([1], q=[torch.ones(3)])] * n, r"`q` of the shapes \[\[3\]\]: give each token"),
         (lambda n: [Tree.chain([1, 2], q=torch.ones(1, 64))] * n, r"2 tokens with `q` of the shapes \[\[64\]\]"),

@@ -179,7 +179,7 @@ class Cost:
             if self.acceptance.mean < draft_cost + node_cost:  # so far, as while prompts are read
                 return self._plan(1, 0.0, 0.0)  # to measure costs: the draft may be free
             return self._plan(self.k, everyone * draft_cost, node_cost)
-        if pause.rests or pause.is_suspension or seconds.wants_plain_round(self.acceptance.mean):
+        if pause.skips_rule or pause.is_suspension or seconds.wants_plain_round(self.acceptance.mean):
             return self._plan(0, 0.0, 0.0)
         if not self._pays(seqs):
             return self._plan(int(pause.is_over), 0.0, 0.0)
@@ -225,18 +225,23 @@ class Cost:
     # learning
 
     def after(self, round: Round) -> Self:
-        """With this round's outcomes, seconds and rate; of a round that reads a prompt, only the draft's outcomes."""
+        """With this round's outcomes, seconds and rate; of one that reads a text, only the draft's outcomes."""
         pause = self.pause
-        if pause.rests and self.seconds.is_usual(round):
+        if pause.skips_rule and self.seconds.adds_nothing(round):
             return self._changed(pause=pause.after_plain(round.seconds))
-        everyone, tried, acceptance = everyone_in(round), was_tried(round), self.acceptance
+        everyone, acceptance = everyone_in(round), self.acceptance
+        tried, noticed = was_tried(round), is_noticed(round)
         for seq in round.seqs:
             # A slow draft with nothing to propose counts as one that was wrong.
-            acceptance = acceptance.after(seq.tested, seq.levels or float(tried and not seq.depth))
-        if is_noticed(round):
+            missed = noticed and bool(seq.source) and not seq.depth
+            acceptance = acceptance.after(seq.tested, seq.levels or float(missed))
+        if noticed:
             pause = pause._replace(reading=pause.reading + round.draft_seconds)
         if any(seq.prefill for seq in everyone):
-            learned = self._changed(acceptance=acceptance, pause=pause._replace(rounds=0))
+            pause, seconds = pause._replace(rounds=0), self.seconds.after_reading(round)
+            if not (tried or any(seq.prefill for seq in round.seqs)):
+                pause = pause.after_plain(round.seconds)
+            learned = self._changed(acceptance=acceptance, seconds=seconds, pause=pause)
             return learned._tried(round) if tried else learned
         if len(round.others) != self.seconds.other_seqs:
             pause = pause._replace(rounds=0)
@@ -259,10 +264,10 @@ class Cost:
         """With the pause that follows a round with a draft."""
         right = any(seq.accepted for seq in round.seqs)
         if not self.is_measured or self._pays(len(round.seqs)):
-            return self._changed(pause=self.pause.ended(right=right))
+            return self._changed(pause=self.pause.stop(right=right))
         price = sum(seq.drafted for seq in round.seqs) * self.seconds.passes.slope
         plain_round = self.seconds.plain_round(len(everyone_in(round)))
-        return self._changed(pause=self.pause.begun(right=right, price=price, plain_round=plain_round))
+        return self._changed(pause=self.pause.start(right=right, price=price, plain_round=plain_round))
 
     def _judged(self, round: Round) -> Self:
         """With the verdict on drafting, by its measured and not its predicted gain."""

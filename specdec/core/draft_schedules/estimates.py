@@ -117,12 +117,12 @@ class LinearFit(NamedTuple):
 
         A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a mean
         pass, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
-        fewer nodes, shows that the earlier ones were stalls: they are dropped.
+        fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts twice, as it is none.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         wider = nodes * self.weight / self.nodes if self.nodes else 1.0
         if seconds < min(wider, 1.0) * usual / 3:
-            return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
+            return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds).add(nodes, seconds)
         f, seconds = 0.95, min(seconds, 3 * max(wider, 1.0) * usual)
         return LinearFit(
             f * self.weight + 1,

@@ -43,7 +43,7 @@ class Pause(NamedTuple):
         return self.lost > _MOST_LOST and not self.is_over
 
     @property
-    def rests(self) -> bool:
+    def skips_rule(self) -> bool:
         """Whether the next round needs no look at the rule, whose own time counts beside passes of a millisecond."""
         return self.rounds % _REST > 0 and not self.is_over
 
@@ -55,13 +55,13 @@ class Pause(NamedTuple):
         """After a round without a draft."""
         return self._replace(waited=self.waited + max(seconds / self.unit, 1.0), rounds=self.rounds + 1)
 
-    def ended(self, *, right: bool) -> Pause:
-        """While drafting is predicted to pay; a `right` guess makes the next pause a short one."""
+    def stop(self, *, right: bool) -> Pause:
+        """No pause, since drafting is predicted to pay; a `right` guess makes the next one short."""
         length = 0.0 if right else self.length
         return self._replace(length=length, waited=length, rounds=0, reading=0.0)
 
-    def begun(self, *, right: bool, price: float, plain_round: float) -> Pause:
-        """After a draft where drafting is predicted to lose; its nodes took `price` seconds of the target's pass.
+    def start(self, *, right: bool, price: float, plain_round: float) -> Pause:
+        """A pause, as drafting is predicted to lose; the last draft's nodes took `price` seconds of the target's pass.
 
         A wrong guess doubles the pause, a `right` one makes it the shortest. It lasts so long that tries, with the
         reading before them, take at most the share `_LOOK` of the time, or twice that after a right guess.

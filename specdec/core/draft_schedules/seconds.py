@@ -11,6 +11,7 @@ from specdec.core.draft_schedules.estimates import LinearFit
 if TYPE_CHECKING:
     from specdec.core.outcome import Round, SequenceRound
 
+_ENOUGH = 2.5  # the weight of measured plain rounds that suffices: three of them
 _NOTICEABLE = 0.02  # the share of a pass above which a draft's time counts even if it proposed nothing
 
 
@@ -43,7 +44,7 @@ class Seconds(NamedTuple):
     def wants_plain_round(self, acceptance: float) -> bool:
         """Whether the next round should have no draft, to measure one: at once where the draft is poor, else later."""
         looks = self.plain.weight
-        return looks < 2.5 and self.passes.weight > (1.5 if acceptance < 0.6 and not looks else 6 * (looks + 1))
+        return looks < _ENOUGH and self.passes.weight > (1.5 if acceptance < 0.6 and not looks else 6 * (looks + 1))
 
     def plain_round(self, seqs: int) -> float:
         """Seconds of a round without a draft: measured, or before the first one, predicted."""
@@ -71,7 +72,7 @@ class Seconds(NamedTuple):
                 return False  # later tokens bring even less
         return False
 
-    def is_usual(self, round: Round) -> bool:
+    def adds_nothing(self, round: Round) -> bool:
         """Whether the round measures nothing new: the same sequences, no draft, about the mean seconds."""
         usual = self.plain.seconds / self.plain.weight if self.plain.weight else 0.0
         return (
@@ -95,8 +96,12 @@ class Seconds(NamedTuple):
         }
         if not any(seq.depth for seq in everyone):
             found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
+        elif self.plain.weight < _ENOUGH and not any(seq.depth for seq in round.seqs):
+            # Other requests may draft in every round: without their nodes, it would have been a plain one.
+            saved = pass_seconds - found["passes"].at(round.nodes - drafted)
+            found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
         if was_tried(round):
-            found["drafts"] = self._with_draft(round)
+            found["drafts"] = self._with_draft(round).drafts
             # of other requests, with a proposal of the same sources
             found["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
         if own_levels := sum(seq.depth for seq in round.seqs):
@@ -104,19 +109,25 @@ class Seconds(NamedTuple):
             found["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
         return self._replace(**found)
 
-    def _with_draft(self, round: Round) -> Mapping[str, LinearFit]:
-        """Seconds of draft passes by source; of several sources, only that of the longest draft counts.
+    def after_reading(self, round: Round) -> Seconds:
+        """With this round, in which a text was read: a draft pass took at most the seconds of drafting."""
+        return self._with_draft(round, read=True) if was_tried(round) else self
 
-        A draft that proposed nothing counts as one pass.
+    def _with_draft(self, round: Round, *, read: bool = False) -> Seconds:
+        """With the seconds of draft passes; of several sources, only that of the longest draft counts.
+
+        A draft that proposed nothing counts as one pass. If a text was `read`, only what makes passes cheaper counts.
         """
         sources, everyone = _sources(round), everyone_in(round)
         longest = max(everyone, key=lambda seq: (seq.depth, seq.source in sources))
         source, levels = longest.source, max(longest.depth, 1)
         if source not in sources:
-            return self.drafts
-        nodes = sum(max(seq.drafted, 1) for seq in everyone if seq.source == source)
-        fit = self.drafts.get(source, LinearFit()).add(nodes / levels, round.draft_seconds / levels)
-        return {**self.drafts, source: fit}
+            return self
+        nodes = sum(max(seq.drafted, 1) for seq in everyone if seq.source == source) / levels
+        fit, seconds = self.drafts.get(source, LinearFit()), round.draft_seconds / levels
+        if read and (not fit.weight or seconds >= fit.at(nodes)):
+            return self
+        return self._replace(drafts={**self.drafts, source: fit.add(nodes, seconds)})
 
 
 def everyone_in(round: Round) -> list[SequenceRound]:
