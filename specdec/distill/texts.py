@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.errors import OptionError
+from specdec.errors import OptionError, SpecdecError
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.options.kept_lines import whole_lines
 
@@ -102,7 +102,10 @@ def continued(
     `may_continue(done, total, seconds)` decides whether to go on.
     """
     with file.open("ab") as opened:
-        lines = [json.loads(line) for line in whole_lines(opened)]
+        try:
+            lines = [json.loads(line) for line in whole_lines(opened)]
+        except ValueError as error:
+            raise SpecdecError(f"{file} is damaged ({error}): delete it to make its texts again") from None
     seconds = lines[-1]["seconds"] if lines else 0.0
     while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
         if not may_continue(done, len(prompts), seconds) and done:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from specdec.errors import OptionError
 from specdec.pipelines import Transcriber, Transcription
+from specdec.pipelines.speech.audio import sound_file
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 
@@ -58,15 +60,11 @@ class SpeechModel:
 
     def _check_length(self, content: bytes) -> None:
         """Raises a 400 from the file's header, before anything is decoded."""
-        import soundfile
-
         try:
-            with soundfile.SoundFile(io.BytesIO(content)) as file:
+            with sound_file(io.BytesIO(content), "`file`") as file:
                 seconds = file.frames / file.samplerate if file.samplerate else 0.0
-        except (soundfile.SoundFileError, TypeError, RuntimeError) as error:
-            reason = str(error).rpartition(": ")[2].strip() or type(error).__name__
-            message = f"`file` cannot be read as sound ({reason}): wav, flac, mp3 and ogg can"
-            raise ApiError(400, message, param="file", code="invalid_audio") from None
+        except OptionError as error:
+            raise ApiError(400, str(error), param="file", code="invalid_audio") from None
         if not 0 < seconds <= self._seconds:
             message = f"`file` lasts {seconds:.0f} s, and this server hears up to {self._seconds:.0f} s: cut it"
             if not seconds:

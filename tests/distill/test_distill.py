@@ -15,7 +15,7 @@ from specdec.distill.distill import Length, distill
 from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
-from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.proposers.heads.new_head import save_eagle
 from tests.folders import WIDTH, byte_tokenizer, saved
@@ -156,6 +156,9 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert continuations.read_bytes() == written
     assert train(tmp_path / "parts", **{**given, "steps": 8})["steps"] == 8  # beyond its end
+    continuations.write_bytes(b"{" + written)
+    with pytest.raises(SpecdecError, match=r"continuations.jsonl is damaged \(.*\): delete it"):
+        train(tmp_path / "parts", **{**given, "steps": 9})
 
 
 def stopped_after(steps: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -114,18 +115,25 @@ def _checked(samples: Samples, name: str) -> Samples:
     return samples
 
 
-def _decoded(source: Any, name: str, rate: int) -> Samples:
-    """A sound file's samples at `rate`, read and resampled block by block."""
+@contextmanager
+def sound_file(source: Any, name: str) -> Iterator[Any]:
+    """An open `soundfile.SoundFile`; raises OptionError, naming the file, for what is not sound."""
     try:
         import soundfile
     except ImportError:
         raise SpecdecError(f"reading sound files needs soundfile: {_INSTALL}") from None
     try:
         with soundfile.SoundFile(source) as file:
-            return _resampled(_blocks(file, name), file.samplerate, rate)
+            yield file
     except (soundfile.SoundFileError, TypeError, RuntimeError) as error:
         reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
         raise OptionError(f"{name} cannot be read as sound ({reason}): {_FORMATS}") from None
+
+
+def _decoded(source: Any, name: str, rate: int) -> Samples:
+    """A sound file's samples at `rate`, read and resampled block by block."""
+    with sound_file(source, name) as file:
+        return _resampled(_blocks(file, name), file.samplerate, rate)
 
 
 def _blocks(file: Any, name: str) -> Iterator[Samples]:
