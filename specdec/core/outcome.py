@@ -45,8 +45,8 @@ class SequenceRound:
 class Round:
     """One turn of the loop: each sequence's result, the nodes that the target computed, and the seconds.
 
-    A request gets rounds with its own `seqs`; `others` shared the passes. Nodes and seconds cover both. Under guidance,
-    a node that two rows compute is one.
+    Requests and schedules get rounds with their own `seqs`. Nodes and seconds cover all that shared the passes, and
+    schedules learn of these `others`. Under guidance, a node that two rows compute is one.
     """
 
     seqs: list[SequenceRound]
@@ -206,10 +206,7 @@ def _settle(
     """
     paths = [tree.path(parent) for parent, _ in ends]
     shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))]
-    seen = {node for node in nodes if node is not None}  # and all nodes below them
-    for node, parent in enumerate(tree.parents):
-        if parent in seen:
-            seen.add(node)
+    seen = {node for node in nodes if node is not None}
     rest = {node for path in paths for node in path} | seen
     path = [*shared, *sorted(rest - set(shared))]
     number = {-1: -1} | {node: max(i - len(shared), -1) for i, node in enumerate(path)}  # in the new tree

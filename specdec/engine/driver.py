@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -72,6 +73,7 @@ class Driver:
             with self._lock:
                 self._open.discard(request)
             if not request.done:
+                request.error = request.error or CancelledError("its caller left before its end")
                 self._drop(request)
             release_helpers()
         if request.error is not None:
@@ -110,6 +112,7 @@ class Driver:
             self.engine.scheduler.prefix_cache.clear()
         finally:
             self._stop_driving()
+        gc.collect()  # sessions are parts of reference cycles
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 

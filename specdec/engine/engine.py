@@ -199,7 +199,7 @@ class Engine:
         for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
             request.passes += len({number for one in own for number in one.out.passes})
             seqs = [found[one.seq.id] for one in own if one.states]
-            request.rounds.append(round_ if len(seqs) == len(found) else round_.of(seqs))
+            request.rounds.append(replace(round_, seqs=seqs))
         decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].draft is not None]
         for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._guard(group):

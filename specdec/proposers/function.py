@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from operator import index
 
 from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView, path_limit
@@ -52,17 +53,17 @@ class FunctionProposer(Proposer):
 
     def _guess(self, seq: SequenceView, limit: int, beyond: list[int]) -> tuple[list[int], list[float]]:
         # The function gets a list of its own, which it may change.
-        tokens = self._checked(self._propose(seq.tokens + beyond, limit)) if limit else []
+        tokens = self._checked(self._propose(seq.tokens + beyond, limit), limit) if limit else []
         return tokens, [1.0] * len(tokens)
 
-    def _checked(self, proposal: object) -> list[int]:
-        """The proposal as a list of token ids; raises DraftError for anything else."""
+    def _checked(self, proposal: object, limit: int) -> list[int]:
+        """The first `limit` tokens of the proposal, as a list of ids; raises DraftError for anything else."""
         if hasattr(proposal, "tolist"):
             proposal = proposal.tolist()
         if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
             raise DraftError(f"draft {self._name} must return a list of token ids, got {proposal!r}")
         tokens = []
-        for token in proposal:
+        for token in islice(proposal, limit):  # it may be endless
             try:
                 tokens.append(index(token))
             except (TypeError, ValueError, RuntimeError):

@@ -68,7 +68,9 @@ class HybridProposer(Proposer):
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         odds = self._odds
         if self._ended is not None:
-            odds.gap = _fading(odds.gap, perf_counter() - self._ended)
+            # between two calls, time passes in which nothing is decoded
+            gap = perf_counter() - self._ended
+            odds.gap = _fading(odds.gap, gap if odds.gap is None else min(gap, 3 * odds.gap))
         self._ended = None
         for seq in seqs:
             length, guess = self._pending.pop(seq.id, (0, EMPTY))

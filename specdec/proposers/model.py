@@ -4,7 +4,8 @@ texts and searches, from one cache per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -74,10 +75,15 @@ class ModelProposer(Proposer):
 
         A round reads one chunk, a small one while other sequences wait for their drafts.
         """
-        try:
+        with self._kept_whole():
             return self._propose(seqs, plans)
+
+    @contextmanager
+    def _kept_whole(self) -> Iterator[None]:
+        """An exception in it leaves an empty cache instead of half a round: the next round reads the texts again."""
+        try:
+            yield
         except BaseException:
-            # The cache may hold half a round: the next round reads the texts again.
             self._session, self._cached = self._model.session(), {}
             raise
 

@@ -141,7 +141,7 @@ class TextBridgeProposer(Proposer):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
-        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge")
+        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge" if guess.tokens or guess.source else "")
 
     def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
         """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""

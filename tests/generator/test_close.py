@@ -1,7 +1,9 @@
 """What a closed generator ends and frees, and what it refuses."""
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -31,6 +33,24 @@ def test_a_closed_generator_refuses_calls() -> None:
             call([[5, 9]], **COMMON)
     with pytest.raises(EngineError, match="is closed"):
         next(job.follow())
+
+
+def test_closing_frees_keys_and_values() -> None:
+    """At once, and not when the collector of reference cycles comes round."""
+    generator = SpecGenerator(tiny("llama"), tiny("llama", seed=1))
+    stream = generator.stream([[5, 9]], **COMMON)
+    next(stream)
+    next(stream)
+    sessions = [generator.engine.session, *(one.proposer._session for one in generator.engine.drafts.open.values())]
+    buffers = [weakref.ref(buffer) for session in sessions for buffer in session.buffers._buffers()]
+    del sessions
+    gc.disable()
+    try:
+        generator.close()
+        assert len(buffers) > 4
+        assert not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("calls", [1, 3])

@@ -79,6 +79,8 @@ def test_what_a_job_gives_back_otherwise() -> None:
     begun = [*next(follow)[0].token_ids, *next(follow)[0].token_ids]
     follow.close()
     assert closed.result.new_tokens() == [begun]
+    with pytest.raises(CancelledError, match="left before its end"):
+        closed.run()  # it ended with what it had, as if that were all
     assert closed.result.stats.finish_reasons == ("cancelled",)
     early = generator.submit([[5, 9]], **COMMON)
     early.cancel()

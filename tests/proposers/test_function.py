@@ -1,5 +1,7 @@
 """The adapter of the user's own function."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,7 @@ def test_longer_proposals_are_cut() -> None:
     session = FunctionDraft(lambda tokens, k: range(20)).start(50)
     assert one(session, FakeSequence([1]), 3) == [0, 1, 2]
     assert one(session, FakeSequence([1], remaining=3), 9) == [0, 1]
+    assert one(FunctionDraft(lambda tokens, k: count()).start(50), FakeSequence([1]), 3) == [0, 1, 2]
     assert not session.propose([FakeSequence([1])], [FakePlan(5, drop=2.0)])[0].tokens
 
 

@@ -83,6 +83,17 @@ def test_an_expensive_model_is_left_alone(model: SlowModel) -> None:
     assert {tree.source for tree in trees[-20:]} == {"suffix"}
 
 
+def test_a_wait_between_two_calls_is_no_gap_between_rounds(model: SlowModel, clock: Clock) -> None:
+    """A pause of a minute changed the choice for the next hundred tokens."""
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
+    row = FakeSequence([1, 2, 3, 4, 5])
+    for wait in (1.0, 1.0, 60.0, 1.0):
+        session.propose([row], [FakePlan(5)])
+        clock.now += wait
+    assert session._odds.gap is not None
+    assert session._odds.gap < 2
+
+
 def test_skipped_rounds_leave_the_model_exact(model: SlowModel, clock: Clock) -> None:
     """Whatever mixture of drafts ran before, the model's proposals are those of a fresh session."""
     rng = random.Random(3)

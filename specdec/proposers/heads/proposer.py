@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,11 +125,10 @@ class _KnownText:
             self.first += gone
             del self.states[:gone]
 
-    def beginning(self, seq: SequenceView, count: int) -> _KnownText:
-        """A copy for a text with the same first `count` tokens, without features of its own."""
-        known = _KnownText(seq, count - 1)
-        known.texts.update((stage, [*torch.stack(states[:count])]) for stage, states in self.texts.items() if states)
-        return known
+
+def _copied(texts: Mapping[int, list[Tensor]], count: int) -> defaultdict[int, list[Tensor]]:
+    """Copies of the features that stages wrote at the first `count` tokens."""
+    return defaultdict(list, {stage: [*torch.stack(states[:count])] for stage, states in texts.items() if states})
 
 
 class HeadProposer(ModelProposer):
@@ -157,26 +156,31 @@ class HeadProposer(ModelProposer):
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
+        with self._kept_whole():
+            return self._fork(seq, source, length)
+
+    def _fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
         if count < 2:
             return 0
         if isinstance(source, SavedState):
-            prefix, known = source.state
+            prefix, texts = source.state
             cache_row = self._session.read_from(prefix, count)
         else:
-            known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
+            texts, cache_row = self._known[source].texts, self._session.fork(self._cached[source].cache_row, count)
         self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
-        self._known[seq.id] = known.beginning(seq, count)
+        self._known[seq.id] = _KnownText(seq, count - 1, texts=_copied(texts, count))
         return count - 1
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        count = min(length, self._num_read(seq.id))
+        with self._kept_whole():
+            count = min(length, self._num_read(seq.id))
         if count < 2:
             return None
         prefix = self._session.keep_prefix(self._cached[seq.id].cache_row, count)
-        known = self._known[seq.id].beginning(seq, count)
-        features = sum(one.nbytes for states in known.texts.values() for one in states)
-        return SavedState(count, (prefix, known), prefix_bytes(prefix) + features)
+        texts = _copied(self._known[seq.id].texts, count)
+        features = sum(one.nbytes for states in texts.values() for one in states)
+        return SavedState(count, (prefix, texts), prefix_bytes(prefix) + features)
 
     def update(self, commits: Sequence[Commit]) -> None:
         """Keeps hidden states until a guess is wanted, and reads those of long texts."""
@@ -189,7 +193,8 @@ class HeadProposer(ModelProposer):
             if hidden.first + len(hidden.by_layer[0]) - known.unheard[0][2].first > _UNHEARD:
                 long.append(seq)
         if long:
-            self._catch_up(long)
+            with self._kept_whole():
+                self._catch_up(long)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         super().drop(seq_ids)

@@ -1,5 +1,7 @@
 """Heads of all kinds in all sorts of calls, beside and after others: prompts that begin alike, come late, in chunks."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,17 @@ def test_a_head_continues_what_it_has_read_itself(tmp_path: Path) -> None:
     assert turn([*longer, 7])[0] == len(longer) - 1  # the target alone goes further
     assert turn([*longer, 7, 6], assistant_model=other)[0] in range(40, len(text))
     assert turn([*longer, 7, 6, 5], assistant_model=one)[0] in range(len(text) + 2, len(longer))
+
+
+def test_what_is_kept_of_a_head_holds_no_sequence(tmp_path: Path) -> None:
+    """Results that nobody has any longer are freed. (Their sequences stayed, with logits that no limit counted.)"""
+    generator = SpecGenerator(target(), eagle_folder(tmp_path), prefix_cache=True)
+    call = generator.submit([FIRST], **RUN, output_logits=True)
+    sequence = weakref.ref(call.call.seqs[0])
+    call.run()
+    del call
+    gc.collect()
+    assert sequence() is None
 
 
 def test_a_head_beside_a_row_without_one(tmp_path: Path) -> None:

@@ -148,6 +148,26 @@ def checkpoint(folder: Path) -> tuple[Path, Any]:
 
 
 @pytest.mark.skipif(OLD, reason="transformers cannot tell the layers for prediction from the others")
+def test_a_layer_that_fails_to_fork_fails_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(The rows of the layers were numbered apart from then on, and every other request failed.)"""
+    generator = SpecGenerator(with_layers(monkeypatch, "deepseek_v3", 2), "mtp", prefix_cache=True)
+    text, call = [(7 * i) % 50 + 5 for i in range(40)], {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
+    stream = generator.stream([text], **call)
+    next(stream)
+    [opened] = generator.engine.drafts.open.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(opened.proposer._session.stages[1], "fork", failing)
+        with pytest.raises(MemoryError):
+            generator.generate([[*text, 9]], **call)
+    out = generator.generate([[*text, 8]], **call)
+    assert out.sequences.tolist() == generator.generate([[*text, 8]], **call, draft=None).sequences.tolist()
+    assert sum(len(event.token_ids) for event in stream) > 0
+
+
+def failing(*_: Any) -> None:
+    raise MemoryError
+
+
 def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     """They are those that were stored; a checkpoint without them is told of."""
     folder, layers = checkpoint(tmp_path / "target")
