@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specdec.options.load import Loading
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -40,6 +42,12 @@ class Mode(Part):
     exactness: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _is_checked(self) -> Mode:
+        loading, _ = Loading.split(self.loading)
+        loading.of_draft(self.draft_options)
+        return self
 
     @property
     def label(self) -> str:

@@ -47,6 +47,8 @@ def summarize(
     stats: bool,
 ) -> int:
     """Summarize texts of any length. The summaries are the same with and without a draft."""
+    from specdec.pipelines.summaries.summarize import row_seeds
+
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
@@ -59,11 +61,15 @@ def summarize(
     options, code = {**request.options, "truncation": truncate}, OK
     found: list[Summaries] = []
     bar, all_names = Bar(), list(texts)
+    seeds = row_seeds(summarizer.generator.options(**request.options), len(texts)) or []
+    rows = len(seeds) // max(len(texts), 1)  # of each text
     try:
         for first in range(0, len(texts), batch_size):
             names = all_names[first : first + batch_size]
             with bar:
                 bar(first, len(texts), f"summarizing {', '.join(names)}")
+                if seeds:
+                    options["seed"] = seeds[first * rows : (first + len(names)) * rows]
                 made = summarizer.summarize([texts[name] for name in names], batch_size=batch_size, **options)
             found.append(made)
             for name, summary in zip(names, made.documents, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,15 +101,17 @@ def transcribe_all(
 ) -> Iterator[bool]:
     """Transcribes and shows the recordings in batches, and yields for each whether it could be read."""
     batch_size = params["batch_size"]
+
+    def progress(done: float, known: float) -> None:
+        bar(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
+
+    inputs = iter([sys.stdin.buffer if name == STDIN else name for name in recordings])
+    results = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
     for first in range(0, len(recordings), batch_size):
         batch = recordings[first : first + batch_size]
-        with Bar(grows=True) as notify:
-
-            def progress(done: float, known: float, part: str = f"{first + len(batch)}/{len(recordings)}") -> None:
-                notify(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
-
-            inputs = [sys.stdin.buffer if name == STDIN else name for name in batch]
-            found = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
+        part, bar = f"{first + len(batch)}/{len(recordings)}", Bar(grows=True)
+        with bar:
+            found = list(islice(results, len(batch)))
         for name, out in zip(batch, found, strict=True):
             if out is not None:
                 show(name, rendered(name, out, params["format"]), params, headed=len(recordings) > 1)

@@ -213,14 +213,21 @@ class Training:
 
         Saves now and then; returns the draft's card.
         """
-        student, target, length = self._student(dataset), self.generator.target, self.length
+        student, target = self._student(dataset), self.generator.target
         muon, adam = _RATES
         optimizers = make_optimizers(student.stage, muon * min(1.0, _WIDTH / target.config.hidden_size), adam)
         self.prepared, self.seconds = seconds, seconds
         examples = ExampleCache(student.teacher.label, self.folder / STATE / "examples", self.cache)
         if self._state.exists():
             self._resume(student, optimizers)
-        saved = time.perf_counter()
+        try:
+            self._train(student, optimizers, dataset, examples)
+        finally:
+            examples.close()
+        return self._save(student, optimizers, dataset)
+
+    def _train(self, student: Student, optimizers: list[Optimizer], dataset: Texts, examples: ExampleCache) -> None:
+        length, target, saved = self.length, self.generator.target, time.perf_counter()
         while (done := length.done(self.step, self.seconds, self.prepared)) < 1 and not self.is_stopped():
             start = time.perf_counter()
             number, ids = dataset.chosen(self.step, self.settings.seed)
@@ -234,8 +241,6 @@ class Training:
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self._save(student, optimizers, dataset)
                 saved = time.perf_counter()
-        examples.close()
-        return self._save(student, optimizers, dataset)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
@@ -253,7 +258,12 @@ class Training:
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
-        return Texts(streams, evaluations(self.writer, held)), min(seconds, _WRITING_SHARE * self.length.seconds)
+        held_out = [
+            one for one in evaluations(self.writer, held) if len(one.ids) - STEPS > max(one.first - 2, 0)
+        ]  # with a whole chain of guesses
+        if not held_out:
+            raise OptionError(f"the target ends all held-out texts within {STEPS} tokens: pass others, or more of them")
+        return Texts(streams, held_out), min(seconds, _WRITING_SHARE * self.length.seconds)
 
     @property
     def _state(self) -> Path:

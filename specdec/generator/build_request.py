@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MaxTimeCriteria, StopStringCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 from specdec.core.draft_schedules import kind_of, make_schedule
 from specdec.core.drafts import Draft, DraftTask
@@ -119,7 +119,12 @@ class Call:
 
     def __post_init__(self) -> None:
         target, prompts, extras, draft = self.target, self.prompts, self.extras, self.draft
-        drafted = draft is not None
+        drafted, own = draft is not None, extras.stopping_criteria
+        # As in transformers, a criterion of the caller's replaces the built-in one of its kind.
+        if lengths := [one.max_length for one in own if type(one) is MaxLengthCriteria]:
+            self.options = self.options.model_copy(update={"max_length": min(lengths), "max_new_tokens": None})
+        if listed(self.options.eos_token_id) and any(type(one) is EosTokenCriteria for one in own):
+            raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
         if draft is not None and draft.needs_encoder_inputs and prompts.encoder is None:
             raise UnsupportedError(
@@ -129,13 +134,13 @@ class Call:
         least = max((self.options.min_length or 0) - prompts.num_embeds_only, 0)
         resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
         o = self.options = self.options.model_copy(update=resolved)
-        if o.max_time is not None:
+        if o.max_time is not None and not any(type(one) is MaxTimeCriteria for one in own):
             self.time_limit = MaxTimeCriteria(o.max_time)
         # transformers' criteria that look at more than the last token, then the caller's own
         criteria: list[Any] = [] if self.time_limit is None else [self.time_limit]
         if o.stop_strings is not None:
             criteria.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=extras.tokenizer))
-        criteria += extras.stopping_criteria
+        criteria += [one for one in own if type(one) is not MaxLengthCriteria]
         count, serial = len(prompts.rows), next(_SERIAL)
         seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
         self.seqs = [self._sequence(r, serial, seed, criteria) for r, seed in enumerate(seeds)]

@@ -148,7 +148,7 @@ class Job:
         out = Generation(sequences=torch.cat([padded, ids], 1).to(seqs[0].device))
         if complete:
             _add_outputs(out, call, seqs, pad)
-        if o.num_beams == 1:
+        if not any(seq.is_search for seq in seqs):
             rounds = [self._rounds.get(seq.id, ()) for seq in seqs]
             out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
         out.stats = self._stats(per_row, seconds, new, reasons)

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
-    MaxTimeCriteria,
     PreTrainedModel,
 )
 from transformers.generation import utils
@@ -118,8 +116,6 @@ class CustomGenerate:
         prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
         criteria = asked["stopping_criteria"]
-        if any(type(one) is MaxTimeCriteria for one in criteria):
-            config.max_time = None
         processors = asked["logits_processor"]
         detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
@@ -205,8 +201,6 @@ def _arguments() -> dict[str, Any]:
 def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
     """Raises for unsupported arguments of `generate`, and for weights that each pass gathers from all processes."""
     check_gathered(model, asked["synced_gpus"])
-    if config.eos_token_id is not None and any(type(one) is EosTokenCriteria for one in asked["stopping_criteria"]):
-        raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=` instead")
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():

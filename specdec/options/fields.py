@@ -157,6 +157,7 @@ EXPECTED = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids"),
     "bad_words_ids": "a list of words, each a list of at least one token id",
     "exponential_decay_length_penalty": "a pair of a whole number and a factor",
+    "sequence_bias": "a number per sequence of ids: {(id, ...): bias}, or pairs [[id, ...], bias]",
     "watermarking_config": "a transformers WatermarkingConfig or SynthIDTextWatermarkingConfig, or its fields",
     "guided_json": "a JSON schema, as a mapping, its text or a pydantic model",
     "guided_regex": "a regular expression, as text that is not empty",
@@ -222,6 +223,17 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _bias(value: Any) -> Any:
+    """transformers' two shapes: a mapping of tuples of ids, or pairs of a list of ids and a number."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], list | tuple) and is_number(pair[1])
+        for pair in pairs
+    ):
+        return value
+    raise ValueError(EXPECTED["sequence_bias"])
+
+
 def _watermark(value: Any) -> Any:
     """transformers' watermarking config, also from its fields, as in a config file."""
     if isinstance(value, Mapping):
@@ -250,4 +262,5 @@ Text = Annotated[str, Field(min_length=1)]
 Schema = Annotated[dict[str, Any] | Text, BeforeValidator(_schema)]
 ResponseFormat = Annotated[dict[str, Any], AfterValidator(_response_format)]
 Sampling = Annotated[str, AfterValidator(_sampling)]
+Bias = Annotated[Any, AfterValidator(_bias)]
 Watermark = Annotated[Any, AfterValidator(_watermark)]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from specdec.errors import OptionError, UnsupportedError
 from specdec.options.fields import (
     SAMPLING,
+    Bias,
     Count,
     Flag,
     IdList,
@@ -127,7 +128,7 @@ class Options(BaseModel):
     no_repeat_ngram_size: Count | None = None
     encoder_no_repeat_ngram_size: Count | None = None
     bad_words_ids: list[Annotated[IdList, Field(min_length=1)]] | None = None
-    sequence_bias: Any = None
+    sequence_bias: Bias | None = None
     renormalize_logits: Flag | None = None
     remove_invalid_values: Flag | None = None
     forced_bos_token_id: TokenId | None = None

@@ -161,6 +161,14 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
         train(tmp_path / "parts", **{**given, "steps": 9})
 
 
+def test_a_target_that_writes_nothing_is_no_teacher(tmp_path: Path) -> None:
+    """It is refused before the training. (The first save failed, and lost what was learned.)"""
+    silent = target()
+    silent.generation_config.eos_token_id = list(range(silent.config.vocab_size))
+    with pytest.raises(OptionError, match="the target ends all held-out texts within"):
+        distill(silent, tmp_path, tokenizer=byte_tokenizer(), prompts=PROMPTS, steps=3)
+
+
 def stopped_after(steps: int) -> dict[str, Any]:
     """Options that end a training after so many steps."""
     told: list[float] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers import CompileConfig, EosTokenCriteria, GenerationConfig, GenerationMixin, WatermarkingConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, VocabularyError
@@ -66,7 +66,12 @@ WRONG_OPTIONS = [
     ({"eos_token_id": True}, "`eos_token_id` must be a token id, or a list of token ids, got True"),
     ({"bad_words_ids": [[]]}, "`bad_words_ids` must be a list of words, each a list of at least one token id, got"),
     ({"bad_words_ids": []}, "bad_words_ids"),
-    ({"sequence_bias": {"a": 1.0}}, "`sequence_bias` must be ids from 0 to 63, which the target knows, got 'a'"),
+    ({"sequence_bias": {(99,): 1.0}}, "`sequence_bias` must be ids from 0 to 63, which the target knows, got 99"),
+    *(
+        ({"sequence_bias": value}, "`sequence_bias` must be a number per sequence")
+        for value in ({5: 1.0}, "x", [[5, 1]])
+    ),
+    ({"stopping_criteria": [EosTokenCriteria(2)], "eos_token_id": 3}, "pass its ids as `eos_token_id=`"),
     ({"guided_regex": ""}, "`guided_regex` must be a regular expression, as text that is not empty, got ''"),
     ({"suppress_tokens": ["7"]}, "`suppress_tokens` must be a list of token ids, got ['7']"),
     ({"stop_strings": []}, "`stop_strings` must be text, or a list of texts, none of them empty, got []"),

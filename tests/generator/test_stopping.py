@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MaxTimeCriteria, PreTrainedTokenizerFast
+from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
 from tests.matrix import endless
@@ -71,6 +71,15 @@ def test_an_end_that_the_limit_forced(search: dict[str, Any]) -> None:
     how = endless(8, eos_token_id=2, forced_eos_token_id=2, min_new_tokens=7, **search)
     out = SpecGenerator(tiny("llama"), "suffix").generate(PROMPT, **how)
     assert (out.new_tokens()[0][-1], out.stats.finish_reasons) == (2, ("length",))
+
+
+def test_a_length_criterion_replaces_the_length(model: Any) -> None:
+    """As in transformers' generate, in both directions. (The shorter of the two held.)"""
+    for limit, given in ((40, {}), (12, {"max_new_tokens": 30}), (40, {"max_length": 20})):
+        options = {"do_sample": False, "eos_token_id": [], "stopping_criteria": [MaxLengthCriteria(limit)], **given}
+        out = SpecGenerator(model).generate(PROMPT, **options)
+        assert out.sequences.shape[1] == limit
+        assert out.stats.finish_reasons == ("length",)
 
 
 def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:

@@ -304,7 +304,7 @@ def test_a_generator_brings_its_own_settings() -> None:
     """It may stand for target and draft; what belongs to it cannot be given beside it."""
     generator = SpecGenerator(model("t5", **T5), tokenizer=tokenizer(ends=True), max_new_tokens=5)
     assert Summarizer(generator).summarize(TEXTS[:1], eos_token_id=[]).stats.num_new_tokens == 5
-    for options in ({"draft": "suffix"}, {"tokenizer": tokenizer()}, {"num_beams": 2}):
+    for options in ({"draft": "suffix"}, {"tokenizer": tokenizer()}, {"num_beams": 2}, {"do_sample": False}):
         with pytest.raises(OptionError, match=f"`{next(iter(options))}` belongs to the SpecGenerator"):
             Summarizer(generator, **options)
 

@@ -12,7 +12,7 @@ from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
 from specdec.pipelines.speech.audio import read_audio
 from specdec.pipelines.speech.whisper import Whisper
-from specdec.pipelines.speech.windows import Track
+from specdec.pipelines.speech.windows import Track, split
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 
@@ -215,6 +215,17 @@ def test_misheard_windows_are_tried_again(rule: dict[str, Any]) -> None:
     assert len(out.stats.finish_reasons) > len(once.stats.finish_reasons)
 
 
+def test_draws_do_not_depend_on_the_batch() -> None:
+    """The inputs of an iterator are numbered through. (Every batch began with the draws of the first input.)"""
+    transcriber, sounds = Transcriber(target(), processor=PARTS), [speech(0.9)] * 3
+    texts = [
+        [out.tokens for out in transcriber(iter(sounds), seed=5, batch_size=size, temperature=1.0, **EN)]
+        for size in (1, 2, 3)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0][0] != texts[0][1]
+
+
 def test_draws_depend_on_the_seed_alone() -> None:
     model, sounds = target(), [speech(2.2, seed=seed) for seed in range(3)]
     options = {**EN, "return_timestamps": True, "temperature": 0.9}
@@ -383,6 +394,25 @@ def test_calls_in_the_pipeline_s_shapes() -> None:
     assert transcriber(given, **GENERATE) == one
 
 
+def test_options_of_a_call_go_before_those_of_the_transcriber() -> None:
+    """Also in `generate_kwargs`, which came last."""
+    transcriber = Transcriber(target(), processor=PARTS, language="english")
+    assert transcriber(speech(0.5), generate_kwargs={"language": "german"}).language == "german"
+    assert transcriber(speech(0.5), language="german").language == "german"
+    assert transcriber(speech(0.5)).language == "english"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "times"),
+    [([125, 5, 6, 145], (0.5, 0.9)), ([125, 5, 6], (0.5, 1.0)), ([5, 6, 145], (0.0, 0.9)), ([5, 6], (0.0, 1.0))],
+)
+def test_a_window_with_one_segment_has_its_times(tokens: list[int], times: tuple[float, float]) -> None:
+    """As in the pipeline. (It began with the window, also where a timestamp said later.)"""
+    [found], covered = split(tokens, begin=100, offset=0.0, frames=100, stride=2)
+    assert (found.start, found.end) == pytest.approx(times)
+    assert covered == 100
+
+
 def test_loaded_by_name(tmp_path: Any) -> None:
     """Model and draft from folders, with the processor beside the model."""
     model = target(1, stamps=False)
@@ -424,6 +454,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": [1, 2]}, "seed"),
     ({"no_such_option": 1}, "no_such_option"),
     ({"prediction": "text"}, "prediction"),
+    ({"prompt_ids": "abc"}, "`prompt_ids` must be ids from 0"),
+    ({"prompt_ids": [99999]}, "`prompt_ids` must be ids from 0"),
+    ({"compression_ratio_threshold": "x"}, "`compression_ratio_threshold` must be a number"),
+    ({"condition_on_prev_tokens": "x"}, "`condition_on_prev_tokens` must be True or False"),
+    ({"generate_kwargs": "x"}, "`generate_kwargs` must be a mapping"),
+    ({"language": "en", "generate_kwargs": {"language": "de"}}, "`language` is given twice"),
+    ({"output_scores": True}, "`output_scores` has no place in a Transcriber's result"),
+    ({"num_samples": 2}, "`num_samples` above 1 is not supported"),
+    ({"num_beams": 0}, "num_beams"),
+    ({"chunk_length_s": 1, "stride_length_s": 0.499999}, "less than 1 seconds"),
 ]
 
 

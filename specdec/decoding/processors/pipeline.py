@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -133,9 +134,12 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
     for own in extra:
         if not callable(own):
             raise OptionError.of("logits_processor", "callables of (ids, logits)", own)
+        parameters: Any = ()
+        with suppress(ValueError):  # of a builtin that has no signature
+            parameters = inspect.signature(own).parameters.values()
         needed = [
             parameter.name
-            for parameter in inspect.signature(own).parameters.values()
+            for parameter in parameters
             if parameter.default is parameter.empty
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]

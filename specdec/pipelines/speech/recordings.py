@@ -50,9 +50,10 @@ def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
     if not isinstance(length, int | float) or not 0 < length <= window:
         raise OptionError.of("chunk_length_s", f"above 0 and at most {window:g} seconds, the model's window", length)
     strides = [length / 6] * 2 if stride is None else [stride] * 2 if isinstance(stride, int | float) else list(stride)
-    if len(strides) != 2 or min(strides) < 0 or sum(strides) >= length:
+    samples, *overlaps = (round(seconds * extractor.sampling_rate) for seconds in (length, *strides))
+    if len(overlaps) != 2 or min(overlaps) < 0 or sum(overlaps) >= samples:
         raise OptionError.of("stride_length_s", f"one or two numbers whose sum is less than {length:g} seconds", stride)
-    return Chunking(*(round(seconds * extractor.sampling_rate) for seconds in (length, *strides)))
+    return Chunking(samples, *overlaps)
 
 
 @dataclass

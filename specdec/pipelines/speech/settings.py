@@ -9,6 +9,7 @@ from math import log2
 from typing import Any
 
 from specdec.errors import OptionError
+from specdec.options.fields import is_number, is_whole
 from specdec.pipelines.speech.whisper import Whisper
 
 FALLBACK: dict[str, Any] = {
@@ -73,8 +74,18 @@ def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
     """The settings of a call over the checkpoint's; raises OptionError for wrong values and contradictions."""
     found = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
     found |= {name: value for name, value in given.items() if value is not None}
-    if "prompt_ids" in found:
-        found["prompt_ids"] = [int(token) for token in found["prompt_ids"]]
+    if (prompt := found.get("prompt_ids")) is not None:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        vocab = whisper.model.vocab_size
+        if not isinstance(ids, list | tuple) or not all(is_whole(token) and 0 <= token < vocab for token in ids):
+            raise OptionError.of("prompt_ids", f"ids from 0 to {vocab - 1}, as `get_prompt_ids` returns them", prompt)
+        found["prompt_ids"] = list(ids)
+    for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
+        if not (found.get(name) is None or is_number(found[name])):
+            raise OptionError.of(name, "a number", found[name])
+    for name in ("is_multilingual", "condition_on_prev_tokens"):
+        if not isinstance(found.get(name), bool | None):
+            raise OptionError.of(name, "True or False", found[name])
     settings = Settings(**found)
     if settings.return_timestamps not in (None, False, True, "word"):
         raise OptionError.of(

@@ -21,10 +21,11 @@ from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole
 from specdec.options.load import check_loaded
+from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, Settings, read_settings
 from specdec.pipelines.speech.whisper import Whisper
-from specdec.pipelines.speech.windows import Listener, Segment, Track
+from specdec.pipelines.speech.windows import Listener, Segment, Track, options_at
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
@@ -193,8 +194,7 @@ class Transcriber:
         self, given: Mapping[str, Any], progress: Progress | None = None, on_error: OnError | None = None
     ) -> _Request:
         """A call's options over the defaults, checked."""
-        options = {**self._defaults, **given}
-        options = {**(options.pop("generate_kwargs", None) or {}), **options}
+        options = {**_flat(self._defaults), **_flat(given)}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
         own = {name: options.pop(name) for name in _CALL if name in options}
         own_settings = {name: options.pop(name) for name in NAMES if name in options}
@@ -206,20 +206,27 @@ class Transcriber:
             raise OptionError.of("seed", "one number for all inputs", options["seed"])
         if "prediction" in options:
             raise OptionError("`prediction` is set by the Transcriber for each window: leave it out")
-        if options.get("num_return_sequences", 1) != 1:
-            raise OptionError(
-                "`num_return_sequences` above 1 is not supported by a Transcriber: call SpecGenerator for it"
-            )
+        for name in ("num_return_sequences", "num_samples"):
+            if options.get(name, 1) != 1:
+                raise OptionError(f"`{name}` above 1 is not supported by a Transcriber: call SpecGenerator for it")
+        refuse_outputs("Transcriber", options)
         batch_size = own.get("batch_size", 1)
         check_whole("batch_size", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
         settings = read_settings(own_settings, self._whisper)
+        for temperature in settings.temperatures:
+            self.generator.options(**options_at(temperature, options, settings))
         language = bool(own.get("return_language"))
         return _Request(settings, chunking, batch_size, language, options, progress, on_error)
 
     def _stream(self, inputs: Iterator[Any], request: _Request) -> Iterator[Transcription | None]:
+        first = 0
         while batch := list(islice(inputs, request.batch_size)):
-            yield from self._transcribe(batch, request)
+            recordings, found = list[Recording](), list[Transcription | None]()
+            for _ in self._windows(batch, recordings, found, request, first):
+                pass
+            yield from found
+            first += sum(len(recording.tracks) for recording in recordings)
 
     def _transcribe(self, inputs: Iterable[Any], request: _Request) -> list[Transcription | None]:
         found: list[Transcription | None] = []
@@ -233,8 +240,12 @@ class Transcriber:
         recordings: list[Recording],
         found: list[Transcription | None],
         request: _Request,
+        first: int = 0,
     ) -> Iterator[None]:
-        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`."""
+        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`.
+
+        `first`: the number of their first track, on which its draws depend.
+        """
         began, done = clock(), 0.0
 
         def report(seconds: float) -> None:
@@ -244,7 +255,7 @@ class Transcriber:
                 request.progress(done, sum(recording.duration for recording in recordings))
 
         def tracks() -> Iterator[Track]:
-            number, stamped = 0, bool(request.settings.return_timestamps)
+            number, stamped = first, bool(request.settings.return_timestamps)
             for source in inputs:
                 recordings.append(Recording())
                 try:
@@ -289,6 +300,17 @@ class Transcriber:
             language=request.return_language,
             seconds=self._extractor.chunk_length / self._whisper.positions,
         )
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the items of their `generate_kwargs`; raises OptionError for one that is given both ways."""
+    own = {name: value for name, value in given.items() if name != "generate_kwargs" and value is not None}
+    more = given.get("generate_kwargs") or {}
+    if not isinstance(more, Mapping):
+        raise OptionError.of("generate_kwargs", "a mapping of options", more)
+    if both := [name for name in more if name in own]:
+        raise OptionError(f"`{both[0]}` is given twice, also in `generate_kwargs`: pass it once")
+    return {**more, **own}
 
 
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

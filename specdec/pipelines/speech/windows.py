@@ -61,8 +61,9 @@ def split(
     steps = [token - begin for token in tokens]  # of time; below 0 for text
     cuts = [i + 1 for i in range(len(steps) - 1) if steps[i] >= 0 and steps[i + 1] >= 0]
     if not cuts:
-        stamps = [step for step in steps if step >= 0]
-        return [segment(0, len(tokens), 0, stamps[-1] if stamps and stamps[-1] else frames // stride)], frames
+        start = max(steps[0], 0) if steps else 0
+        end = max(steps, default=0)
+        return [segment(0, len(tokens), start, end if end > start else frames // stride)], frames
     single = steps[-2] < 0 <= steps[-1]
     if single:
         cuts.append(len(tokens))
@@ -73,6 +74,15 @@ def split(
         closing = last - 1 if single or last != cuts[-1] else last - 2
         segments.append(segment(first, last, steps[first], steps[closing]))
     return segments, frames if single else steps[cuts[-1] - 2] * stride
+
+
+def options_at(temperature: float, options: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The options of `generate` for a try at this temperature."""
+    if temperature > 0:
+        kept = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
+        return {**kept, "do_sample": True, "temperature": temperature, "num_beams": 1}
+    warmer = any(settings.temperatures)  # options of sampling are for these tries
+    return {"do_sample": False, **{name: value for name, value in options.items() if not (warmer and name in DRAWING)}}
 
 
 @dataclass
@@ -241,13 +251,9 @@ class Listener:
         return [found[row] for row in range(len(batch.tracks))]
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
-        options = {"do_sample": False, **self._options}
+        options = options_at(temperature, self._options, self._settings)
         if temperature > 0:
-            seeds = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
-            options = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
-            options |= {"do_sample": True, "temperature": temperature, "seed": seeds, "num_beams": 1}
-        elif any(self._settings.temperatures):  # options of sampling are for the warmer tries
-            options = {name: value for name, value in options.items() if name not in DRAWING}
+            options["seed"] = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
         if self._settings.logprob_threshold is not None:
             options["output_scores"] = True
         if self._predicts and any(expected := [track.expected or None for track in batch.tracks]):

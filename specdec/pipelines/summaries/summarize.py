@@ -19,6 +19,7 @@ from specdec.generator.tokenizers import before_stop, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
+from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.summaries.chunks import chunked
 
 BATCH = 8  # prompts decoded together
@@ -27,7 +28,6 @@ PLACE = "{text}"
 INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
-_NO_PLACE = ("streamer", "return_dict_in_generate")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Summarizer:
         if chunk_tokens is not None:
             check_whole("chunk_tokens", chunk_tokens)
         if isinstance(target, SpecGenerator):
-            if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
+            if idle := [name for name, given in {"draft": draft, **options}.items() if given is not None]:
                 raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
@@ -171,7 +171,7 @@ class Summarizer:
     def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
         """Summarises parts, then their joined summaries, and so on until each text has one part."""
         counts, stats = [[len(pieces)] for pieces in parts], []
-        seeds = _row_seeds(plan.options, len(parts))
+        seeds = row_seeds(plan.options, len(parts))
         while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
             pieces = [piece for d in long for piece in parts[d]]
             own = None
@@ -309,12 +309,10 @@ def _check_call(batch_size: int, options: Mapping[str, Any]) -> None:
     check_whole("batch_size", batch_size)
     if options.get("prediction") is not None:
         raise OptionError("`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it")
-    for name, value in options.items():
-        if value and (name in _NO_PLACE or name.startswith("output_")):
-            raise OptionError(f"`{name}` has no place in a Summarizer's result: call SpecGenerator for it")
+    refuse_outputs("Summarizer", options)
 
 
-def _row_seeds(options: Options, prompts: int) -> list[int] | None:
+def row_seeds(options: Options, prompts: int) -> list[int] | None:
     """One seed per row of all batches, so that a text does not depend on its batch; None without a seed."""
     if options.seed is None:
         return None

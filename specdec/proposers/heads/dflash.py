@@ -26,8 +26,6 @@ from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Block, Embedding, Stage
 
-_TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-
 
 class DFlashStage(Stage):
     """The layers of a DFlash head, which reads `hidden` layers of the target.
@@ -150,11 +148,10 @@ def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) 
     if not all(0 < layer <= target.num_layers for layer in layers):
         raise checkpoint.unfit(f"it reads what layers {list(checkpoint.config['target_layer_ids'])} write", target)
     checkpoint.check_target(target, width=config.hidden_size, vocab_size=target.vocab_size)
-    weights = dict(checkpoint.weights)
-    for name in checkpoint.weights:
-        for old, new in _TRANSFORMERS_NAMES.items():
-            if name.startswith(old):
-                weights[new + name.removeprefix(old)] = weights.pop(name)
+    weights = {
+        name.removeprefix("encoder.").replace("output_norm_enc.", "hidden_norm."): weight
+        for name, weight in checkpoint.weights.items()
+    }
     options = {"anchored": False, "whole": target.output_embeddings}
     size = checkpoint.config["block_size"]
     return _head(config, replace(checkpoint, weights=weights), target, how, layers, size, anchor=False, **options)
