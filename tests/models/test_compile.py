@@ -271,7 +271,14 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert remote[0] == remote[2] != remote[1]
     hooked = [keyed(lambda mlp, hook=hook: mlp.register_forward_hook(hook)) for hook in (first_hook, second_hook)]
     functions = [keyed(lambda mlp, own=own: setattr(mlp, "act", own)) for own in (F.silu, F.relu)]
-    assert len({key(ragged()), *remote, *hooked, *functions}) == 7
+    values = [
+        ("scaling", {"one": 1.0}),
+        ("scaling", {"one": 2.0}),
+        ("_active", ["one"]),
+        ("_active", ["two"]),
+    ]  # PEFT's
+    adapted = [keyed(lambda mlp, own=own: setattr(mlp, *own)) for own in values]
+    assert len({key(ragged()), *remote, *hooked, *functions, *adapted}) == 11
     before, read, root = key(ragged()), Path.read_bytes, Path(kernels.__file__).parents[1]
     for name in ("kernels/ops.py", "models/hf/derived.py"):
         with monkeypatch.context() as patch:

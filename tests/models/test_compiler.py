@@ -178,6 +178,8 @@ def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
             (made := tmp_path / "made").write_bytes(bytes(1000))
             put(made, file)
         os.utime(code.code, (10**9 - age, 10**9 - age))
+    (others := codes[0].folder.parent / "photos").mkdir()
+    (others / "file").write_bytes(bytes(10**6))  # of somebody who named this folder; it was deleted
     codes[0].check()  # as loading does
     monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "7000")
     with codes[3].alone():
@@ -186,6 +188,7 @@ def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "1")
         compiler_module._make_room(codes[4].folder)
     assert [code.exists for code in codes] == [False, False, False, True, True]
+    assert (others / "file").exists()
 
 
 def test_a_bound_that_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

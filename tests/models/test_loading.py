@@ -92,6 +92,8 @@ def test_int8_weights(dtype: torch.dtype, width: int) -> None:
         quantized(x), torch.cat([quantized(row[None]) for row in x])
     )
     assert not Int8Linear(torch.zeros(3, width), None)(torch.ones(1, width)).any()
+    large = Int8Linear(torch.full((3, width), 0.01, dtype=dtype), None)(torch.full((40, width), 600.0, dtype=dtype))
+    assert large.float() == pytest.approx(torch.full((40, 3), 6.0 * width), rel=0.02)  # float16 overflowed
 
 
 def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:

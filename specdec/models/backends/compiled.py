@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _SWITCH, _AFTER = "SPECDEC_COMPILE", "SPECDEC_COMPILE_AFTER"
 _SECONDS = "10"  # of passes, after which compiling pays
 _PLAIN = (bool, int, float, str, torch.dtype)  # attributes that tracing turns into constants
+_OF_ALL = vars(nn.Module()).keys()
 _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
 _RELEASED = ("builtins", "torch", "transformers")  # packages whose versions are part of the key
 _PATIENCE = 5.0  # seconds that a program which ends waits until its compiler has started
@@ -205,8 +206,8 @@ def code_key(model: RaggedModel) -> str:
         called = [value for _, value in sorted(vars(module).items()) if isinstance(value, _FUNCTIONS)]
         called += [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
         names = [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in called]
-        constants = [(n, v) for n, v in sorted(vars(module).items()) if isinstance(v, _PLAIN) and n[0] != "_"]
-        constants = [(n, v) for n, v in constants if n != "name_or_path"]
+        own = vars(module).keys() - _OF_ALL - {"name_or_path"}
+        constants = [(n, found) for n in sorted(own) if (found := _constant(vars(module)[n])) is not None]
         parts.append(f"{name} {type(module).__module__}.{type(module).__qualname__} {constants} {names}")
         sources |= {kind.__module__ for kind in type(module).__mro__} | {one.__module__ for one in called}
     for name, tensor in tensors_of(model).items():
@@ -214,6 +215,18 @@ def code_key(model: RaggedModel) -> str:
         parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()} {written}")
     parts += [_digest([file]) for file in sorted(_files(sources))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _constant(value: Any) -> str | None:
+    """A plain value, or a collection of such, as text that equal values share in every process; None for others."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, dict):
+        value = value.items()
+    elif not isinstance(value, list | tuple | set | frozenset):
+        return None
+    parts = [_constant(one) for one in value]
+    return None if None in parts else str(sorted(filter(None, parts)) if isinstance(value, set | frozenset) else parts)
 
 
 def _digest(files: Iterable[Path]) -> str:

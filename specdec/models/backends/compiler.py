@@ -266,9 +266,9 @@ def _limit() -> int:
 
 def _make_room(new: Path) -> None:
     """Deletes the code that was not loaded for the longest time, until all fits into the limit; never the `new` one."""
-    folders = [folder for folder in new.parent.iterdir() if folder.is_dir()]
+    folders = [folder for folder in new.parent.iterdir() if (folder / _CODE).exists()]  # others are not ours
     sizes = {one: sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in folders}
-    used = {one: next(one / name for name in (_CODE, "") if (one / name).exists()).stat().st_mtime for one in folders}
+    used = {one: (one / _CODE).stat().st_mtime for one in folders}
     surplus = sum(sizes.values()) - _limit()
     for folder in sorted(set(folders) - {new}, key=lambda one: used[one]):
         if surplus > 0 and not kept.is_held(_lock(folder), _FOLDER):

@@ -108,7 +108,8 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
         model = WhisperForConditionalGeneration(config)
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
     model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
-    return model.train(draft.training)
+    model.training = model.model.training = draft.training  # not that of the target's encoder
+    return model
 
 
 def eyes(model: Any) -> dict[str, nn.Module]:

@@ -50,6 +50,8 @@ class Int8Linear(nn.Module):
         half = rows.dtype in (torch.bfloat16, torch.float16) and rows.device.type == "cpu"
         if half and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0:
             y = int8_linear(rows, self.weight, self.scale)
+        elif x.dtype == torch.float16:  # where sums of unscaled levels overflow
+            y = F.linear(rows, self.weight.to(x.dtype) * self.scale[:, None])
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
         if self.bias is not None:
