@@ -20,6 +20,7 @@ from specdec.options.generate import Options, listed
 from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
+_ABOUT_INPUTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _BRANCHING = ("schedule", "num_assistant_branches")
 _DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -81,6 +82,10 @@ def check_call(
     if isinstance(options.seed, Sequence) and len(options.seed) != rows:
         raise OptionError.of("seed", f"one number, or one for each of {rows} rows", list(options.seed))
     _check_vocabulary(options, target)
+    if prompts.num_embeds_only or (target.is_encoder_decoder and prompts.rows[0].encoder_ids is None):
+        for name in _ABOUT_INPUTS:
+            if (value := getattr(options, name)) != getattr(target.model.generation_config, name, None):
+                warn_of_idle(f"`{name}`={value} changes nothing: the input has no ids")
     return limit
 
 

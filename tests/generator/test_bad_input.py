@@ -272,6 +272,14 @@ def test_what_transformers_only_warns_of(given: dict[str, Any], about: str) -> N
         assert generator.generate(IDS, **given, max_new_tokens=3).stats.num_new_tokens == 3
 
 
+def test_penalties_of_inputs_without_ids() -> None:
+    """They are about the prompt's ids, and embeddings have none. (They were left out without a word.)"""
+    generator, embeds = SpecGenerator(tiny("llama")), torch.randn(1, 4, 32)
+    for given in ({"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}):
+        with pytest.warns(UserWarning, match=f"`{next(iter(given))}`=.* changes nothing: the input has no ids"):
+            generator.generate(inputs_embeds=embeds, max_new_tokens=3, **given)
+
+
 def test_a_checkpoints_settings_are_understood_once() -> None:
     """By their content; what cannot be followed is told every time."""
     settings = {"temperature": 0.6, "top_p": "no", "eos_token_id": [3], "dola_layers": "low", "penalty_alpha": 0.6}
