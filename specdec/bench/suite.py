@@ -207,6 +207,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
         if first["type"] == "missing":
             raise OptionError(f"a benchmark needs `{where}`: add it") from None
+        if isinstance(own := first.get("ctx", {}).get("error"), OptionError):
+            raise OptionError(f"`{where}`: {own}") from None
         must = re.sub(r"^\w+ should ", "", first["msg"])
         raise OptionError(f"`{where}` must {must}, got {first['input']!r}") from None
     groups = suite.groups()

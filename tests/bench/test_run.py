@@ -175,14 +175,14 @@ def test_beams_trees_batches_and_rejection(keys: dict[str, Any], measured: Any) 
 
 def test_failures_are_listed(measured: Any, tmp_path: Path) -> None:
     """A draft and a mode that do not load leave the others alone, and are tried again."""
-    modes = [{"name": "good"}, {"name": "bad", "dtype": "float3"}]
+    modes = [{"name": "good"}, {"name": "bad", "gguf_file": "nowhere.gguf"}]
     for _ in range(2):
         found = measured(drafts=["suffix", str(tmp_path / "nowhere")], modes=modes)
         assert exit_state(found) == "failed"
         systems = [[s["name"] for s in group["systems"]] for group in found["groups"]]
         assert systems == [["plain", "suffix, constant 2"], []]
         assert [failure["system"] for failure in found["failures"]] == [f"{tmp_path / 'nowhere'}, constant 2", "plain"]
-        assert "float3" in found["failures"][1]["error"]
+        assert "nowhere.gguf" in found["failures"][1]["error"]
 
 
 def test_a_draft_with_another_tokenizer(measured: Any, tmp_path: Path) -> None:
