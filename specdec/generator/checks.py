@@ -84,7 +84,8 @@ def check_call(
     _check_vocabulary(options, target)
     if prompts.num_embeds_only or (target.is_encoder_decoder and prompts.rows[0].encoder_ids is None):
         for name in _ABOUT_INPUTS:
-            if (value := getattr(options, name)) != getattr(target.model.generation_config, name, None):
+            value = getattr(options, name)
+            if value not in (None, 0, 1, getattr(target.model.generation_config, name, None)):
                 warn_of_idle(f"`{name}`={value} changes nothing: the input has no ids")
     return limit
 
