@@ -143,8 +143,6 @@ struct Token {
   const int32_t* words;
   int64_t bits;
 
-  bool sees(int64_t bit) const { return words[bit / 32] >> bit % 32 & 1; }
-
   // Calls `take` with every column that it sees and that is not among `[begin, end)`, in order.
   template <class Take>
   void others(int64_t begin, int64_t end, Take take) const {
@@ -417,7 +415,7 @@ class Tiled {
     }
   }
 
-  // Adds weighted values of some columns to the sums of queries `[begin, end)`; their weights have moved on afterwards.
+  // Adds weighted values of some columns to the sums of queries `[begin, end)`.
   void add_values(int64_t begin, int64_t end, const int32_t* columns, int64_t number) {
     auto head = call.values.of(row, tile.head);
     std::array<const In*, PANEL> values;

@@ -137,7 +137,8 @@ def _build(library: Path) -> None:
     files = [os.path.realpath(path) for word in program if (path := shutil.which(word))]
     states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
     identity = f"{shlex.join(program)} {files} {states}"
-    if kept.failure(note)[:1] != [identity]:
+    failed = kept.failure(note)
+    if failed[:1] != [identity]:
         # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -145,13 +146,14 @@ def _build(library: Path) -> None:
             try:
                 _make(made, program)
             except _Failed as error:
-                note.write_text(f"{identity}\n{error}\n", "utf-8")
+                failed = [identity, *str(error).splitlines()]
+                note.write_text("\n".join([*failed, ""]), "utf-8")
             else:
                 kept.put(made, library)
                 note.unlink(missing_ok=True)
                 return
     way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
-    raise Lack(f"{shlex.join(program)} could not build them ({kept.failure(note)[1]})", way_out)
+    raise Lack(f"{shlex.join(program)} could not build them ({''.join(failed[1:2])})", way_out)
 
 
 def _make(library: Path, program: Sequence[str]) -> None:

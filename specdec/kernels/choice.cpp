@@ -21,12 +21,8 @@ at::Tensor keep_top(const at::Tensor& scores, int64_t k, double p, int64_t least
   TORCH_CHECK_VALUE(k >= 0 && least >= 1, "k must be at least 0, and least at least 1, got ", k, " and ", least);
   auto kept = scores.clone(at::MemoryFormat::Contiguous);
   auto count = kept.size(1);
-  for (int64_t row = 0; row < kept.size(0); row++) {
-    auto own = kept.mutable_data_ptr<float>() + row * count;
-    auto most = largest(own, count);
-    if (std::isnan(most) || most == NEVER) continue;  // left for the caller to detect
-    keep_most(own, count, most, k, p, least);
-  }
+  for (int64_t row = 0; row < kept.size(0); row++)
+    keep_most(kept.mutable_data_ptr<float>() + row * count, count, k, p, least);
   return kept;
 }
 

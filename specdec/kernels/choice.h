@@ -127,10 +127,13 @@ inline void keep_mass(float* scores, int64_t count, float most, double p, int64_
   }
 }
 
-// Both, the k largest (0 keeps all) and of these those with the share p of the mass.
-inline void keep_most(float* scores, int64_t count, float most, int64_t k, double p, int64_t least) {
+// Both, the k largest (0 keeps all) and of these those with the share p of the mass. NaN and infinity are left for the
+// caller to detect.
+inline void keep_most(float* scores, int64_t count, int64_t k, double p, int64_t least) {
+  auto most = largest(scores, count);
+  if (!std::isfinite(most)) return;
   if (k > 0) keep_largest(scores, count, k);
-  if (p < 1 && std::isfinite(most)) keep_mass(scores, count, most, p, least);
+  if (p < 1) keep_mass(scores, count, most, p, least);
 }
 
 inline uint64_t mixed(uint64_t z) {

@@ -71,8 +71,7 @@ struct Top : Filter {
   int64_t least;
   explicit Top(const Numbers& given) : k(whole(given[0], 0)), p(given[1]), least(whole(given[2], 1)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
-    auto most = largest(scores, count);
-    if (!std::isnan(most) && most != NEVER) keep_most(scores, count, most, k, p, least);
+    keep_most(scores, count, k, p, least);
   }
 };
 

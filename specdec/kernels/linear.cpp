@@ -101,7 +101,7 @@ struct Float32 {
 
   explicit Float32(const Packed&) {}
   Weights weights(const char* chunk, int, int v) const { return load<Floats>(chunk + v * sizeof(Floats)); }
-  static Floats add(Floats sum, const Row* x, Weights weights) { return sum + *x * weights; }
+  static Floats add(Floats sum, const Row* x, Weights weights) { return fused(all(*x), weights, sum); }
 };
 
 struct Int8 : Float32 {
@@ -240,9 +240,9 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
         UNROLL for (int v = 0; v < VECTORS; v++) {
           auto to = sums + (b * BATCH + r) * BLOCK + v * LANES;
           auto total = sum[b][r][v];
-          if (packed.scales) total = load<Floats>(to) + total * scale[v];
-          if (packed.mins) total += rows.in_group[r * packed.groups() + group] * min[v];
-          std::memcpy(to, &total, sizeof total);
+          if (packed.scales) total = fused(total, scale[v], load<Floats>(to));
+          if (packed.mins) total = fused(all(rows.in_group[r * packed.groups() + group]), min[v], total);
+          store(to, total);
         }
     }
   }
@@ -348,6 +348,7 @@ template <bool BOTH>
 void add_steps(const at::BFloat16* x, int64_t width, const char* weights, int64_t steps, int64_t ahead, float* sums) {
   constexpr int64_t LINE = BLOCK * sizeof(float), NEXT = TILE_ROWS * BLOCK;
   auto bytes = width * static_cast<int64_t>(sizeof *x);
+  __asm__ volatile("" ::: "memory");  // GCC does not know that loads of tiles read memory
   TILE_LOAD(0, sums, LINE);
   TILE_LOAD(1, sums + TILE_ROWS, LINE);
   if (BOTH) {
@@ -395,8 +396,8 @@ inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<a
     auto min = packed.mins ? floats(packed.mins + at + v * LANES) : Floats{};
     for (int64_t r = 0; r < count; r++) {
       auto place = r * BLOCK + v * LANES;
-      auto total = load<Floats>(sums + place) + load<Floats>(own + place) * scale;
-      if (packed.mins) total += rows.in_group[r * packed.groups() + group] * min;
+      auto total = fused(load<Floats>(own + place), scale, load<Floats>(sums + place));
+      if (packed.mins) total = fused(all(rows.in_group[r * packed.groups() + group]), min, total);
       store(sums + place, total);
     }
   }

@@ -71,7 +71,8 @@ class PackedLinear(nn.Module):
         made.outputs = sum(sizes)
         if any(one.bias is not None for one in layers):
             for one in layers:
-                one.bias = torch.zeros(one.outputs) if one.bias is None else one.bias
+                if one.bias is None:
+                    one.bias = torch.zeros(one.outputs, dtype=torch.float32, device=one.packed.device)
         for name in _HELD:
             parts = [part for one in layers if (part := one._buffers[name]) is not None]
             whole = torch.cat(parts) if parts else None
@@ -90,7 +91,7 @@ class PackedLinear(nn.Module):
 
     def weight(self) -> Tensor:
         """The weight `[outputs, inputs]`: as given, or integers as float32."""
-        return self.rows(torch.arange(self.outputs))
+        return self.rows(torch.arange(self.outputs, device=self.packed.device))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
@@ -127,7 +128,7 @@ def measure_ways(kind: str, grouped: bool) -> None:
 
     All layers follow, those of compiled passes too.
     """
-    sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE).view(_SAMPLE, _SAMPLE)
+    sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE, device="cpu").view(_SAMPLE, _SAMPLE)
     if kind in FLOATS:
         packed = PackedLinear(sample.to(FLOATS[kind]))
     else:
@@ -152,7 +153,7 @@ def _since(packed: PackedLinear, dtype: torch.dtype, way: int, other: int, count
 
     since = _NEVER
     for count in reversed(counts):
-        rows = torch.ones(count, _SAMPLE, dtype=dtype)
+        rows = torch.ones(count, _SAMPLE, dtype=dtype, device="cpu")
         if seconds(way, rows) > share * seconds(other, rows):
             break
         since = count

@@ -29,7 +29,11 @@ struct alignas(64) TileSizes {
 #if defined(HARDWARE_TILES)
 
 // Macros, as the intrinsics take nothing but digits as tiles.
+#if defined(__clang__)
 #define TILE_SIZES(sizes) _tile_loadconfig(&(sizes))
+#else  // GCC's intrinsic names 8 of the 64 bytes that it reads, so the others may never be written
+#define TILE_SIZES(sizes) __asm__ volatile("ldtilecfg\t%0" : : "m"(sizes))
+#endif
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_ADD_PAIRS(sums, rows, weights) _tile_dpbf16ps(sums, rows, weights)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.kernels import PackedLinear, build, ops, pack, to_int4, to_int8
+from specdec.kernels.ops import keep_top
+from specdec.kernels.packed_linear import measure_ways
 from specdec.kernels.quantized import Quantized
 from tests.kernels.test_attention import refused
 from tests.tiny import threads
@@ -123,6 +125,31 @@ def test_weights_within_other_tensors(dtype: torch.dtype) -> None:
     whole = numbers(64 * 96 + 1, dtype=dtype)
     for weight in (whole[:-1].view(64, 96), whole[1:].view(64, 96), whole[1:].view(96, 64).T):
         assert torch.equal(pack(weight).weight(), weight)
+
+
+def test_a_default_dtype_or_device_changes_no_layer() -> None:
+    """Packed weights are on the CPU, and biases in float32. (Joined layers raised from then on.)"""
+    layers = [pack(numbers(32, 40), bias) for bias in (numbers(32), None)]
+    x, expected = numbers(3, 40), layers[0].weight()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            joint, found = PackedLinear.join(layers), layers[0].weight()
+            measure_ways.cache_clear()
+            measure_ways("float32", grouped=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert torch.equal(joint(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+def test_rows_with_nan_or_infinity_stay() -> None:
+    """Top-k and top-p leave them to their callers."""
+    rows = torch.tensor([[torch.inf, 1.0, 2.0], [torch.nan, 1.0, 2.0], [-torch.inf] * 3, [1.0, 3.0, 2.0]])
+    for k, p in ((1, 1.0), (0, 0.5), (2, 0.5)):
+        kept = keep_top(rows, k, p, 1)
+        assert kept[:3].nan_to_num(7).equal(rows[:3].nan_to_num(7))
+        assert kept[3].isfinite().sum() == 1
 
 
 def test_memory() -> None:

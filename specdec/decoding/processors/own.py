@@ -99,7 +99,8 @@ class Timestamps:
             texts = ids.tolist()
         scores = logits.clone()
         text, stamps = scores[:, : self.first], scores[:, self.first :]  # views
-        text[:, -1] = _NEVER
+        if 0 < self.first <= scores.shape[-1]:
+            scores[:, self.first - 1] = _NEVER
         for row, tokens in enumerate(texts):
             self._keep_order(tokens[self.begin :], text[row], stamps[row])
         if len(texts[0]) == self.begin:
