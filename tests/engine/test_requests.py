@@ -49,6 +49,17 @@ def new_tokens(call: Call) -> int:
     return len(call.seqs[0].texts[0])
 
 
+def test_rounds_of_a_request_hold_its_own_sequences_alone() -> None:
+    """They are kept until its end, and so were the logits of all that had run beside it."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    calls = [submit(generator, [[5, 9, 12]], max_new_tokens=9), submit(generator, [[6, 9]], max_new_tokens=30)]
+    finish(generator.engine)
+    for call in calls:
+        ids = {seq.id for seq in call.seqs}
+        assert len(call.request.rounds) > 3
+        assert all({one.id for one in round.seqs} == ids and not round.others for round in call.request.rounds)
+
+
 @pytest.mark.parametrize("draft", [None, "suffix"])
 def test_a_prompt_is_read_between_the_rounds_of_running_rows(draft: Any) -> None:
     """Every step has one pass over a chunk, of the new row alone, and one of running rows, which bring tokens."""
