@@ -100,9 +100,12 @@ class Journal:
             return
         try:
             with self._journal_path.open("rb") as journal:
-                before = json.loads(journal.readline())
+                before, begun = json.loads(journal.readline()), bool(journal.readline())
         except (OSError, ValueError) as error:
             raise OptionError(f"{self._journal_path} cannot be read ({error}): {ways_out}") from None
+        if not (begun or self._path.stat().st_size):  # as when its models could not be loaded
+            self._journal_path.unlink()
+            return
         now = json.loads(self._header)
         for name in {**before, **now}:
             if before.get(name) != now.get(name):

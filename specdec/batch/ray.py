@@ -108,9 +108,9 @@ def over_ray(pool: Pool, total: int) -> Start:
                 found = blocks.map_batches(_Lines, fn_constructor_args=(spec, own.at_once), **how, **own.actors())
             try:
                 for batch in found.iter_batches(**how, prefetch_batches=0):
+                    yield from (OutputLine(**line) for line in batch.to_pylist())
                     if stop():
                         return
-                    yield from (OutputLine(**line) for line in batch.to_pylist())
             except ray.exceptions.RayError as error:
                 cause = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
                 raise EngineError(f"the cluster gave up ({cause}); the same command goes on") from error

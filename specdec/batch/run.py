@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from specdec.options.generate import Options
 
 AT_ONCE = 32
 """The default number of rows that share passes."""
+_ANSWERS = {"output", "finish_reason", "usage", "error"}  # fields of a row's answer
 _FAILURES = 3  # failed rows that `Progress` names
 _LONGEST = 200  # characters of a reason
 _WINDOW = 16  # rows sorted by length together, per row that runs
@@ -130,18 +131,23 @@ def embedded(at_once: int = AT_ONCE) -> Start:
                     running.add(pool.submit(worker, row))
                     if len(running) == 2 * at_once:  # no thread idles
                         done, running = wait(running, return_when=FIRST_COMPLETED)
-                        yield from (future.result() for future in done)
+                        yield from _lines(done)
                 while running:
                     if stop():
                         running = {future for future in running if not future.cancel()}
                     done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
+                    yield from _lines(done)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
 
         return answers
 
     return start
+
+
+def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
+    """The lines of finished rows; an error is raised after them."""
+    yield from (future.result() for future in sorted(done, key=lambda one: one.exception() is not None))
 
 
 def by_length(rows: Iterator[Row], spec: BatchSpec, window: int) -> Iterator[Row]:
@@ -162,7 +168,7 @@ def failure_of(line: bytes) -> str | None:
 
 
 def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
-    """The same rows; warns once per field that has an option's name, but is data."""
+    """The same rows; warns once per field that has an option's name but is data, or that an answer replaces."""
     place = "body" if spec.task == "openai" else "options"
     names, seen = {*Options.model_fields, *SYNONYMS} - {"n", spec.input}, set[str]()
     for row in rows:
@@ -173,4 +179,7 @@ def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
                 f"options of a row are read in its field `{place}`",
                 stacklevel=2,
             )
+        for name in sorted(row.fields.keys() & _ANSWERS - seen if spec.task != "openai" else ()):
+            seen.add(name)
+            warnings.warn(f"row {row.number + 1}: the answer replaces its field `{name}`: rename it", stacklevel=2)
         yield row

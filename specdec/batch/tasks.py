@@ -218,7 +218,7 @@ class Worker:
         """Raises EngineError after several unexpected errors, which rows do not explain."""
         unexpected = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, SpecdecError)
         self._unexpected = self._unexpected + 1 if unexpected else 0
-        if self._unexpected == _UNEXPECTED:
+        if self._unexpected >= _UNEXPECTED:
             raise EngineError(
                 f"{_UNEXPECTED} rows in turn failed ({error}): what is written stays, and the same command goes on"
             ) from error

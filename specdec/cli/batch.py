@@ -128,6 +128,8 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
             raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
             raise OptionError(f"{rows.path} is an OpenAI batch file, which has its own fields: leave out --field")
+        why = f"is for prompts, and {rows.path} has requests in OpenAI's form, which have their own: leave it out"
+        refuse_idle(params, ["max_new_tokens", "sample"], why)
         task = "openai"
     options = dict(request.options)
     seed = options.pop("seed", 0)

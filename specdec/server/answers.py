@@ -39,7 +39,8 @@ class Answer:
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
-        self._counts = [Counter[str]() for _ in range(prompts)]  # one for each thread that decodes
+        # one for each thread that decodes, with all keys: `usage` reads those of other threads
+        self._counts = [Counter[str](prompt=0, new=0, cached=0) for _ in range(prompts)]
         self._stats: list[Stats] = []
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
         self._readers: list[CallReader] = []

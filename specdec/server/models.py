@@ -25,6 +25,7 @@ from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
+_OF_REQUESTS = ("do_sample", "max_new_tokens", "max_length", "num_return_sequences")
 _FRESH = 30.0  # seconds after a decoded token in which a model counts as ready
 _PATIENCE = 20.0  # seconds to wait for a token
 _HELPERS = 2  # threads that tokenize
@@ -99,6 +100,8 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
     target = bundled_models.locate(settings.target, "target")
     is_speech = _is_speech(settings, target)
+    if not is_speech and (own := [name for name in _OF_REQUESTS if name in settings.options]):
+        raise OptionError(f"`options` of a model may not name `{own[0]}`, which every request sets: leave it out")
     if is_speech:
         check_readers()
     memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}

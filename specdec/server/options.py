@@ -73,8 +73,7 @@ def call_options(asked: Generate, drawing: Mapping[str, float], draft: Draft | N
     if asked.temperature == 0 and searches:
         options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
         options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
-    if asked.n > 1:
-        options["num_return_sequences"] = asked.n
+    options["num_return_sequences"] = asked.n
     if asked.min_tokens:
         options["min_new_tokens"] = asked.min_tokens
     if asked.ignore_eos:

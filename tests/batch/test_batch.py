@@ -14,7 +14,7 @@ from specdec import EngineError, SpecGenerator
 from specdec.batch import BatchSpec, Source, embedded
 from specdec.batch import run as run_batch
 from specdec.batch.rows import Row
-from specdec.batch.run import failure_of
+from specdec.batch.run import _misplaced, failure_of
 from specdec.batch.tasks import Worker
 from specdec.cli.commands import run
 from specdec.decoding.noise import fold
@@ -154,6 +154,15 @@ def test_settings_must_be_the_same_to_go_on(
         assert text in capsys.readouterr().err
 
 
+def test_fields_that_an_answer_replaces(tmp_path: Path) -> None:
+    """A row's own `output` is not lost without a word."""
+    source = Source.of(write(tmp_path / "in.jsonl", [{"prompt": "a", "output": "mine"}] * 2))
+    with pytest.warns(UserWarning, match="row 1: the answer replaces its field `output`: rename it") as caught:
+        assert len([*_misplaced(source.read("prompt"), BatchSpec("generate", "nowhere"))]) == 2
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:row 1. the answer replaces:UserWarning")
 def test_lines_of_text_and_parquet(models: list[str], tmp_path: Path) -> None:
     """The other forms of input have the same answers; a table's values that JSON has no word for become text."""
     pq, pa = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed"), pytest.importorskip("pyarrow")
@@ -280,7 +289,8 @@ def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> No
     assert len(found[1]["response"]["body"]["choices"]) == 4
     assert "colour" in found[4]["response"]["body"]["error"]["message"]
     assert found[6]["error"]["code"] == "invalid_request"
-    assert batch(source, tmp_path / "three.jsonl", *models, "--task", "chat") == 2
+    for idle in (["--task", "chat"], NEW, SAMPLE):
+        assert batch(source, tmp_path / "three.jsonl", *models, *idle) == 2
 
 
 class Broken:

@@ -68,6 +68,15 @@ def test_a_long_journal_is_written_anew(tmp_path: Path, monkeypatch: pytest.Monk
     assert out.read_bytes() == b"".join(LINES)
 
 
+def test_a_run_without_a_row_binds_nobody(tmp_path: Path) -> None:
+    """Its models could not be loaded: the corrected command begins anew. (It was refused.)"""
+    out = tmp_path / "out.jsonl"
+    Journal(out, SETTINGS).close()
+    with_others = Journal(out, {**SETTINGS, "input": "other"})
+    assert with_others.done == 0
+    with_others.close()
+
+
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     """A finished file, a run with other settings, one that is under way: each error names the way out."""
     out = tmp_path / "out.jsonl"

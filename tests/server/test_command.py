@@ -176,6 +176,14 @@ def test_names() -> None:
     assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
 
 
+@pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences"])
+def test_options_that_requests_set_are_none_of_a_model(tmp_path: Path, name: str) -> None:
+    """They were ignored; two sequences failed every request that named no number."""
+    settings = ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={name: 2})
+    with pytest.raises(OptionError, match=f"`options` of a model may not name `{name}`"):
+        load(settings, Limits())
+
+
 def test_a_folder_is_loaded(tmp_path: Path) -> None:
     """With what lies beside it, and the options that are its own."""
     folder = saved_model(tmp_path / "model")

@@ -83,12 +83,8 @@ function settings() {
   }
   if (form.stop.value) body.stop = form.stop.value.replaceAll("\\n", "\n");
   if (form.schedule.value && !form.schedule.disabled) body.schedule = form.schedule.value;
-  if (!form.speculate.checked) {
-    body.speculate = false;
-    delete body.schedule;
-    delete body.num_assistant_tokens;
-  }
   if (form.prediction.value && !form.prediction.disabled) body.prediction = { type: "content", content: form.prediction.value };
+  if (!form.speculate.checked) withoutDraft(body);
   if (form.schema.value.trim()) {
     let schema;
     try {
@@ -99,6 +95,11 @@ function settings() {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
   return body;
+}
+
+function withoutDraft(body) {
+  body.speculate = false;
+  for (const field of ["schedule", "num_assistant_tokens", "prediction"]) delete body[field];
 }
 
 function request() {
@@ -123,7 +124,8 @@ function choosePicture() {
 async function run({ path, body }, show) {
   const began = performance.now();
   const found = { text: "", tokens: 0, first: null, seconds: 0, figures: null, cached: 0 };
-  const streamed = { ...body, stream: true, stream_options: { include_usage: true }, return_drafted: true, return_metrics: true };
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+  if (card().details) streamed.return_drafted = streamed.return_metrics = true;
   const answer = await ask(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -214,9 +216,10 @@ async function doing(figures, work) {
 
 async function send() {
   const asked = request();
+  const [inChat, said] = [mode === "chat", $("prompt").value]; // both may change while the answer comes
   const place = $("output");
   place.textContent = "";
-  if (mode === "complete") {
+  if (!inChat) {
     const given = document.createElement("span");
     given.className = "given";
     given.textContent = asked.body.prompt;
@@ -227,11 +230,11 @@ async function send() {
   $("figures").textContent = inWords(found);
   note("speed", found.tokens / found.seconds);
   if (found.figures && found.figures.num_draft_tokens) note("acceptance", 100 * found.figures.draft_acceptance_rate);
-  if (mode === "chat") {
+  if (inChat) {
     turns = [...asked.body.messages, { role: "assistant", content: found.text }];
-    addTurn("You", $("prompt").value);
+    addTurn("You", said);
     addTurn("Model", ...place.childNodes);
-    emptyPrompt();
+    if ($("prompt").value === said) emptyPrompt();
   }
 }
 
@@ -245,7 +248,7 @@ async function measure() {
   for (const [name, speculate] of [["with the draft", true], ["without", false]]) {
     $("figures").textContent = `measuring ${name} …`;
     const body = { ...last.body, speculate, seed: last.body.seed ?? 0 };
-    if (!speculate) for (const field of ["schedule", "num_assistant_tokens", "prediction"]) delete body[field];
+    if (!speculate) withoutDraft(body);
     const found = await run({ path: last.path, body }, () => {});
     speeds[name] = found.tokens / found.seconds;
   }
@@ -318,7 +321,8 @@ async function record() {
       $("record").textContent = "Record";
       $("record").setAttribute("aria-pressed", "false");
       $("heard").textContent = "";
-      doing("sound-figures", async () => transcribe(await asWav(new Blob(parts)), "recording.wav"));
+      if (running) tell(new Error("Something runs already: stop it, and record again."));
+      else doing("sound-figures", async () => transcribe(await asWav(new Blob(parts)), "recording.wav"));
     };
     recorder.start();
     $("record").textContent = "Stop and transcribe";

@@ -22,7 +22,7 @@ from specdec.server.models import Host
 from specdec.server.options import check_length, check_messages
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
-from specdec.server.state import client_of, state_of
+from specdec.server.state import State, client_of, state_of
 from specdec.server.text import TextModel, ids_in
 
 router = APIRouter(route_class=GuardedRoute, tags=["server"])
@@ -76,16 +76,18 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """All models."""
-    return {"object": "list", "data": [_card(host) for host in state_of(request).hosts.values()]}
+    state = state_of(request)
+    return {"object": "list", "data": [_card(host, state) for host in state.hosts.values()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model."""
-    found = state_of(request).hosts.get(name)
+    state = state_of(request)
+    found = state.hosts.get(name)
     if found is None:
         raise ApiError(404, f"there is no model {name[:128]!r} here", param="model", code="model_not_found")
-    return _card(found)
+    return _card(found, state)
 
 
 @router.get("/v1/load")
@@ -163,7 +165,7 @@ def _word(draft: Draft) -> str:
     return str(getattr(draft, "source", type(draft).__name__)) if inner is None else _word(inner)
 
 
-def _card(host: Host) -> dict[str, Any]:
+def _card(host: Host, state: State) -> dict[str, Any]:
     model, generator = host.model, host.model.generator
     return {
         "id": model.name,
@@ -176,6 +178,7 @@ def _card(host: Host) -> dict[str, Any]:
             "chat": model.chats,
             "drafts": generator.draft is not None,
             "predicts": model.predicts,
+            "details": state.settings.details,
             "draft": None if generator.draft is None else _word(generator.draft),
             "exactness": generator.target.exactness,
             "backend": generator.target.backend,
