@@ -52,9 +52,9 @@ class _Frozen(BaseModel):
 class ModelSettings(_Frozen):
     """One model of a server, which clients call `name`.
 
-    `loading`: fields of `Loading`. `options`: defaults of calls, without whether they draw, their length, and how many
-    answers they give, which requests set. `context`: the most tokens of prompt and answer, by default the model's own.
-    `kv_budget`, `prefix_cache`: as in `SpecGenerator`; the models share half of the free memory by default.
+    `loading`: fields of `Loading`. `options`: defaults of calls, without strategy, length and number of answers, which
+    requests set. `context`: the most tokens of prompt and answer, by default the model's own. `kv_budget`,
+    `prefix_cache`: as in `SpecGenerator`; the models share half of the free memory by default.
     """
 
     name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]

@@ -176,7 +176,7 @@ def test_names() -> None:
     assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
 
 
-@pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences"])
+@pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences", "num_beams"])
 def test_options_that_requests_set_are_none_of_a_model(tmp_path: Path, name: str) -> None:
     """They were ignored; two sequences failed every request that named no number."""
     settings = ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={name: 2})

@@ -168,7 +168,7 @@ async def _answer(request: Request, asked: Translation, *, segments: bool) -> Re
         ]
     if segments:  # between timestamps; OpenAI's scores of segments are null
         tokenizer = state_of(request).host(asked.model, "speech").model.generator.tokenizer
-        unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
+        unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob", "temperature"))
         body["segments"] = [
             {
                 "id": number,
