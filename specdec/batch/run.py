@@ -171,6 +171,7 @@ def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
     """The same rows; warns once per field that has an option's name but is data, or that an answer replaces."""
     place = "body" if spec.task == "openai" else "options"
     names, seen = {*Options.model_fields, *SYNONYMS} - {"n", spec.input}, set[str]()
+    replaced = set() if spec.task == "openai" else _ANSWERS
     for row in rows:
         for name in sorted(row.fields.keys() & names - seen):
             seen.add(name)
@@ -179,7 +180,7 @@ def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
                 f"options of a row are read in its field `{place}`",
                 stacklevel=2,
             )
-        for name in sorted(row.fields.keys() & _ANSWERS - seen if spec.task != "openai" else ()):
+        for name in sorted(row.fields.keys() & replaced - seen):
             seen.add(name)
             warnings.warn(f"row {row.number + 1}: the answer replaces its field `{name}`: rename it", stacklevel=2)
         yield row

@@ -14,6 +14,8 @@ CHUNK = 2048
 """The most prompt tokens of one pass, while no other sequence waits for it."""
 SHARED_CHUNK = 256
 """The same while sequences that have read their prompts wait for this pass."""
+READ_ALONG = 16
+"""The most tokens of a text that a draft model reads in the pass of its first guess; more get passes of their own."""
 VOID_COLUMNS = 64
 """Columns of a row of the cache that dead branches may leave empty before the row is compacted."""
 

@@ -258,10 +258,7 @@ class Training:
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
-        held_out = [
-            one for one in evaluations(self.writer, held) if len(one.ids) - STEPS > max(one.first - 2, 0)
-        ]  # with a whole chain of guesses
-        if not held_out:
+        if not (held_out := evaluations(self.writer, held)):
             raise OptionError(f"the target ends all held-out texts within {STEPS} tokens: pass others, or more of them")
         return Texts(streams, held_out), min(seconds, _WRITING_SHARE * self.length.seconds)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
+from specdec.distill.student import STEPS
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.options.kept_lines import whole_lines
@@ -126,11 +127,11 @@ def continued(
 
 
 def evaluations(generator: SpecGenerator, prompts: Sequence[list[int]]) -> list[Evaluation]:
-    """Held-out prompts with the target's greedy continuations."""
+    """Held-out prompts with the target's greedy continuations, where these have room for a whole chain of guesses."""
     prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:_EVALUATIONS]]
     out = generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
     pairs = zip(prompts, out.new_tokens(), strict=True)
-    return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+    return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > STEPS - min(len(ids), 2)]
 
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:

@@ -20,6 +20,7 @@ import torch
 from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
+from specdec.core.work import READ_ALONG
 from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
@@ -27,7 +28,6 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
 
-_DRAFT_READS = 16  # more new tokens than this, a draft model reads in passes of their own
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
 
 
@@ -183,7 +183,7 @@ class Engine:
             seq, proposal = one.seq, one.out.work.proposal
             draft, length = self._requests[seq.id].draft, len(seq.tokens)
             reads = seq.id in proposals and draft is not None and not draft.instant
-            reads = reads and length - seq.draft_length > _DRAFT_READS
+            reads = reads and length - seq.draft_length > READ_ALONG
             rounds.append(one.round(prefill=reads or not seq.prefilled))
             one.apply()
             if proposal.tokens or proposal.source:

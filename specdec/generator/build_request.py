@@ -121,9 +121,11 @@ class Call:
         target, prompts, extras, draft = self.target, self.prompts, self.extras, self.draft
         drafted, own = draft is not None, extras.stopping_criteria
         # As in transformers, a criterion of the caller's replaces the built-in one of its kind.
-        if lengths := [one.max_length for one in own if type(one) is MaxLengthCriteria]:
-            self.options = self.options.model_copy(update={"max_length": min(lengths), "max_new_tokens": None})
-        if listed(self.options.eos_token_id) and any(type(one) is EosTokenCriteria for one in own):
+        kinds = {type(one) for one in own}
+        if MaxLengthCriteria in kinds:
+            length = min(one.max_length for one in own if type(one) is MaxLengthCriteria)
+            self.options = self.options.model_copy(update={"max_length": length, "max_new_tokens": None})
+        if EosTokenCriteria in kinds and listed(self.options.eos_token_id):
             raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
         if draft is not None and draft.needs_encoder_inputs and prompts.encoder is None:
@@ -134,7 +136,7 @@ class Call:
         least = max((self.options.min_length or 0) - prompts.num_embeds_only, 0)
         resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
         o = self.options = self.options.model_copy(update=resolved)
-        if o.max_time is not None and not any(type(one) is MaxTimeCriteria for one in own):
+        if o.max_time is not None and MaxTimeCriteria not in kinds:
             self.time_limit = MaxTimeCriteria(o.max_time)
         # transformers' criteria that look at more than the last token, then the caller's own
         criteria: list[Any] = [] if self.time_limit is None else [self.time_limit]

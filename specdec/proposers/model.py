@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import CHUNK, SHARED_CHUNK, Logits, Work
+from specdec.core.work import CHUNK, READ_ALONG, SHARED_CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
 from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, TreeGrowth
@@ -21,8 +21,6 @@ from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, Tree
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
     from specdec.models import Encoding, LanguageModel, Session
-
-_FEW = 16  # tokens of a text that may be missing when others are drafted for: the first pass feeds them
 
 
 class ModelDraft(Draft):
@@ -159,13 +157,13 @@ class ModelProposer(Proposer):
         leaders = self._admit(seqs)
         self._settle(seqs)
         readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        if not leaders and not any(self._num_to_read(seq, _FEW) for seq in readable):
+        if not leaders and not any(self._num_to_read(seq, READ_ALONG) for seq in readable):
             return {seq.id for seq in readable}
         # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
-        if any(len(seq.tokens) - self._cached[seq.id].num_text <= _FEW for seq in readable):
-            most, chunk = _FEW, SHARED_CHUNK
+        if any(len(seq.tokens) - self._cached[seq.id].num_text <= READ_ALONG for seq in readable):
+            most, chunk = READ_ALONG, SHARED_CHUNK
         else:
-            most, chunk = max(_FEW, CHUNK // max(len(readable), 1)), CHUNK
+            most, chunk = max(READ_ALONG, CHUNK // max(len(readable), 1)), CHUNK
         sizes = [(seq, self._num_to_read(seq, 0 if seq.id in leaders else most)) for seq in readable]
         if batch := self._batch(sizes, chunk):
             self._read(batch, chunk)

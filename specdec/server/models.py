@@ -25,10 +25,7 @@ from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
-_OF_REQUESTS = (
-    *("do_sample", "max_new_tokens", "max_length", "num_return_sequences"),
-    *("num_beams", "num_beam_groups", "penalty_alpha"),
-)
+_OF_REQUESTS = ("do_sample", "max_new_tokens", "max_length", "num_return_sequences", "penalty_alpha")
 _FRESH = 30.0  # seconds after a decoded token in which a model counts as ready
 _PATIENCE = 20.0  # seconds to wait for a token
 _HELPERS = 2  # threads that tokenize

@@ -56,12 +56,15 @@ def check_messages(messages: Sequence[Message], limits: Limits) -> None:
     check_length(sum(message.characters for message in messages), "messages", limits)
 
 
-def call_options(asked: Generate, drawing: Mapping[str, float], draft: Draft | None) -> dict[str, Any]:
+def call_options(
+    asked: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
+) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
-    open.
+    open; `num_beams`: the model's own.
     """
     options = asked.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
-    searches = asked.num_beams > 1 or asked.penalty_alpha
+    beams = asked.num_beams if "num_beams" in asked.model_fields_set else num_beams
+    searches = beams > 1 or asked.penalty_alpha
     if asked.temperature is not None or not searches:
         options |= {"do_sample": True, **drawing}
     else:

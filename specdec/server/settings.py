@@ -52,7 +52,7 @@ class _Frozen(BaseModel):
 class ModelSettings(_Frozen):
     """One model of a server, which clients call `name`.
 
-    `loading`: fields of `Loading`. `options`: defaults of calls, without strategy, length and number of answers, which
+    `loading`: fields of `Loading`. `options`: defaults of calls, without sampling, length and number of answers, which
     requests set. `context`: the most tokens of prompt and answer, by default the model's own. `kv_budget`,
     `prefix_cache`: as in `SpecGenerator`; the models share half of the free memory by default.
     """

@@ -105,7 +105,7 @@ class TextModel:
         self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         defaults = generator.options()
-        self._ends, self._stops = defaults.eos_ids, listed(defaults.stop_strings)
+        self._ends, self._stops, self._beams = defaults.eos_ids, listed(defaults.stop_strings), defaults.num_beams
         self._drawing = {name: value for name, value in EVERYTHING.items() if name not in defaults.model_fields_set}
 
     def warm_up(self) -> None:
@@ -179,7 +179,7 @@ class TextModel:
         """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
-        options = call_options(request, self._drawing, self.generator.draft)
+        options = call_options(request, self._drawing, self.generator.draft, num_beams=self._beams)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stop_token_ids:
             if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):

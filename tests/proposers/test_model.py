@@ -180,7 +180,7 @@ def test_a_failure_leaves_the_session_usable() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("_FEW", 4)):
+    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("READ_ALONG", 4)):
         monkeypatch.setattr(module, name, size)
 
 

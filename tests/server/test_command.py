@@ -176,12 +176,21 @@ def test_names() -> None:
     assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
 
 
-@pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences", "num_beams"])
+@pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences", "penalty_alpha"])
 def test_options_that_requests_set_are_none_of_a_model(tmp_path: Path, name: str) -> None:
     """They were ignored; two sequences failed every request that named no number."""
     settings = ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={name: 2})
     with pytest.raises(OptionError, match=f"`options` of a model may not name `{name}`"):
         load(settings, Limits())
+
+
+def test_a_model_may_search_by_default(tmp_path: Path) -> None:
+    """Its requests without a temperature do not draw then. (They sampled beams.)"""
+    model = load(ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={"num_beams": 2}), Limits())
+    with asking(app(model)) as c:
+        texts = [c.complete(prompt="ab", max_tokens=9, seed=n)["choices"][0]["text"] for n in range(3)]
+    alone = model.generator.generate("ab", max_new_tokens=9, do_sample=False, num_beams=2).texts[0]
+    assert texts == [alone] * 3
 
 
 def test_a_folder_is_loaded(tmp_path: Path) -> None:

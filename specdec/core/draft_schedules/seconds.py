@@ -101,7 +101,7 @@ class Seconds(NamedTuple):
             saved = pass_seconds - found["passes"].at(round.nodes - drafted)
             found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
         if was_tried(round):
-            found["drafts"] = self._with_draft(round).drafts
+            found["drafts"] = self._drafts_with(round)
             # of other requests, with a proposal of the same sources
             found["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
         if own_levels := sum(seq.depth for seq in round.seqs):
@@ -111,10 +111,10 @@ class Seconds(NamedTuple):
 
     def after_reading(self, round: Round) -> Seconds:
         """With this round, in which a text was read: a draft pass took at most the seconds of drafting."""
-        return self._with_draft(round, read=True) if was_tried(round) else self
+        return self._replace(drafts=self._drafts_with(round, read=True)) if was_tried(round) else self
 
-    def _with_draft(self, round: Round, *, read: bool = False) -> Seconds:
-        """With the seconds of draft passes; of several sources, only that of the longest draft counts.
+    def _drafts_with(self, round: Round, *, read: bool = False) -> Mapping[str, LinearFit]:
+        """`drafts` with this round's draft passes; of several sources, only that of the longest draft counts.
 
         A draft that proposed nothing counts as one pass. If a text was `read`, only what makes passes cheaper counts.
         """
@@ -122,12 +122,12 @@ class Seconds(NamedTuple):
         longest = max(everyone, key=lambda seq: (seq.depth, seq.source in sources))
         source, levels = longest.source, max(longest.depth, 1)
         if source not in sources:
-            return self
+            return self.drafts
         nodes = sum(max(seq.drafted, 1) for seq in everyone if seq.source == source) / levels
         fit, seconds = self.drafts.get(source, LinearFit()), round.draft_seconds / levels
         if read and (not fit.weight or seconds >= fit.at(nodes)):
-            return self
-        return self._replace(drafts={**self.drafts, source: fit.add(nodes, seconds)})
+            return self.drafts
+        return {**self.drafts, source: fit.add(nodes, seconds)}
 
 
 def everyone_in(round: Round) -> list[SequenceRound]:

@@ -157,17 +157,14 @@ class HeadProposer(ModelProposer):
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
         with self._kept_whole():
-            return self._fork(seq, source, length)
-
-    def _fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
-        if count < 2:
-            return 0
-        if isinstance(source, SavedState):
-            prefix, texts = source.state
-            cache_row = self._session.read_from(prefix, count)
-        else:
-            texts, cache_row = self._known[source].texts, self._session.fork(self._cached[source].cache_row, count)
+            count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
+            if count < 2:
+                return 0
+            if isinstance(source, SavedState):
+                prefix, texts = source.state
+                cache_row = self._session.read_from(prefix, count)
+            else:
+                texts, cache_row = self._known[source].texts, self._session.fork(self._cached[source].cache_row, count)
         self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
         self._known[seq.id] = _KnownText(seq, count - 1, texts=_copied(texts, count))
         return count - 1
