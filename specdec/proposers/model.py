@@ -185,7 +185,7 @@ class ModelProposer(Proposer):
 
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
-        return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
+        return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.num_ids
 
     def _num_to_read(self, seq: SequenceView, most: int) -> int:
         """How many tokens must be read before the pass that makes the first guess.
@@ -270,7 +270,7 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Growth:
-        cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
+        cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.num_ids
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
             return ChainGrowth(plan, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
