@@ -286,20 +286,33 @@ class Proposer(ABC):
         shows which guesses stayed.
         """
 
-    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> Sequence[SequenceView]:
+        """The sequences for which a model guesses in this round, once it has read their texts.
 
-        After n > 0, `update` brings hidden states from token n on. After 0, it brings those of the whole prompt.
-        `source` is the id of a running sequence, or a state that a proposer of the same draft saved. Only called for
-        drafts with `hidden_layers`.
+        The engine has these texts read (`unread`, `read`) and calls `propose` for the sequences that it need not wait
+        for. Empty for drafts that read texts within `propose`.
+        """
+        return ()
+
+    def unread(self, seq: SequenceView) -> int:
+        """How many tokens of a reader's text the draft has not read; all of them for an unknown `seq.id`."""
+        return 0
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        """Reads at most `most` more tokens of each text in one pass, never the last, which `propose` needs."""
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to the new `seq`.
+
+        `source` is the id of a running sequence, or a state that a proposer of the same draft saved. For a draft with
+        `hidden_layers`, `update` brings hidden states from token n on, after 0 those of the whole prompt.
         """
         return 0
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """A copy of the draft's state of at most the first `length` tokens of a sequence that leaves, or None.
 
-        `fork` gets it for later sequences, also of other proposers. Only called for drafts with `hidden_layers`, before
-        `drop`.
+        `fork` gets it for later sequences, also of other proposers. Called before `drop`.
         """
         return None
 

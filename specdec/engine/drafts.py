@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import Commit, Draft, Plan, Proposer
 from specdec.core.outcome import Outcome
 from specdec.core.sequence import RunningSequence
-from specdec.core.tree import Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.engine.prefix_cache import SharedTexts
 from specdec.engine.request import Request
 from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
@@ -42,14 +43,16 @@ class Guarded(NamedTuple):
 
 
 Guard = Callable[[Sequence[RunningSequence]], Guarded]
+CatchUp = Callable[["OpenDraft", Sequence[RunningSequence]], set[int]]
 
 
 class OpenDraft(NamedTuple):
-    """A draft and its proposer; `hears`: it takes in the results of rounds."""
+    """A draft and its proposer; `hears`: it takes in the results of rounds; `texts`: what it has read of whose text."""
 
     draft: Draft
     proposer: Proposer
     hears: bool
+    texts: SharedTexts
 
 
 class OpenDrafts:
@@ -61,6 +64,7 @@ class OpenDrafts:
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
+        self.keys: dict[RunningSequence, Hashable] = {}
         self._model, self.requests, self.guard = model, requests, guard
 
     def of(self, seq: RunningSequence) -> OpenDraft | None:
@@ -75,10 +79,11 @@ class OpenDrafts:
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self.open[id(draft)] = OpenDraft(draft, proposer, type(proposer).update is not Proposer.update)
+        hears = type(proposer).update is not Proposer.update
+        self.open[id(draft)] = OpenDraft(draft, proposer, hears, SharedTexts(self.keys))
 
-    def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
-        """The proposals by sequence id, for sequences with a draft.
+    def propose(self, seqs: Sequence[RunningSequence], catch_up: CatchUp, *, reading: bool) -> dict[int, Tree]:
+        """The proposals by sequence id, for sequences with a draft; those for whose text it must wait get EMPTY.
 
         While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
         has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no plan allows a guess,
@@ -102,7 +107,15 @@ class OpenDrafts:
                 calls = [own for _, own in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
                 with self.guard(together):
-                    proposals |= self._ask(opened.proposer, together, [plans[seq.id] for seq in together])
+                    own = [plans[seq.id] for seq in together]
+                    if readers := opened.proposer.readers(together, own):
+                        ids = {seq.id for seq in readers}
+                        waiting = ids - catch_up(opened, [seq for seq in together if seq.id in ids])
+                        proposals |= dict.fromkeys(waiting, EMPTY)
+                        together = [seq for seq in together if seq.id not in waiting]
+                        own = [plans[seq.id] for seq in together]
+                    if together:
+                        proposals |= self._ask(opened.proposer, together, own)
         return proposals
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:

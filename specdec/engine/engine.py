@@ -126,7 +126,7 @@ class Engine:
         ready = [seq for seq in seqs if seq.tokens]
         if chunk is not None:
             ready = [seq for seq in ready if not self.scheduler.sees(seq) and self.scheduler.ends(seq, chunk)]
-        return self.drafts.propose(ready, reading=chunk is not None)
+        return self.drafts.propose(ready, self.scheduler.catch_up, reading=chunk is not None)
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""

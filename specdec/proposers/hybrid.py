@@ -63,9 +63,34 @@ class HybridProposer(Proposer):
         self._ended: float | None = None
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
+        self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
+
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> Sequence[SequenceView]:
+        """The readers among the sequences that prefer the model."""
+        self._learn(seqs)
+        self._copies = {
+            seq.id: cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
+            for seq, plan in zip(seqs, plans, strict=True)
+        }
+        chosen = self._choose(seqs, plans)
+        return self._inner.readers([seq for seq, _ in chosen], [plan for _, plan in chosen]) if chosen else ()
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
+        if any(seq.id not in self._copies for seq in seqs):
+            self.readers(seqs, plans)
+        trees, self._copies = self._copies | self._drafted(self._choose(seqs, plans)), {}
+        self._ended = perf_counter()
+        return [trees[seq.id] for seq in seqs]
+
+    def unread(self, seq: SequenceView) -> int:
+        return self._inner.unread(seq)
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        self._inner.read(seqs, most)
+
+    def _learn(self, seqs: Sequence[SequenceView]) -> None:
+        """Compares the model's last guesses with the texts, and takes the time since then."""
         odds = self._odds
         if self._ended is not None:
             # between two calls, time passes in which nothing is decoded
@@ -78,17 +103,11 @@ class HybridProposer(Proposer):
                 right, missed = guess.follow(seq.tokens[length:])
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
-        trees = [
-            cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
-            for seq, plan in zip(seqs, plans, strict=True)
-        ]
-        chosen = [i for i, tree in enumerate(trees) if self._prefers_model(seqs[i], plans[i], tree)]
-        if chosen:
-            drafted = self._drafted([seqs[i] for i in chosen], [plans[i] for i in chosen])
-            for i, tree in zip(chosen, drafted, strict=True):
-                trees[i] = tree
-        self._ended = perf_counter()
-        return trees
+
+    def _choose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[tuple[SequenceView, Plan]]:
+        """The sequences that prefer the model, with their plans."""
+        pairs = zip(seqs, plans, strict=True)
+        return [(seq, plan) for seq, plan in pairs if self._prefers_model(seq, plan, self._copies[seq.id])]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -125,7 +144,11 @@ class HybridProposer(Proposer):
         model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
         return model_rate > _expected(tree.confidence or []) / gap
 
-    def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
+    def _drafted(self, chosen: Sequence[tuple[SequenceView, Plan]]) -> dict[int, Tree]:
+        """The model's trees by sequence id."""
+        if not chosen:
+            return {}
+        seqs, plans = [seq for seq, _ in chosen], [plan for _, plan in chosen]
         began = perf_counter()
         trees = self._inner.propose(seqs, plans)
         seq_ids = {seq.id for seq in seqs}
@@ -138,7 +161,7 @@ class HybridProposer(Proposer):
         self._read |= seq_ids
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
-        return trees
+        return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 
 
 def _expected(confidence: Sequence[float]) -> float:

@@ -49,6 +49,34 @@ def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> Non
         assert out.sequences.tolist() == alone(model, prompt, **how)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}])
+@pytest.mark.parametrize("copying", [False, True])
+def test_the_draft_of_the_next_turn_reads_what_is_new(name: str, how: dict[str, Any], *, copying: bool) -> None:
+    """A chat so far is not read again by a draft model. (The target continued, and the draft read all of it.)"""
+    target, draft = tiny(name), tiny(name, seed=1)
+    generator = SpecGenerator(target, ("suffix", draft) if copying else draft, schedule="constant")
+    with shapes(draft) as read:
+        so_far = generator.generate(FIRST, **COMMON, **how).sequences.tolist()
+        for turn in range(3):
+            prompt = [[*so_far[0], 9, 10 + turn, 11]]
+            out = generator.generate(prompt, **COMMON, **how)
+            assert out.stats.cached_prompt_tokens >= 40
+            assert out.sequences.tolist() == alone(target, prompt, **how)
+            so_far = out.sequences.tolist()
+    assert read
+    assert sum(nodes for _, nodes in read if nodes > 35) < len(so_far[0])
+
+
+def test_samples_of_a_prompt_are_read_once_by_a_draft() -> None:
+    """Copies of a prompt continue what the first of them has read, in the draft as in the target."""
+    target, draft = tiny("llama"), tiny("llama", seed=1)
+    prompt = [[(5 * i) % 50 + 5 for i in range(100)]]
+    with shapes(draft) as read:
+        SpecGenerator(target, draft).generate(prompt, do_sample=True, num_return_sequences=4, seed=1, **COMMON)
+    assert sum(rows * nodes for rows, nodes in read if nodes > 20) <= 100
+
+
 def test_a_shared_beginning_is_enough() -> None:
     """A system prompt serves other questions; what differs is read."""
     model = tiny("llama")

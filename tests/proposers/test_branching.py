@@ -15,7 +15,6 @@ from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
-from specdec.proposers import model as module
 from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
 
@@ -153,26 +152,6 @@ def test_branches_settle(name: str) -> None:
             assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             assert tree.confidence == pytest.approx(expected.confidence, abs=1e-3)
             search_on(session, row, tree, rng)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
-    monkeypatch.setattr(module, "CHUNK", 4)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 3)
-    model, plan = tiny(name), Limit(3, branches=2)
-    rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDraft(LanguageModel(model)).start(64)
-    silent = []
-    for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
-        for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
-            silent.append(not tree.tokens)
-            if tree.tokens:
-                assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
-        rows[0].tokens += more
-        rows[1].tokens += [3]
-    assert sum(silent) < 5
-    assert not any(silent[1::2])
 
 
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec.proposers import ModelDraft
-from specdec.proposers import model as module
 from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 
@@ -176,89 +175,6 @@ def test_a_failure_leaves_the_session_usable() -> None:
     sampler.fails = False
     row.tokens += [9]
     assert one(session, row) == model.greedy(row.tokens, 5)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("READ_ALONG", 4)):
-        monkeypatch.setattr(module, name, size)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_long_prompts_are_read_a_chunk_per_round() -> None:
-    """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
-    model = FakeModel()
-    session = ModelDraft(model).start(50)
-    rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
-    silent = []
-    for _ in range(16):
-        before = model.passes
-        trees = session.propose(rows, [FakePlan(2)] * 3)
-        silent.append([not tree.tokens for tree in trees])
-        assert model.passes <= before + 3
-        for row, tree in zip(rows, trees, strict=True):
-            assert tree.tokens in ([], model.greedy(row.tokens, 2))
-            if tree.tokens:
-                follow(session, row, tree.tokens, 1, 7)
-    assert silent == [[False, True, True]] * 6 + [[False, False, True]] * 4 + [[False] * 3] * 6
-    assert max(map(max, model.fed)) <= 4
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
-    """Small ones are for those who would have to wait."""
-    model, row = FakeModel(), FakeSequence(list(range(21)))
-    session = ModelDraft(model).start(50)
-    assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
-    assert model.fed == [[8], [8], [5]]
-
-
-def test_rows_of_one_source_read_it_once() -> None:
-    """Samples of one prompt continue copies of what the first has read; another prompt and a changed one do not."""
-    model = FakeModel()
-    session = ModelDraft(model).start(50)
-    ours, theirs = task(source="ours"), task(source="theirs")
-    early = FakeSequence([4, 4, 4], 9, task=theirs)
-    follow(session, early, one(session, early), 2, 8)
-    text = list(range(20))
-    rows = [
-        early,
-        *(FakeSequence(list(text), k, task=ours) for k in range(3)),
-        FakeSequence([*text[:9], 7], 3, task=ours),
-    ]
-    before = sum(map(sum, model.fed))
-    for _ in range(3):
-        trees = session.propose(rows, [FakePlan(2)] * len(rows))
-        for row, tree in zip(rows, trees, strict=True):
-            assert tree.tokens == model.greedy(row.tokens, 2)
-            follow(session, row, tree.tokens, row.id % 3, 30 + row.id)
-    read = sum(map(sum, model.fed)) - before
-    assert read < 2 * 20 + 10 + 5 * 3 * 4
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_rows_of_one_long_source_read_it_once() -> None:
-    """The others wait while the first reads its chunks."""
-    model = FakeModel()
-    session, ours = ModelDraft(model).start(50), task(source="ours")
-    rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]
-    for _ in range(3):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
-    while not all(trees):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
-    assert [tree.tokens for tree in trees] == [model.greedy(rows[0].tokens, 1)] * 3
-    assert sum(map(sum, model.fed)) < 29 + 3 * 5
-
-
-def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
-    """Also where the one that read it has gone on meanwhile."""
-    model = FakeModel()
-    session, ours = ModelDraft(model).start(50), task(source="ours")
-    first, second = (FakeSequence(list(range(30)), k, task=ours) for k in range(2))
-    follow(session, first, one(session, first), 2, 7)
-    before = sum(map(sum, model.fed))
-    assert one(session, second, 1) == model.greedy(second.tokens, 1)
-    assert sum(map(sum, model.fed)) == before + 1
 
 
 def test_release_frees_the_cache_and_readmits() -> None:

@@ -165,14 +165,6 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
 
 
-def test_a_draft_that_still_reads_says_so() -> None:
-    """Through the bridge as without it. (Its rounds counted as slow, wrong guesses.)"""
-    session = TextBridge(ModelDraft(FakeModel(len(theirs))), ours, theirs).start(len(ours))
-    rows = [FakeSequence(ours.encode("the quick brown fox " * 400), 0), FakeSequence(ours.encode("a lazy"), 1)]
-    sources = [[tree.source for tree in session.propose(rows, [FakePlan(3)] * 2)] for _ in range(2)]
-    assert sources[0] == ["", "bridge"]
-
-
 def test_a_draft_shares_the_encoder() -> None:
     """It reads what the target's encoder says. (Its rows had nothing of it: an IndexError in its first pass.)"""
     model = FakeModel(len(theirs), is_encoder_decoder=True)

@@ -149,10 +149,10 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(draft.feature_width, dtype=draft.dtype, device=draft.device)
 
-    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[tuple[SequenceView, Plan, int]]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
         self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
-        return super()._propose(seqs, plans)
+        return super()._readers(seqs, plans)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -201,7 +201,8 @@ class HeadProposer(ModelProposer):
     def _catch_up(self, seqs: Sequence[SequenceView]) -> None:
         """Takes in the features of these sequences' texts and forgets guesses; much text is read at once."""
         seqs = [seq for seq in seqs if seq.id in self._known]
-        self._admit(seqs)
+        for seq in seqs:
+            self._row(seq)
         for known in [self._known[seq.id] for seq in seqs]:
             if known.unheard:
                 states = [hidden.states for _, _, hidden in known.unheard]
@@ -229,7 +230,7 @@ class HeadProposer(ModelProposer):
         """Reads the texts of these sequences as far as their features are known."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
         while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].num_text]:
-            self._read(behind, CHUNK)
+            self.read(behind, CHUNK)
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
         self._session.first = 0
@@ -238,10 +239,6 @@ class HeadProposer(ModelProposer):
     def _reusable(self, cached: CachedText) -> int:
         """Those that were fed with the target's features, unless later stages need more of them."""
         return cached.num_own if len(self._session.stages) == 1 else 0
-
-    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
-        """None: a sequence forks another one in `fork` alone."""
-        return None
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         known = self._known.get(seq.id)
