@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
+from specdec.core.budget import Budget, pays
+from specdec.core.drafts import Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.samplers import WIDER
@@ -86,10 +87,10 @@ class SyntheticDraft(Draft, Proposer):
         """The draft itself, which has no state of rows."""
         return self
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
-    def _tree(self, row: SequenceView, plan: Plan) -> Tree:
+    def _tree(self, row: SequenceView, plan: Budget) -> Tree:
         limit, branches = path_limit(row, plan), plan.branches or 1
         oracle, number, new = self.oracle, row.task.encoder_row, row.tokens[row.prompt_length :]
         is_known = oracle is not None and oracle.texts[number][: len(new)] == new

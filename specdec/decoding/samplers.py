@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Choice, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, Choice, Level, SequenceView
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
 
@@ -75,7 +76,7 @@ def picked(scores: Tensor, address: int | None, *, confident: bool = True) -> tu
     return int(number), sure if math.isfinite(highest) else math.nan
 
 
-def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
+def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Budget) -> Level:
     """The children of `ends` with the largest joint probability, from log-probabilities `scores` `[ends, vocab]`."""
     total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
     count = WIDER * (plan.branches or 1)
@@ -102,7 +103,7 @@ def noisy(scores: Tensor, address: int) -> Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
 
 
-def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
+def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Budget, address: int) -> Level:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
     How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
@@ -137,7 +138,7 @@ def _order_chance(order: int) -> float:
     return _ACCEPTED * (1.0 - _ACCEPTED) ** order
 
 
-def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
+def _shares(ends: Sequence[Branch], plan: Budget) -> list[int]:
     """How many children every end gets, by the best odds."""
     most = plan.branches or 1
     odds = [
@@ -176,7 +177,7 @@ class GreedySampler:
         token, prob = picked(scores, key, confident=confident)
         return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
         return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, plan)
 
     def _processed(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ class CoupledSampler(GreedySampler):
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.COUPLED), generated(seq)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
         return likeliest_children(noisy(self._processed(seq, ends, logits), address), ends, plan)
 
@@ -208,6 +209,6 @@ class DrawnSampler(GreedySampler):
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.DRAFT, generated(seq)), 0
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
         address, _ = self.stream(seq)
         return draw_children(self._processed(seq, ends, logits), ends, plan, address)

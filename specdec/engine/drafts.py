@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules import Schedule
-from specdec.core.drafts import Commit, Draft, Plan, Proposer
+from specdec.core.drafts import Commit, Draft, Proposer
 from specdec.core.outcome import Outcome
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
@@ -93,7 +94,7 @@ class OpenDrafts:
         for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
-            plans: dict[int, Plan] = {}
+            plans: dict[int, Budget] = {}
             for pacing, together in grouped(group, lambda seq: self.requests[seq.id].pacing):
                 with self.guard(together):
                     plans |= _plans(pacing.schedule, together)
@@ -118,7 +119,7 @@ class OpenDrafts:
                         proposals |= self._ask(opened.proposer, together, own)
         return proposals
 
-    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
+    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Budget]) -> dict[int, Tree]:
         """One draft's proposals by sequence id, cut before the first token that processors forbid.
 
         Raises DraftError unless there is one Tree per sequence.
@@ -141,7 +142,7 @@ class OpenDrafts:
                     found[seq.id] = tree
         return found
 
-    def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
+    def _check(self, seq: RunningSequence, plan: Budget, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
         for part in ("tokens", "parents", "confidence"):
             if not isinstance(given := getattr(tree, part), list | None):
@@ -216,8 +217,8 @@ class OpenDrafts:
                     request.draft = None if request.draft is opened.draft else request.draft
 
 
-def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
-    """The schedule's plans by sequence id; raises OptionError unless it is a list with one `Plan` per sequence."""
+def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Budget]:
+    """The schedule's plans by sequence id; raises OptionError unless it is a list with one `Budget` per sequence."""
     plans = schedule.plan(seqs)
     limits = [getattr(plan, "limit", None) for plan in plans] if isinstance(plans, Sequence) else []
     if len(limits) != len(seqs) or not all(map(is_whole, limits)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from specdec.core.drafts import Plan, SequenceView, path_limit
+from specdec.core.budget import Budget
+from specdec.core.drafts import SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.proposers.views import branch_tokens
 
 
-def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
+def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Budget, source: str) -> Tree:
     """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
     kept: list[float] = []
     for chance in confidence[: path_limit(seq, plan)]:
@@ -21,7 +22,7 @@ def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Pla
 
 
 def chain_per_leaf(
-    seq: SequenceView, plan: Plan, source: str, guess: Callable[[list[int]], tuple[list[int], list[float]]]
+    seq: SequenceView, plan: Budget, source: str, guess: Callable[[list[int]], tuple[list[int], list[float]]]
 ) -> Tree:
     """A proposal with a chain from each leaf: what `guess` returns for the tokens from the text to the leaf, cut."""
     tokens: list[int] = []

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 
@@ -111,7 +112,7 @@ class TextProposer(Proposer):
         self._draft, self._vocab_size, self._calibration = draft, vocab_size, draft.calibration
         self._readings: dict[int, _Reading] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
@@ -129,7 +130,7 @@ class TextProposer(Proposer):
         self._readings[seq.id] = reading
         return reading.guess, confidence
 
-    def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
+    def _propose(self, seq: SequenceView, plan: Budget) -> Tree:
         guess, source = self.guess(seq, plan.limit), self._draft.source
         if not seq.tree.tokens:
             return cut(*guess, seq, plan, source)

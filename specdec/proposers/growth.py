@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, ChainRule, Level, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Work
 from specdec.proposers.views import branch_tokens
@@ -93,7 +94,7 @@ class ChainGrowth:
     `readable`: how many ids the draft has embeddings for.
     """
 
-    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+    def __init__(self, plan: Budget, limit: int, cached: CachedText, readable: int) -> None:
         self.seq, self.plan, self.limit, self.cached, self._readable = cached.seq, plan, limit, cached, readable
         self._confident = plan.needs_confidence
         self.tokens: list[int] = []
@@ -123,11 +124,11 @@ class ChainGrowth:
         return Work.text(work.row, [token]) if self.gain > 0 else None
 
     def rule(self, width: int) -> ChainRule | None:
-        """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
+        """The rule for drafting the chain in one call over `width` tokens; None if the sampler cannot state it."""
         task = self.seq.task
-        if (until := self.plan.until) is None or (choice := task.sampler.choice(self.seq)) is None:
+        if (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self._confident, task.sampler.needs_q)
+        return ChainRule(self.limit, width, choice, self.plan, task.ends, task.sampler.needs_q)
 
     def take_all(self, fed: Work, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
@@ -162,7 +163,7 @@ class TreeGrowth:
     embeddings for.
     """
 
-    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
+    def __init__(self, plan: Budget, limit: int, cached: CachedText, readable: int) -> None:
         self.seq, self.plan, self.cached, self._limit, self._readable = cached.seq, plan, cached, limit, readable
         seq, leaves = self.seq, zip(self.seq.leaves, self.seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
@@ -206,7 +207,7 @@ class TreeGrowth:
         self.cached_ends = [max(end - num_text, -1) for end in self.cached_ends]
         return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
 
-    def _level(self, level: list[tuple[int, Branch]]) -> Work | None:
+    def _level(self, level: Level) -> Work | None:
         branches, first = self.cached.branches, len(self._nodes)
         self._nodes += [branch for _, branch in level]
         self._parents += [self._node_ends[end] for end, _ in level]

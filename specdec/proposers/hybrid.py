@@ -8,8 +8,9 @@ from itertools import accumulate
 from operator import mul
 from time import perf_counter
 
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
+from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.chains import cut
@@ -65,7 +66,7 @@ class HybridProposer(Proposer):
         self._pending: dict[int, tuple[int, Tree]] = {}
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> Sequence[SequenceView]:
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
         """The readers among the sequences that prefer the model."""
         self._learn(seqs)
         self._copies = {
@@ -75,7 +76,7 @@ class HybridProposer(Proposer):
         chosen = self._choose(seqs, plans)
         return self._inner.readers([seq for seq, _ in chosen], [plan for _, plan in chosen]) if chosen else ()
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
             self.readers(seqs, plans)
@@ -104,7 +105,7 @@ class HybridProposer(Proposer):
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
 
-    def _choose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[tuple[SequenceView, Plan]]:
+    def _choose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
         """The sequences that prefer the model, with their plans."""
         pairs = zip(seqs, plans, strict=True)
         return [(seq, plan) for seq, plan in pairs if self._prefers_model(seq, plan, self._copies[seq.id])]
@@ -129,7 +130,7 @@ class HybridProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
-    def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
+    def _prefers_model(self, seq: SequenceView, plan: Budget, tree: Tree) -> bool:
         """Whether the model promises more tokens per second than the copies in `tree`."""
         limit = path_limit(seq, plan)
         if not limit:
@@ -144,7 +145,7 @@ class HybridProposer(Proposer):
         model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
         return model_rate > _expected(tree.confidence or []) / gap
 
-    def _drafted(self, chosen: Sequence[tuple[SequenceView, Plan]]) -> dict[int, Tree]:
+    def _drafted(self, chosen: Sequence[tuple[SequenceView, Budget]]) -> dict[int, Tree]:
         """The model's trees by sequence id."""
         if not chosen:
             return {}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Draft, Plan, Proposer, SavedState, SequenceView, path_limit, pays
+from specdec.core.budget import Budget, pays
+from specdec.core.drafts import Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
@@ -69,7 +70,7 @@ class ModelProposer(Proposer):
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence; what is unread of a text is read in the pass that makes the first guess."""
         with self._kept_whole():
             readers = self._readers(seqs, plans)
@@ -80,7 +81,7 @@ class ModelProposer(Proposer):
         nothing = Tree([], [], source=self._source)
         return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[SequenceView]:
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[SequenceView]:
         """The sequences whose plans a draft pass pays, and whose texts the draft has embeddings for."""
         with self._kept_whole():
             return [seq for seq, _, _ in self._readers(seqs, plans)]
@@ -142,7 +143,7 @@ class ModelProposer(Proposer):
             self._session, self._cached = self._model.session(), {}
             raise
 
-    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[tuple[SequenceView, Plan, int]]:
+    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget, int]]:
         """The sequences to guess for, their plans and limits; guesses that were rejected are forgotten."""
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
         gains = [plan.gain([[]]) if limit > 0 else 0.0 for plan, limit in zip(plans, limits, strict=True)]
@@ -162,7 +163,7 @@ class ModelProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._session.bound(rows, columns)
 
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, plan: Budget) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
         limit = path_limit(seq, plan) if seq.tokens else 0
         if self._model.max_positions is not None:
@@ -239,7 +240,7 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Growth:
+    def _growth(self, seq: SequenceView, plan: Budget, limit: int) -> Growth:
         cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.vocab_size
         if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
             return ChainGrowth(plan, limit, cached, readable)

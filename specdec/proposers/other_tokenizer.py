@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SavedState, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
@@ -75,7 +76,7 @@ class TextBridgeProposer(Proposer):
         self._inner, self._vocab_size = draft.inner.start(len(draft.draft_tokenizer)), vocab_size
         self._seqs: dict[int, DraftSequence] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         if not any(plan.limit > 0 for plan in plans):
             return [EMPTY] * len(seqs)
         with self._kept_whole(seqs):
@@ -84,7 +85,7 @@ class TextBridgeProposer(Proposer):
             guesses = self._inner.propose(read, plans)
             return [self._translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> Sequence[SequenceView]:
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
         if not any(plan.limit > 0 for plan in plans):
             return ()
         with self._kept_whole(seqs):
@@ -164,7 +165,7 @@ class TextBridgeProposer(Proposer):
             else:
                 own.tokens = own.tokens[:start] + tokens
 
-    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Budget) -> Tree:
         """The draft's guess in the target's tokens."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SavedState, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 
 
@@ -76,10 +77,10 @@ class TextAloneProposer(Proposer):
         self._inner, self._places = proposer, places
         self._views: dict[int, _TextAlone] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
         return self._inner.propose([self._view(seq) for seq in seqs], plans)
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> Sequence[SequenceView]:
+    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
         return self._inner.readers([self._view(seq) for seq in seqs], plans)
 
     def unread(self, seq: SequenceView) -> int:

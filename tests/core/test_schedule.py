@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
+from specdec.core.budget import pays
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
-from specdec.core.draft_schedules.cost import WIDEST, CostPlan
+from specdec.core.draft_schedules.cost import WIDEST
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.draft_schedules.pause import Pause
 from specdec.core.draft_schedules.seconds import Seconds
-from specdec.core.drafts import pays
 from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step
+
+
+def chance(acceptance: Acceptance, confidence: float) -> float:
+    return acceptance.budget(1, 0.0, 0.0).chance(confidence)
 
 
 @dataclass
@@ -174,13 +178,13 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
 def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
     """Its tokens count by the mean of what came true so deep: how sure the draft is of them is not known yet."""
     worth = paths * Acceptance().mean
-    assert goes_on(CostPlan(9, Acceptance(), 0.99 * worth, 0.0), [[]] * paths)
-    assert not goes_on(CostPlan(9, Acceptance(), 1.01 * worth, 0.0), [[]] * paths)
+    assert goes_on(Acceptance().budget(9, 0.99 * worth, 0.0), [[]] * paths)
+    assert not goes_on(Acceptance().budget(9, 1.01 * worth, 0.0), [[]] * paths)
     acceptance = Acceptance().after([(1.0, True)], 1).after([(1.0, True), (1.0, False)], 2)
-    worth = paths * acceptance.of(1.0) * acceptance.later
+    worth = paths * chance(acceptance, 1.0) * acceptance.later
     assert acceptance.later == pytest.approx(1.6 / 3)
-    assert goes_on(CostPlan(9, acceptance, 0.99 * worth, 0.0), [[1.0]] * paths)
-    assert not goes_on(CostPlan(9, acceptance, 1.01 * worth, 0.0), [[1.0]] * paths)
+    assert goes_on(acceptance.budget(9, 0.99 * worth, 0.0), [[1.0]] * paths)
+    assert not goes_on(acceptance.budget(9, 1.01 * worth, 0.0), [[1.0]] * paths)
 
 
 @pytest.mark.parametrize("hidden", [0.0, 1.0])
@@ -374,11 +378,11 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     acceptance = Acceptance()
     for _ in range(20):
         acceptance = acceptance.after([(0.7, True), (0.06, False)], 1)
-    assert acceptance.of(0.06) > 0.03
-    assert acceptance.of(0.7) > 0.7
+    assert chance(acceptance, 0.06) > 0.03
+    assert chance(acceptance, 0.7) > 0.7
     for _ in range(20):
         acceptance = acceptance.after([(0.5, False)], 1)
-    assert acceptance.of(0.5) < 0.1
+    assert chance(acceptance, 0.5) < 0.1
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.6, 2, 8), (0.01, 40, 48)])
@@ -407,8 +411,8 @@ def test_drawn_guesses_hold_however_unlikely() -> None:
         confidence = 10 ** source.uniform(-5, 0)
         acceptance = acceptance.after([(confidence, source.random() < 0.4 + 0.5 * (confidence > 0.1))], 1)
     for confidence in (2e-5, 2e-4, 2e-3, 2e-2):
-        assert 0.25 < acceptance.of(confidence) < 0.6
-    assert acceptance.of(0.9) > 0.75
+        assert 0.25 < chance(acceptance, confidence) < 0.6
+    assert chance(acceptance, 0.9) > 0.75
 
 
 def test_a_sure_draft_goes_on() -> None:

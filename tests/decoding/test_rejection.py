@@ -30,7 +30,7 @@ from tests.decoding.toys import (
     wrong,
 )
 from tests.matrix import in_pairs
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence
 
 V = 3
 TARGET = table(1, V)
@@ -89,7 +89,7 @@ def test_law_with_a_draft_of_another_tokenizer(monkeypatch, kind) -> None:
         proposer = bridge.start(V)
 
         def guesses(row, k):
-            [tree] = proposer.propose([row], [FakePlan(k)])
+            [tree] = proposer.propose([row], [FakeBudget(k)])
             sizes.add(len(tree))
             return tree
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specdec.core.draft_schedules.fixed import Limit
-from specdec.core.drafts import Draft, Plan
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft
 from specdec.core.tree import EMPTY, Tree
 from specdec.engine import scheduler as module
 from specdec.engine.drafts import OpenDrafts
@@ -16,7 +16,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
 from specdec.proposers.other_tokenizer import TextBridge
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, task
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, follow, task
 from tests.proposers.test_branching import TASK, best_tree, paths
 from tests.proposers.test_other_tokenizer import ours, theirs
 from tests.tiny import tiny
@@ -49,7 +49,7 @@ class Reader:
         drafts.of = lambda seq: self.opened  # type: ignore[method-assign]
         self.proposer = self.opened.proposer
 
-    def propose(self, rows: Sequence[Any], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[Any], plans: Sequence[Budget]) -> list[Tree]:
         self.scheduler._keys.update({row: row.task.source for row in rows})
         wanted = {row.id for row in self.proposer.readers(rows, plans)}
         waiting = wanted - self.scheduler.catch_up(self.opened, [row for row in rows if row.id in wanted])
@@ -60,7 +60,7 @@ class Reader:
 
 
 def one(reader: Reader, row: Text, limit: int = 5) -> list[int]:
-    return reader.propose([row], [FakePlan(limit)])[0].tokens
+    return reader.propose([row], [FakeBudget(limit)])[0].tokens
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_long_prompts_are_read_a_chunk_per_round() -> None:
     silent = []
     for _ in range(16):
         before = model.passes
-        trees = session.propose(rows, [FakePlan(2)] * 3)
+        trees = session.propose(rows, [FakeBudget(2)] * 3)
         silent.append([not tree.tokens for tree in trees])
         assert model.passes <= before + 3
         for row, tree in zip(rows, trees, strict=True):
@@ -113,7 +113,7 @@ def test_rows_of_one_source_read_it_once() -> None:
     ]
     before = sum(map(sum, model.fed))
     for _ in range(3):
-        trees = session.propose(rows, [FakePlan(2)] * len(rows))
+        trees = session.propose(rows, [FakeBudget(2)] * len(rows))
         for row, tree in zip(rows, trees, strict=True):
             assert tree.tokens == model.greedy(row.tokens, 2)
             follow(session.proposer, row, tree.tokens, row.id % 3, 30 + row.id)
@@ -128,9 +128,9 @@ def test_rows_of_one_long_source_read_it_once() -> None:
     session, ours = Reader(ModelDraft(model)), task(source="ours")
     rows = [Text(list(range(30)), k, task=ours) for k in range(3)]
     for _ in range(3):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
+        trees = session.propose(rows, [FakeBudget(1)] * 3)
     while not all(trees):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
+        trees = session.propose(rows, [FakeBudget(1)] * 3)
     assert [tree.tokens for tree in trees] == [model.greedy(rows[0].tokens, 1)] * 3
     assert sum(map(sum, model.fed)) < 29 + 3 * 5
 
@@ -151,7 +151,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
     monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(module, "SHARED_CHUNK", 3)
-    model, plan = tiny(name), Limit(3, branches=2)
+    model, plan = tiny(name), Budget.sure(3, branches=2)
     rows = [Text([5, 6, 7], 0, task=TASK), Text([8, 9], 1, task=TASK)]
     session = Reader(ModelDraft(LanguageModel(model)), 64)
     silent = []
@@ -170,5 +170,5 @@ def test_a_draft_that_still_reads_says_so() -> None:
     """Through the bridge as without it. (Its rounds counted as slow, wrong guesses.)"""
     session = Reader(TextBridge(ModelDraft(FakeModel(len(theirs))), ours, theirs), len(ours))
     rows = [Text(ours.encode("the quick brown fox " * 400), 0), Text(ours.encode("a lazy"), 1)]
-    sources = [[tree.source for tree in session.propose(rows, [FakePlan(3)] * 2)] for _ in range(2)]
+    sources = [[tree.source for tree in session.propose(rows, [FakeBudget(3)] * 2)] for _ in range(2)]
     assert sources[0] == ["", "bridge"]

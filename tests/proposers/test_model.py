@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from specdec.proposers import ModelDraft
-from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
+from tests.proposers.fakes import FakeBudget, FakeEncoding, FakeModel, FakeSequence, Greedy, follow, one, task
 
 
 def test_proposes_the_models_own_continuation() -> None:
     """Greedy guesses are what the draft model would have said, with its confidence, one pass per guess."""
     model, row = FakeModel(), FakeSequence([1, 2, 3])
-    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakeBudget(4)])
     assert tree.tokens == model.greedy(row.tokens, 4)
     assert tree.is_chain
     assert tree.q is None
@@ -29,7 +29,7 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([rng.randrange(50) for _ in range(rng.randint(1, 6))], key) for key in range(4)]
     for turn in range(25):
-        plans = [FakePlan(rng.choice([0, 1, 3, 6])) for _ in rows]
+        plans = [FakeBudget(rng.choice([0, 1, 3, 6])) for _ in rows]
         trees = session.propose(rows, plans)
         for row, plan, tree in zip(rows, plans, trees, strict=True):
             assert tree.tokens == model.greedy(row.tokens, plan.limit)
@@ -87,9 +87,9 @@ def test_no_pass_without_a_plan() -> None:
     """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
     model, row = FakeModel(), FakeSequence([1, 2])
     session = ModelDraft(model).start(50)
-    assert not session.propose([row], [FakePlan(0)])[0].tokens
+    assert not session.propose([row], [FakeBudget(0)])[0].tokens
     row.remaining = 1
-    assert not session.propose([row], [FakePlan(5)])[0].tokens
+    assert not session.propose([row], [FakeBudget(5)])[0].tokens
     row.remaining = 3
     assert model.passes == 0
     assert one(session, row, 5) == model.greedy(row.tokens, 2)
@@ -98,14 +98,14 @@ def test_no_pass_without_a_plan() -> None:
 def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     """`gain` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    plan = FakePlan(4, doubt=2.0)
+    plan = FakeBudget(4, doubt=2.0)
     [tree] = ModelDraft(model).start(50).propose([row], [plan])
     assert len(tree) == 1
     assert plan.asked == [[], tree.confidence]
-    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4, drop=2.0)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakeBudget(4, drop=2.0)])
     assert not tree.tokens
     drawn = FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
-    [tree] = ModelDraft(model).start(50).propose([drawn], [FakePlan(4, drop=2.0)])
+    [tree] = ModelDraft(model).start(50).propose([drawn], [FakeBudget(4, drop=2.0)])
     assert len(tree) == 4
 
 
@@ -114,7 +114,7 @@ def test_padded_vocabularies(target_vocab: int) -> None:
     """The sampler sees logits at the target's width, and no guess lies outside either vocabulary."""
     sampler, model = Greedy(needs_q=True), FakeModel(50)
     row = FakeSequence([1, 2], task=task(sampler))
-    [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakePlan(8)])
+    [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakeBudget(8)])
     assert sampler.widths == {target_vocab}
     assert tree.q.shape == (8, target_vocab)
     assert max(tree.tokens) < min(target_vocab, 50)
@@ -182,7 +182,7 @@ def test_release_frees_the_cache_and_readmits() -> None:
     model = FakeModel()
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([k + 1], k) for k in range(3)]
-    session.propose(rows, [FakePlan(2)] * 3)
+    session.propose(rows, [FakeBudget(2)] * 3)
     session.drop([1, 99])
     assert len(model.sessions[0].held) == 2
     session.drop([0, 2])
@@ -196,11 +196,11 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [1, 1]])}
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([0], k, task=task(inputs=inputs, encoder_row=k)) for k in range(3)]
-    session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
+    session.propose(rows, [FakeBudget(0), FakeBudget(2), FakeBudget(0)])
     session.drop([1])
-    session.propose(rows[:1], [FakePlan(2)])
+    session.propose(rows[:1], [FakeBudget(2)])
     late = FakeSequence([0], 3, task=task(inputs={"input_ids": torch.tensor([[20, 3]])}))
-    trees = session.propose([rows[0], rows[2], late], [FakePlan(2)] * 3)
+    trees = session.propose([rows[0], rows[2], late], [FakeBudget(2)] * 3)
     assert [tree.tokens for tree in trees] == [model.greedy([0], 2, value) for value in (11, 2, 23)]
     assert model.encoded in (2, 3)  # again where nobody was there to keep it
 

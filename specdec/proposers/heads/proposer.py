@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Commit, Draft, Hidden, Plan, SavedState, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Commit, Draft, Hidden, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
@@ -149,7 +150,7 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(draft.feature_width, dtype=draft.dtype, device=draft.device)
 
-    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[tuple[SequenceView, Plan, int]]:
+    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget, int]]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
         self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
         return super()._readers(seqs, plans)
@@ -240,7 +241,7 @@ class HeadProposer(ModelProposer):
         """Those that were fed with the target's features, unless later stages need more of them."""
         return cached.num_own if len(self._session.stages) == 1 else 0
 
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, plan: Budget) -> int:
         known = self._known.get(seq.id)
         complete = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
         return super()._limit(seq, plan) if complete and self._is_continuous(seq) else 0
@@ -328,7 +329,7 @@ class BlockProposer(HeadProposer):
         assert self._head.block is not None
         return self._head.block
 
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, plan: Budget) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
