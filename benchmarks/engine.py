@@ -73,9 +73,9 @@ class AlwaysWrong(Draft, Proposer):
         self._proposer, self._vocab = self._draft.start(vocab_size), vocab_size
         return self
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
-        trees = self._proposer.propose(rows, plans)
+        trees = self._proposer.propose(rows, budgets)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
 
     def drop(self, keys: Sequence[int]) -> None:

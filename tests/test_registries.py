@@ -130,7 +130,7 @@ def test_calls_in_flight_keep_their_kind_of_schedule() -> None:
 def test_a_threshold_alone_needs_confidence() -> None:
     """Drafts may leave out the sum over the vocabulary where nobody asks."""
     assert [Budget.sure(5).needs_confidence, Budget.sure(5, 0.1).needs_confidence] == [False, True]
-    assert Cost().plan([0])[0].needs_confidence  # type: ignore[list-item]
+    assert Cost().budgets([0])[0].needs_confidence  # type: ignore[list-item]
 
 
 def test_words_for_drafts_are_those_of_the_classes() -> None:

@@ -66,21 +66,21 @@ class HybridProposer(Proposer):
         self._pending: dict[int, tuple[int, Tree]] = {}
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
         """The readers among the sequences that prefer the model."""
         self._learn(seqs)
         self._copies = {
-            seq.id: cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
-            for seq, plan in zip(seqs, plans, strict=True)
+            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source)
+            for seq, budget in zip(seqs, budgets, strict=True)
         }
-        chosen = self._choose(seqs, plans)
-        return self._inner.readers([seq for seq, _ in chosen], [plan for _, plan in chosen]) if chosen else ()
+        chosen = self._choose(seqs, budgets)
+        return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
-            self.readers(seqs, plans)
-        trees, self._copies = self._copies | self._drafted(self._choose(seqs, plans)), {}
+            self.readers(seqs, budgets)
+        trees, self._copies = self._copies | self._drafted(self._choose(seqs, budgets)), {}
         self._ended = perf_counter()
         return [trees[seq.id] for seq in seqs]
 
@@ -105,10 +105,10 @@ class HybridProposer(Proposer):
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
 
-    def _choose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
-        """The sequences that prefer the model, with their plans."""
-        pairs = zip(seqs, plans, strict=True)
-        return [(seq, plan) for seq, plan in pairs if self._prefers_model(seq, plan, self._copies[seq.id])]
+    def _choose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
+        """The sequences that prefer the model, with their budgets."""
+        pairs = zip(seqs, budgets, strict=True)
+        return [(seq, budget) for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -130,9 +130,9 @@ class HybridProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
-    def _prefers_model(self, seq: SequenceView, plan: Budget, tree: Tree) -> bool:
+    def _prefers_model(self, seq: SequenceView, budget: Budget, tree: Tree) -> bool:
         """Whether the model promises more tokens per second than the copies in `tree`."""
-        limit = path_limit(seq, plan)
+        limit = path_limit(seq, budget)
         if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
@@ -149,9 +149,9 @@ class HybridProposer(Proposer):
         """The model's trees by sequence id."""
         if not chosen:
             return {}
-        seqs, plans = [seq for seq, _ in chosen], [plan for _, plan in chosen]
+        seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
         began = perf_counter()
-        trees = self._inner.propose(seqs, plans)
+        trees = self._inner.propose(seqs, budgets)
         seq_ids = {seq.id for seq in seqs}
         # A round in which the model reads a prompt does not measure one pass.
         if seq_ids <= self._read and any(trees):

@@ -70,21 +70,21 @@ class ModelProposer(Proposer):
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence; what is unread of a text is read in the pass that makes the first guess."""
         with self._kept_whole():
-            readers = self._readers(seqs, plans)
+            readers = self._readers(seqs, budgets)
             if unseen := [seq for seq, _, _ in readers if self._unseen(seq) is not None]:
                 self.read(unseen, 1)
-            growths = {seq.id: self._growth(seq, plan, limit) for seq, plan, limit in readers}
+            growths = {seq.id: self._growth(seq, budget, limit) for seq, budget, limit in readers}
             self._grow(list(growths.values()))
         nothing = Tree([], [], source=self._source)
         return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[SequenceView]:
-        """The sequences whose plans a draft pass pays, and whose texts the draft has embeddings for."""
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[SequenceView]:
+        """The sequences whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
         with self._kept_whole():
-            return [seq for seq, _, _ in self._readers(seqs, plans)]
+            return [seq for seq, _, _ in self._readers(seqs, budgets)]
 
     def unread(self, seq: SequenceView) -> int:
         cached = self._cached.get(seq.id)
@@ -143,15 +143,17 @@ class ModelProposer(Proposer):
             self._session, self._cached = self._model.session(), {}
             raise
 
-    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget, int]]:
-        """The sequences to guess for, their plans and limits; guesses that were rejected are forgotten."""
-        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
-        gains = [plan.gain([[]]) if limit > 0 else 0.0 for plan, limit in zip(plans, limits, strict=True)]
-        if not pays(plans, gains):
+    def _readers(
+        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
+    ) -> list[tuple[SequenceView, Budget, int]]:
+        """The sequences to guess for, their budgets and limits; guesses that were rejected are forgotten."""
+        limits = [self._limit(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        gains = [budget.gain([[]]) if limit > 0 else 0.0 for budget, limit in zip(budgets, limits, strict=True)]
+        if not pays(budgets, gains):
             return []
-        chosen = [one for one, gain in zip(zip(seqs, plans, limits, strict=True), gains, strict=True) if gain > 0]
+        chosen = [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
         self._settle([seq for seq, _, _ in chosen])
-        return [(seq, plan, limit) for seq, plan, limit in chosen if self._can_read(seq)]
+        return [(seq, budget, limit) for seq, budget, limit in chosen if self._can_read(seq)]
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
@@ -163,9 +165,9 @@ class ModelProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._session.bound(rows, columns)
 
-    def _limit(self, seq: SequenceView, plan: Budget) -> int:
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
-        limit = path_limit(seq, plan) if seq.tokens else 0
+        limit = path_limit(seq, budget) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit
@@ -240,12 +242,12 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Budget, limit: int) -> Growth:
+    def _growth(self, seq: SequenceView, budget: Budget, limit: int) -> Growth:
         cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.vocab_size
-        if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return ChainGrowth(plan, limit, cached, readable)
+        if not usual or ((budget.branches or usual) == 1 and not seq.tree.tokens):
+            return ChainGrowth(budget, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
-        return TreeGrowth(plan, limit if can_read else 0, cached, readable)
+        return TreeGrowth(budget, limit if can_read else 0, cached, readable)
 
     def _grow_in_one_call(self, works: Sequence[tuple[Growth, Work]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
@@ -279,7 +281,7 @@ class ModelProposer(Proposer):
                 for (growth, work), out in zip(works, outputs, strict=True)
                 if (following := growth.take(work, fit(out.logits, self._vocab_size))) is not None
             ]
-            if not pays([growth.plan for growth, _ in works], [growth.gain for growth, _ in works]):
+            if not pays([growth.budget for growth, _ in works], [growth.gain for growth, _ in works]):
                 return
             level += 1
 

@@ -76,20 +76,20 @@ class TextBridgeProposer(Proposer):
         self._inner, self._vocab_size = draft.inner.start(len(draft.draft_tokenizer)), vocab_size
         self._seqs: dict[int, DraftSequence] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
-        if not any(plan.limit > 0 for plan in plans):
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        if not any(budget.limit > 0 for budget in budgets):
             return [EMPTY] * len(seqs)
         with self._kept_whole(seqs):
             seqs = [best_branch(seq) for seq in seqs]
             read = [self._view(seq) for seq in seqs]
-            guesses = self._inner.propose(read, plans)
-            return [self._translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
+            guesses = self._inner.propose(read, budgets)
+            return [self._translate(*parts) for parts in zip(seqs, read, guesses, budgets, strict=True)]
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
-        if not any(plan.limit > 0 for plan in plans):
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        if not any(budget.limit > 0 for budget in budgets):
             return ()
         with self._kept_whole(seqs):
-            return self._inner.readers([self._view(best_branch(seq)) for seq in seqs], plans)
+            return self._inner.readers([self._view(best_branch(seq)) for seq in seqs], budgets)
 
     def unread(self, seq: SequenceView) -> int:
         """In tokens of the draft."""
@@ -165,7 +165,7 @@ class TextBridgeProposer(Proposer):
             else:
                 own.tokens = own.tokens[:start] + tokens
 
-    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Budget) -> Tree:
+    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, budget: Budget) -> Tree:
         """The draft's guess in the target's tokens."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
@@ -179,7 +179,7 @@ class TextBridgeProposer(Proposer):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
-        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge" if guess.tokens or guess.source else "")
+        return cut(tokens, [chance] * len(tokens), seq, budget, "bridge" if guess.tokens or guess.source else "")
 
     def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
         """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""

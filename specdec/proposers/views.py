@@ -77,11 +77,11 @@ class TextAloneProposer(Proposer):
         self._inner, self._places = proposer, places
         self._views: dict[int, _TextAlone] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
-        return self._inner.propose([self._view(seq) for seq in seqs], plans)
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return self._inner.propose([self._view(seq) for seq in seqs], budgets)
 
-    def readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> Sequence[SequenceView]:
-        return self._inner.readers([self._view(seq) for seq in seqs], plans)
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        return self._inner.readers([self._view(seq) for seq in seqs], budgets)
 
     def unread(self, seq: SequenceView) -> int:
         return self._inner.unread(self._view(seq))

@@ -414,7 +414,7 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5).engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5).engine.memory.limit <= free_bytes(torch.device("cpu"))
 
 
 def test_a_budget_has_room_for_what_is_drafted() -> None:
@@ -458,7 +458,7 @@ def test_a_budget_counts_the_frames_of_both_models() -> None:
     for length in (10, 110):
         ids = torch.full((2, length), 5)
         jobs = [(own, own.submit(input_ids=ids, **COMMON)) for own in (plain, assisted)]
-        needed.append([own.engine.budget.bytes([job.call.request]) for own, job in jobs])
+        needed.append([own.engine.memory.bytes([job.call.request]) for own, job in jobs])
     (short, short_both), (long, long_both) = needed
     assert long - short == 2 * 100 * LanguageModel(model).kv_bytes
     assert long_both - short_both == long - short + 2 * 100 * draft.kv_bytes

@@ -49,12 +49,12 @@ class Reader:
         drafts.of = lambda seq: self.opened  # type: ignore[method-assign]
         self.proposer = self.opened.proposer
 
-    def propose(self, rows: Sequence[Any], plans: Sequence[Budget]) -> list[Tree]:
+    def propose(self, rows: Sequence[Any], budgets: Sequence[Budget]) -> list[Tree]:
         self.scheduler._keys.update({row: row.task.source for row in rows})
-        wanted = {row.id for row in self.proposer.readers(rows, plans)}
+        wanted = {row.id for row in self.proposer.readers(rows, budgets)}
         waiting = wanted - self.scheduler.catch_up(self.opened, [row for row in rows if row.id in wanted])
-        ready = [(row, plan) for row, plan in zip(rows, plans, strict=True) if row.id not in waiting]
-        trees = self.proposer.propose([row for row, _ in ready], [plan for _, plan in ready]) if ready else []
+        ready = [(row, budget) for row, budget in zip(rows, budgets, strict=True) if row.id not in waiting]
+        trees = self.proposer.propose([row for row, _ in ready], [budget for _, budget in ready]) if ready else []
         found = {row.id: tree for (row, _), tree in zip(ready, trees, strict=True)}
         return [found.get(row.id, EMPTY) for row in rows]
 
@@ -151,15 +151,15 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
     monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(module, "SHARED_CHUNK", 3)
-    model, plan = tiny(name), Budget.sure(3, branches=2)
+    model, budget = tiny(name), Budget.sure(3, branches=2)
     rows = [Text([5, 6, 7], 0, task=TASK), Text([8, 9], 1, task=TASK)]
     session = Reader(ModelDraft(LanguageModel(model)), 64)
     silent = []
     for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
-        for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
+        for row, tree in zip(rows, session.propose(rows, [budget] * 2), strict=True):
             silent.append(not tree.tokens)
             if tree.tokens:
-                assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
+                assert paths(tree).keys() == best_tree(model, row.tokens, budget).keys()
         rows[0].tokens += more
         rows[1].tokens += [3]
     assert sum(silent) < 5

@@ -109,7 +109,7 @@ def test_a_draft_that_says_nothing_of_itself() -> None:
     """Predictions and trees are refused, not ignored, until it says that it uses them."""
 
     class Silent(OwnProposer):
-        def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
+        def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
             return [EMPTY] * len(seqs)
 
     generator = SpecGenerator(tiny("llama"), Silent())

@@ -1,4 +1,4 @@
-"""Stand-ins for a row, a plan, a sampler and a language model whose logits are a hash of the whole prefix."""
+"""Stand-ins for a row, a budget, a sampler and a language model whose logits are a hash of the whole prefix."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from specdec.proposers import ModelDraft
 from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
-PLANS = [
+BUDGETS = [
     Budget.sure(5),
     Budget.sure(1),
     Budget.sure(20, 0.1),
@@ -91,8 +91,8 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("plan", PLANS)
-def test_as_pass_by_pass(plan: Budget, sampler: GreedySampler) -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_as_pass_by_pass(budget: Budget, sampler: GreedySampler) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
     models = FakeModel(), FakeModel(session=Chaining)
@@ -100,7 +100,7 @@ def test_as_pass_by_pass(plan: Budget, sampler: GreedySampler) -> None:
     rows = [FakeSequence([7, 3, 9], task=replace(task(sampler), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
     for _ in range(60):
-        trees = [session.propose([row], [plan])[0] for session, row in zip(sessions, rows, strict=True)]
+        trees = [session.propose([row], [budget])[0] for session, row in zip(sessions, rows, strict=True)]
         one, other = trees
         assert one.tokens == other.tokens
         assert one.confidence == pytest.approx(other.confidence)
@@ -116,14 +116,14 @@ def test_as_pass_by_pass(plan: Budget, sampler: GreedySampler) -> None:
             follow(session, row, tree.tokens, accepted, bonus)
     assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
-    assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
+    assert len(lengths) > 1 or budget.limit == 1 or not budget.needs_confidence
 
 
 def test_several_rows_at_once() -> None:
-    """Rows with plans and samplers of their own: the proposals of passes, and one call a round as long as all
+    """Rows with budgets and samplers of their own: the proposals of passes, and one call a round as long as all
     allow it.
     """
-    samplers, plans = SAMPLERS.values(), [Budget.sure(5), Budget.sure(2), Acceptance().budget(12, 0.05, 0.02, 1)]
+    samplers, budgets = SAMPLERS.values(), [Budget.sure(5), Budget.sure(2), Acceptance().budget(12, 0.05, 0.02, 1)]
     models = FakeModel(), FakeModel(session=Chaining)
     sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
@@ -136,7 +136,7 @@ def test_several_rows_at_once() -> None:
     ]
     chance = random.Random(1)
     for turn in range(30):
-        trees = [session.propose(own, plans) for session, own in zip(sessions, rows, strict=True)]
+        trees = [session.propose(own, budgets) for session, own in zip(sessions, rows, strict=True)]
         for number, (one, other) in enumerate(zip(*trees, strict=True)):
             assert one.tokens == other.tokens
             assert one.confidence == pytest.approx(other.confidence)
@@ -147,7 +147,7 @@ def test_several_rows_at_once() -> None:
     assert [*models[0].sessions[-1].held.values()] == [*models[1].sessions[-1].held.values()]
     assert not models[1].sessions[-1].fed
     rows[1][0].task = task(Contrary(Processors(), 50))  # one that must be asked after every guess
-    sessions[1].propose(rows[1], plans)
+    sessions[1].propose(rows[1], budgets)
     assert models[1].sessions[-1].calls == 30
 
 

@@ -31,7 +31,7 @@ def test_kinds_of_token_lists(value: object) -> None:
 
 
 def test_longer_proposals_are_cut() -> None:
-    """Tokens beyond k, beyond the end of the text, and beyond what the plan keeps are left out."""
+    """Tokens beyond k, beyond the end of the text, and beyond what the budget keeps are left out."""
     session = FunctionDraft(lambda tokens, k: range(20)).start(50)
     assert one(session, FakeSequence([1]), 3) == [0, 1, 2]
     assert one(session, FakeSequence([1], remaining=3), 9) == [0, 1]

@@ -101,12 +101,12 @@ def test_skipped_rounds_leave_the_model_exact(model: SlowModel, clock: Clock) ->
     rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
     sources = set()
     for _ in range(40):
-        plans = [FakeBudget(rng.choice([0, 2, 5])) for _ in rows]
-        for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
+        budgets = [FakeBudget(rng.choice([0, 2, 5])) for _ in rows]
+        for row, budget, tree in zip(rows, budgets, session.propose(rows, budgets), strict=True):
             sources.add(tree.source)
-            assert len(tree) <= plan.limit
+            assert len(tree) <= budget.limit
             if tree.source == "model":
-                assert tree.tokens == model.greedy(row.tokens, plan.limit)
+                assert tree.tokens == model.greedy(row.tokens, budget.limit)
             follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
         clock.now += 1.0
     assert {"model", "suffix"} <= sources
@@ -119,8 +119,8 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     drawn: list[Tree] = []
 
     class Watched(OwnProposer):
-        def propose(self, rows: list[SequenceView], plans: list[FakeBudget]) -> list[Tree]:
-            drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
+        def propose(self, rows: list[SequenceView], budgets: list[FakeBudget]) -> list[Tree]:
+            drawn.extend(Tree.chain([9] * budget.limit) for budget in budgets)
             return drawn[-len(rows) :]
 
     session = HybridDraft(SuffixDraft(), Watched()).start(50)

@@ -29,10 +29,10 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([rng.randrange(50) for _ in range(rng.randint(1, 6))], key) for key in range(4)]
     for turn in range(25):
-        plans = [FakeBudget(rng.choice([0, 1, 3, 6])) for _ in rows]
-        trees = session.propose(rows, plans)
-        for row, plan, tree in zip(rows, plans, trees, strict=True):
-            assert tree.tokens == model.greedy(row.tokens, plan.limit)
+        budgets = [FakeBudget(rng.choice([0, 1, 3, 6])) for _ in rows]
+        trees = session.propose(rows, budgets)
+        for row, budget, tree in zip(rows, budgets, trees, strict=True):
+            assert tree.tokens == model.greedy(row.tokens, budget.limit)
             new = [rng.randrange(50) for _ in range(rng.randint(0, 2))]
             if rng.random() < 0.2:
                 row.tokens += new
@@ -84,7 +84,7 @@ def test_text_that_was_written_anew_is_read_again() -> None:
 
 
 def test_no_pass_without_a_plan() -> None:
-    """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
+    """Limits of 0, the last token to come and a budget that does not go on cost nothing; the rows catch up later."""
     model, row = FakeModel(), FakeSequence([1, 2])
     session = ModelDraft(model).start(50)
     assert not session.propose([row], [FakeBudget(0)])[0].tokens
@@ -98,10 +98,10 @@ def test_no_pass_without_a_plan() -> None:
 def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     """`gain` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    plan = FakeBudget(4, doubt=2.0)
-    [tree] = ModelDraft(model).start(50).propose([row], [plan])
+    budget = FakeBudget(4, doubt=2.0)
+    [tree] = ModelDraft(model).start(50).propose([row], [budget])
     assert len(tree) == 1
-    assert plan.asked == [[], tree.confidence]
+    assert budget.asked == [[], tree.confidence]
     [tree] = ModelDraft(model).start(50).propose([row], [FakeBudget(4, drop=2.0)])
     assert not tree.tokens
     drawn = FakeSequence([1, 2], task=task(Greedy(needs_q=True)))

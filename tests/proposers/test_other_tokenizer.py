@@ -57,8 +57,8 @@ class Oracle(OwnProposer):
         self.tokenizer, self.text, self.junk = tokenizer, text, junk
         self.seen: list[list[int]] = []
 
-    def propose(self, rows: list[SequenceView], plans: list[Budget]) -> list[Tree]:
-        return [self._chain(row, plan.limit) for row, plan in zip(rows, plans, strict=True)]
+    def propose(self, rows: list[SequenceView], budgets: list[Budget]) -> list[Tree]:
+        return [self._chain(row, budget.limit) for row, budget in zip(rows, budgets, strict=True)]
 
     def _chain(self, row: SequenceView, limit: int) -> Tree:
         self.seen.append(list(row.tokens))
@@ -153,16 +153,16 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     model = FakeModel(len(theirs))
     session = TextBridge(ModelDraft(model), ours, theirs).start(len(ours))
     rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
-    plans = [FakeBudget(3), FakeBudget(5)]
+    budgets = [FakeBudget(3), FakeBudget(5)]
     model.fail_in = 2
     with pytest.raises(ZeroDivisionError):
-        session.propose(rows, plans)
-    trees = session.propose(rows, plans)
-    fresh = TextBridge(ModelDraft(model), ours, theirs).start(len(ours)).propose(rows, plans)
+        session.propose(rows, budgets)
+    trees = session.propose(rows, budgets)
+    fresh = TextBridge(ModelDraft(model), ours, theirs).start(len(ours)).propose(rows, budgets)
     assert [tree.tokens for tree in trees] == [tree.tokens for tree in fresh]
     session.drop([0])
     rows[1].tokens += ours.encode(" dog")
-    session.propose(rows[1:], plans[1:])
+    session.propose(rows[1:], budgets[1:])
     assert not session.propose(rows[1:], [FakeBudget(0)])[0].tokens
 
 

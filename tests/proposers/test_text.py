@@ -43,14 +43,14 @@ def test_reading_in_pieces_equals_reading_at_once(make: Make) -> None:
         for row in rows:
             row.tokens += [rng.randrange(4) for _ in range(rng.randint(1, 4))]
         limits = [FakeBudget(rng.choice([0, 1, 7])) for _ in rows]
-        for row, plan, tree in zip(rows, limits, session.propose(rows, limits), strict=True):
-            assert tree.tokens == one(make().start(50), row, plan.limit)
+        for row, budget, tree in zip(rows, limits, session.propose(rows, limits), strict=True):
+            assert tree.tokens == one(make().start(50), row, budget.limit)
             assert len(tree.confidence or ()) == len(tree)
             assert tree.q is None
 
 
 def test_cuts_to_the_plan_and_to_the_end(make: Make) -> None:
-    """No more than the limit, than the tokens that may come but one, and than what the plan keeps."""
+    """No more than the limit, than the tokens that may come but one, and than what the budget keeps."""
     text = list(range(9)) * 3
     assert one(make().start(50), FakeSequence(text), 4) == [0, 1, 2, 3]
     assert one(make().start(50), FakeSequence(text, remaining=3), 9) == [0, 1]

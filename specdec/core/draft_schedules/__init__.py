@@ -40,14 +40,14 @@ class Auto(Cost):
     def of(cls, setup: ScheduleSetup) -> Auto:
         return replace(super().of(replace(setup, tokens=None)), heuristic=Heuristic(setup.tokens_or(Heuristic.k)))
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Budget]:
-        plans = super().plan(seqs)
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+        budgets = super().budgets(seqs)
         if self.is_measured:
-            return plans
-        lengths = [own.limit for own in self.heuristic.plan(seqs)]
+            return budgets
+        lengths = [own.limit for own in self.heuristic.budgets(seqs)]
         return [
-            replace(plan, limit=min(plan.limit, length)) if plan.branches in (None, 1) else plan
-            for plan, length in zip(plans, lengths, strict=True)
+            replace(budget, limit=min(budget.limit, length)) if budget.branches in (None, 1) else budget
+            for budget, length in zip(budgets, lengths, strict=True)
         ]
 
     def after(self, round: Round) -> Auto:

@@ -115,29 +115,29 @@ class Cost:
 
     # deciding
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
         """One budget per sequence: with limit 0 while drafting waits, and 1 where it is tried again."""
-        return [self._plan_of(len(seqs))] * len(seqs)
+        return [self._budget_of(len(seqs))] * len(seqs)
 
-    def _plan_of(self, seqs: int) -> Budget:
+    def _budget_of(self, seqs: int) -> Budget:
         seconds, pause = self.seconds, self.pause
         everyone, drafting = seconds.shared(seqs)
         if not self.is_measured:
             draft_cost, node_cost = self._prior.draft_cost, self._prior.verify_cost
             if self.acceptance.mean < draft_cost + node_cost:  # so far, as while prompts are read
-                return self._plan(1, 0.0, 0.0)  # to measure costs: the draft may be free
-            return self._plan(self.k, everyone * draft_cost, node_cost)
+                return self._budget(1, 0.0, 0.0)  # to measure costs: the draft may be free
+            return self._budget(self.k, everyone * draft_cost, node_cost)
         if pause.skips_rule or pause.is_suspension or seconds.wants_plain_round(self.acceptance.mean):
-            return self._plan(0, 0.0, 0.0)
+            return self._budget(0, 0.0, 0.0)
         if not self._pays(seqs):
-            return self._plan(int(pause.is_over), 0.0, 0.0)
+            return self._budget(int(pause.is_over), 0.0, 0.0)
         gain = max(self.tokens / self.plain_tokens if self.plain_tokens else 1.0, 1.0)
         rate = gain * everyone / seconds.plain_round(everyone)
         # Only the slowest source asks before each pass; text drafts have no passes.
         dearest = max(seconds.drafts.values(), key=lambda line: line.at(drafting))
-        return self._plan(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
+        return self._budget(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
 
-    def _plan(self, limit: int, pass_cost: float, node_cost: float) -> Budget:
+    def _budget(self, limit: int, pass_cost: float, node_cost: float) -> Budget:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)

@@ -29,7 +29,7 @@ class Schedule(Protocol):
     @property
     def max_branches(self) -> int: ...
 
-    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Budget]:
+    def budgets(self, seqs: Sequence[SequenceView]) -> Sequence[Budget]:
         """One budget per sequence for the coming round."""
 
     def after(self, round: Round) -> Schedule:
@@ -114,7 +114,7 @@ class Constant:
     def max_branches(self) -> int:
         return self.branches or 1
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
         return [Budget.sure(self.k, self.threshold, self.branches)] * len(seqs)
 
     def after(self, round: Round) -> Constant:
@@ -142,7 +142,7 @@ class Heuristic(Constant):
     def max_tokens(self) -> int:
         return max(MOST_NODES // self.max_branches, self.k)
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
         return [Budget.sure(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:

@@ -73,9 +73,9 @@ class BeamSearch(Scoring):
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return Advance(after, leaves, [found.tokens[i] for i in chosen], step, after.finish)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts."""
-        ahead = self.ahead(plan)
+        ahead = self.ahead(budget)
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:

@@ -167,7 +167,7 @@ class Scoring(StrategyBase):
     def sampler(self) -> SearchSampler:
         return SearchSampler(self.processors.drafting, self.width, branches=LOOK * self.num_beams, search=self)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The search's step on a draft's logits (`Sampler.expand`)."""
         raise NotImplementedError
 
@@ -175,9 +175,9 @@ class Scoring(StrategyBase):
         """How many continuations to consider, so that `beams` go on even if the best ones end."""
         return max(2, 1 + len(self.stop.eos_ids)) * beams
 
-    def ahead(self, plan: Budget) -> int:
+    def ahead(self, budget: Budget) -> int:
         """How many branches a draft considers."""
-        return plan.branches or self.sampler.branches
+        return budget.branches or self.sampler.branches
 
     def horizon(self, length: int) -> int:
         """The length at which a live beam of `length` tokens is judged."""
@@ -248,8 +248,8 @@ class SearchSampler(GreedySampler):
 
     search: Scoring = field(kw_only=True)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Budget) -> Level:
-        return self.search.expand(seq, ends, logits, plan)
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
+        return self.search.expand(seq, ends, logits, budget)
 
 
 def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:

@@ -150,10 +150,12 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(draft.feature_width, dtype=draft.dtype, device=draft.device)
 
-    def _readers(self, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[tuple[SequenceView, Budget, int]]:
+    def _readers(
+        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
+    ) -> list[tuple[SequenceView, Budget, int]]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
-        self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
-        return super()._readers(seqs, plans)
+        self._catch_up([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.limit > 0])
+        return super()._readers(seqs, budgets)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -241,10 +243,10 @@ class HeadProposer(ModelProposer):
         """Those that were fed with the target's features, unless later stages need more of them."""
         return cached.num_own if len(self._session.stages) == 1 else 0
 
-    def _limit(self, seq: SequenceView, plan: Budget) -> int:
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
         known = self._known.get(seq.id)
         complete = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
-        return super()._limit(seq, plan) if complete and self._is_continuous(seq) else 0
+        return super()._limit(seq, budget) if complete and self._is_continuous(seq) else 0
 
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
@@ -329,8 +331,8 @@ class BlockProposer(HeadProposer):
         assert self._head.block is not None
         return self._head.block
 
-    def _limit(self, seq: SequenceView, plan: Budget) -> int:
-        return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
+        return 0 if seq.tree.tokens else min(super()._limit(seq, budget), self._block.guesses)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""

@@ -38,8 +38,8 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     seen: Proposals = []
     propose = HeadProposer.propose
 
-    def spied(self: HeadProposer, seqs: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
-        trees = propose(self, seqs, plans)
+    def spied(self: HeadProposer, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        trees = propose(self, seqs, budgets)
         pairs = zip(seqs, trees, strict=True)
         seen.extend((list(seq.tokens), tree) for seq, tree in pairs if tree.tokens and not seq.tree.tokens)
         return trees

@@ -42,8 +42,8 @@ class Listening(Proposer):
         self.text: dict[int, Tensor] = {}
         self.branches: dict[int, list[Tensor]] = {}
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Budget]) -> list[Tree]:
-        return [self._guess(row, path_limit(row, plan)) for row, plan in zip(rows, plans, strict=True)]
+    def propose(self, rows: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return [self._guess(row, path_limit(row, budget)) for row, budget in zip(rows, budgets, strict=True)]
 
     def _guess(self, row: SequenceView, limit: int) -> Tree:
         """After every leaf a right chain, and a wrong token beside its first one."""

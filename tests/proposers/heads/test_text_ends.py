@@ -166,7 +166,9 @@ def test_beside_a_draft_that_copies(
     head = SpecGenerator(model, draft).draft
     assert head is not None
     generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
-    monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
+    monkeypatch.setattr(
+        HybridProposer, "_prefers_model", lambda _, seq, budget, __: len(seq.tokens) % 3 and budget.limit
+    )
     run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
     greedily = 0
     for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
@@ -186,7 +188,7 @@ class Late:
     max_tokens: ClassVar[int] = 3
     max_branches: ClassVar[int] = 1
 
-    def plan(self, rows: Sequence[SequenceView]) -> list[Budget]:
+    def budgets(self, rows: Sequence[SequenceView]) -> list[Budget]:
         return [Budget.sure(3 if len(row.tokens) >= self.length else 0) for row in rows]
 
     def after(self, round: Round) -> Late:
