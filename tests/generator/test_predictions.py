@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specdec import OptionError, SpecGenerator
-from specdec.core.drafts import Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from tests.folders import byte_tokenizer, saved_model
 from tests.matrix import endless, some
@@ -108,7 +109,7 @@ def test_a_draft_that_says_nothing_of_itself() -> None:
     """Predictions and trees are refused, not ignored, until it says that it uses them."""
 
     class Silent(OwnProposer):
-        def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
             return [EMPTY] * len(seqs)
 
     generator = SpecGenerator(tiny("llama"), Silent())
