@@ -60,6 +60,9 @@ KV: dict[str, Positions] = {
     "bloom": "alibi",
 }  # type: ignore[assignment]
 
+# These continue a text at a mask token, which transformers' `generate` appends for each pass and a cache cannot hold.
+AT_MASKS = {"xlm", "xlnet", "flaubert"}
+
 # These make a mask of their own for each kind of layer, over any that they are given.
 OWN_MASKS = {"paligemma"}
 

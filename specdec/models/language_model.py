@@ -21,7 +21,7 @@ from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
-from specdec.models.capability import Capability, cache_reset_length, kv_width, rope_boundary
+from specdec.models.capability import AT_MASKS, Capability, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
@@ -57,8 +57,8 @@ class LanguageModel:
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
     `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
-    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head, and
-    for an impossible backend or exactness.
+    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head or
+    that continues text at a mask token, and for an impossible backend or exactness.
     """
 
     is_sharded = False
@@ -90,6 +90,11 @@ class LanguageModel:
         # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
         is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")
         self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
+        if self.config.model_type in AT_MASKS:
+            way_out = "call `model.generate`"
+            raise UnsupportedError(
+                f"{type(model).__name__} continues text at a mask token that is taken back: {way_out}"
+            )
         self.input_names = input_names(model)
         self.sees = sees(model, self.input_names)
         self.source_names = encoder_inputs(model)

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from specdec import OptionError, SpecGenerator, VocabularyError
+from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
 from specdec.models import LanguageModel
 from specdec.models.capability import attention_kinds, kv_width
 from specdec.models.hf.tiny_models import SIZES, shake
@@ -225,8 +225,57 @@ def test_the_width_of_keys_and_values_is_estimated_for_every_config() -> None:
             attention_kinds(part)
 
 
+@pytest.mark.parametrize("name", ["Roberta", "Camembert", "XLMRoberta", "Data2VecText"])
+def test_positions_of_roberta_are_its_forwards(name: str) -> None:
+    """The page for users of transformers says so: `generate` counts from 0, which no forward does."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, is_decoder=True, **ROPE)
+    model = shaken(getattr(transformers, f"{name}ForCausalLM"), config)
+    answer, padding = [5, 6, 7, 8], config.pad_token_id
+    with torch.no_grad():
+        for _ in range(8):
+            logits = model(input_ids=torch.tensor([answer])).logits[0, -1]
+            logits[padding] = -torch.inf  # which has no position
+            answer.append(int(logits.argmax()))
+    for kind in KINDS:
+        generator = SpecGenerator(model, oracle(kind, [answer], 64))
+        out = generator.generate([[5, 6, 7, 8]], suppress_tokens=[padding], **endless(8))
+        assert out.sequences.tolist() == [answer], kind
+
+
+@pytest.mark.parametrize("name", ["XLMWithLMHeadModel", "XLNetLMHeadModel", "FlaubertWithLMHeadModel"])
+def test_models_that_continue_at_a_mask_are_refused(name: str) -> None:
+    """Their texts were quite other ones than those of `generate`."""
+    kind = getattr(transformers, name)
+    small = {"emb_dim": 32, "d_model": 32, "n_layers": 2, "n_layer": 2, "n_heads": 4, "n_head": 4, "d_inner": 48}
+    fields = kind.config_class().to_dict()
+    config = kind.config_class(vocab_size=64, **{name: value for name, value in small.items() if name in fields})
+    with pytest.raises(UnsupportedError, match=f"{name} continues text at a mask token"):
+        SpecGenerator(shaken(kind, config))
+
+
+def test_deepseek_v4() -> None:
+    """It ended in an AttributeError about `qk_nope_head_dim` when it was loaded, and then in torch's words, as a trial
+    of its layers gave one row to a linear layer that takes groups of rows.
+    """
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this release has no DeepSeek V4")
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16},
+        **{"q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 24, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 8, "sliding_window": 16},
+    }
+    model = shaken(transformers.DeepseekV4ForCausalLM, transformers.DeepseekV4Config(**sizes))
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    answer = theirs(model, [5, 6, 7, 8])
+    for kind in KINDS:
+        generator = SpecGenerator(model, oracle(kind, [answer], 64))
+        assert generator.generate([[5, 6, 7, 8]], **endless(8)).sequences.tolist() == [answer], kind
+
+
 def test_layers_of_different_attention_are_no_kind() -> None:
     """A config whose layers have windows of their own ended loading in an error of the config's."""
+    if "neomme" not in CONFIG_MAPPING_NAMES:
+        pytest.skip("this release has no config whose layers have configs of their own")
     config = AutoConfig.for_model("neomme")
     assert attention_kinds(config) is None
     assert kv_width(config) == 2 * config.num_key_value_heads * config.head_dim

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
@@ -414,7 +415,10 @@ def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
-    ids = list(tokenizer.encode(item, add_special_tokens=False))
+    if target.is_encoder_decoder and isinstance(tokenizer, PreTrainedTokenizerBase):  # may have words for each side
+        ids = list(tokenizer(text_target=item, add_special_tokens=False)["input_ids"])
+    else:
+        ids = list(tokenizer.encode(item, add_special_tokens=False))
     if not ids:
         raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
     return ids
