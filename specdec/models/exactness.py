@@ -58,7 +58,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     if name := _unpacked(language):
         return f"`{name}` is no packed layer"
     source = random.Random(0)
-    most = min(language.vocab_size, language.config.vocab_size)
+    most = min(language.vocab_size, language.num_ids)
     longer = [source.randrange(3, most) for _ in range(min(_LONGER, language.max_positions or _LONGER))]
     text = longer[:_TEXT]
     encoding, session = trial_encoding(language), language.session()
