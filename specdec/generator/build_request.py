@@ -241,6 +241,7 @@ class Call:
             row=row,
             device=device,
             vocab_size=self.target.model.config.get_text_config().vocab_size,
+            width=self.target.vocab_size,
         )
         setup = StrategySetup(
             options=o,

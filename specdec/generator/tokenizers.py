@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoProcessor, AutoTokenizer
 
 from specdec.errors import OptionError
 from specdec.generator.token_bytes import TokenBytes
+from specdec.models.hf.private_api import cached
 from specdec.options import bundled_models
 from specdec.options.load import split_gguf
 
 REPLACEMENT = "\ufffd"
 """What tokenizers write for bytes that are no character."""
+
+# Files of a tokenizer: those that classes of transformers name, the commonest first, as a hub is asked for each.
+FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "bpe.codes"),
+    *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "dict.txt", "emoji.json"),
+    *("prophetnet.tokenizer", "byte_maps.json", "entity_vocab.json", "word_shape.json", "word_pronunciation.json"),
+    *("normalizer.json", "tekken.json"),
+)
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
@@ -44,22 +56,37 @@ def tokenizer_beside(
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
     For a GGUF file without a tokenizer beside it: the one in the file. For a model that `sees`: its processor, if that
-    works here.
+    works here. None exists without any of its `FILES`, of which some classes would make one without words. One that
+    exists and cannot be read is a warning, and None: the model still takes ids.
     """
     folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file
     if sees:
-        with suppress(OSError, ValueError, KeyError, ImportError, TypeError):
+        with suppress(Exception):  # whatever a processor lacks here, there is the tokenizer
             processor = AutoProcessor.from_pretrained(folder, **options)
             if hasattr(processor, "image_processor"):
                 return processor
-    places: list[dict[str, str]] = [{}]
+    if _has_tokenizer(folder, options.get("revision")):
+        try:
+            return AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # each class has words, and errors, of its own for this
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            way_out = "pass `tokenizer=`, or token ids alone"
+            warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        places.append({"gguf_file": str(file)})
-    for place in places:
-        with suppress(OSError, ValueError, KeyError):
-            return AutoTokenizer.from_pretrained(folder, **place, **options)
+        with suppress(Exception):  # transformers converts some of llama.cpp's tokenizers
+            return AutoTokenizer.from_pretrained(folder, gguf_file=str(file), **options)
     return None
+
+
+def _has_tokenizer(folder: str, revision: str | None) -> bool:
+    """Whether a folder or hub repository has files of a tokenizer."""
+    if Path(folder).is_dir():
+        return any((Path(folder) / name).is_file() for name in FILES)
+    for name in FILES:
+        with suppress(OSError, ValueError):
+            return bool(cached(folder, name, revision))
+    return False
 
 
 def decode(tokenizer: Any, ids: Sequence[int], cut_before: Sequence[str] = ()) -> str:

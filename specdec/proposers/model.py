@@ -202,7 +202,7 @@ class ModelProposer(Proposer):
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
         cached = self._cached.get(seq.id)
-        return max(seq.tokens[0 if cached is None else cached.num_text :], default=0) < self._model.vocab_size
+        return max(seq.tokens[0 if cached is None else cached.num_text :], default=0) < self._model.num_ids
 
     def _unseen(self, seq: SequenceView) -> Pictures | None:
         """The sequence's pictures, if the draft sees and has not read them."""
@@ -243,7 +243,7 @@ class ModelProposer(Proposer):
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
     def _growth(self, seq: SequenceView, budget: Budget, limit: int) -> Growth:
-        cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.vocab_size
+        cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.num_ids
         if not usual or ((budget.branches or usual) == 1 and not seq.tree.tokens):
             return ChainGrowth(budget, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable

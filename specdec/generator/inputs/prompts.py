@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
@@ -288,7 +290,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: Language
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
     if "negative_prompt_ids" in given:
-        negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target).kept
+        negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target.num_ids).kept
         negatives = negatives * count if len(negatives) == 1 else negatives
     if len(negatives) != count:
         raise OptionError.of("negative_prompt_ids", f"one row, or one for each of {count} prompts", len(negatives))
@@ -313,9 +315,11 @@ def pad_id(options: Options) -> int:
 def _as_given(ids: Ids, options: Options, target: LanguageModel) -> dict[str, Tensor]:
     """An encoder's ids and mask `[rows, length]`; shorter rows are padded on the right."""
     width, pad = max(map(len, ids.given)), options.pad_token_id or 0
-    known = [[token if 0 <= token < target.vocab_size else pad for token in row] for row in ids.given]
+    most = math.inf if target.num_source_ids is None else target.num_source_ids
+    pad = pad if pad < most else 0  # the decoder's may be none of the encoder's ids, and is never read
+    masked = [[token if 0 <= token < most else pad for token in row] for row in ids.given]
     return {
-        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in known]),
+        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in masked]),
         "attention_mask": torch.tensor([[*map(int, row)] + [0] * (width - len(row)) for row in ids.mask]),
     }
 
@@ -353,8 +357,8 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     if "decoder_input_ids" not in given:
         if not starts:
             raise OptionError("the model has neither `decoder_start_token_id` nor `bos_token_id`: pass one of them")
-        return read_ids("decoder_input_ids", [[start] for start in starts], {}, target)
-    ids = read_ids("decoder_input_ids", given["decoder_input_ids"], given, target)
+        return read_ids("decoder_start_token_id", [[start] for start in starts], {}, target.num_ids)
+    ids = read_ids("decoder_input_ids", given["decoder_input_ids"], given, target.num_ids)
     if len(ids.given) != count:
         raise OptionError.of("decoder_input_ids", f"{count} rows, one per encoder input", len(ids.given))
     started = target.config.model_type == "whisper" or any(
@@ -362,6 +366,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     )
     if started or not starts:
         return ids
+    read_ids("decoder_start_token_id", [starts], {}, target.num_ids)
     given_rows, kept = ([[start, *row] for start, row in zip(starts, rows, strict=True)] for rows in ids[:2])
     return Ids(given_rows, kept, [[True, *row] for row in ids.mask])
 
@@ -369,6 +374,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
     """The prompt's ids: of text, as given, or the start id without a prompt or for an empty text."""
     start = [options.bos_token_id] if isinstance(options.bos_token_id, int) else []
+    size = target.num_source_ids if target.is_encoder_decoder else target.num_ids
     if value is None:
         if not start:
             raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")
@@ -377,13 +383,13 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         # As in transformers, only a tensor that came without its mask, and not for an encoder, is searched for padding.
         pad = options.pad_token_id if isinstance(value, Tensor) and not target.is_encoder_decoder else None
-        return read_ids("prompt", value, given, target, None if pad in options.eos_ids else pad)
+        return read_ids("prompt", value, given, size, None if pad in options.eos_ids else pad)
     if tokenizer is None:
         raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
     if "attention_mask" in given:
         raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
     rows = [ids_of(tokenizer, text) or start for text in texts]
-    return read_ids("prompt", rows, {}, target)._replace(is_text=True)
+    return read_ids("prompt", rows, {}, size)._replace(is_text=True)
 
 
 def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
@@ -394,7 +400,7 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
     mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
     items = prediction if mixed else [prediction]
     if not mixed and not isinstance(prediction, str):
-        items = read_ids("prediction", prediction, {}, target).kept
+        items = read_ids("prediction", prediction, {}, target.vocab_size).kept
     if len(items) != len(prompts.rows):
         expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
         raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
@@ -405,18 +411,24 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
 def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not isinstance(item, str):
-        [ids] = read_ids("prediction", item, {}, target).kept
+        [ids] = read_ids("prediction", item, {}, target.vocab_size).kept
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
-    ids = list(tokenizer.encode(item, add_special_tokens=False))
+    if target.is_encoder_decoder and isinstance(tokenizer, PreTrainedTokenizerBase):  # may have words for each side
+        ids = list(tokenizer(text_target=item, add_special_tokens=False)["input_ids"])
+    else:
+        ids = list(tokenizer.encode(item, add_special_tokens=False))
     if not ids:
         raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
     return ids
 
 
-def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
-    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding."""
+def read_ids(name: str, value: Any, given: Mapping[str, Any], size: int | None, pad: int | None = None) -> Ids:
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding.
+
+    `size`: how many ids the side of the target has that reads these rows; None if it reads any.
+    """
     rows = _lists(value)
     if rows is None or not all(map(is_whole, itertools.chain(*rows))):
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -432,10 +444,12 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
     for r, row in enumerate(kept):
         if not row:
             raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
-        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+        most = math.inf if size is None else size
+        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < most), None)
         if wrong is not None:
+            ids = "ids from 0" if size is None else f"0 to {size - 1}"
             raise OptionError(
-                f"row {r} of `{name}` holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+                f"row {r} of `{name}` holds token {wrong}, but the target knows {ids} there: "
                 "was it encoded by another tokenizer?"
             )
     return Ids(rows, kept, keep)

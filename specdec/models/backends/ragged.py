@@ -23,6 +23,7 @@ from specdec.models.cache.layout import ColumnMap
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
+from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
 
 _TRIED = 12  # tokens of the trial
@@ -99,8 +100,7 @@ class RaggedForward:
     def _agrees(self) -> bool:
         """Whether a text in two passes gives the model's own logits; notes the shapes of keys and values."""
         language, own = self._language, self._language.model
-        known = own.get_input_embeddings().num_embeddings
-        ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
+        ids = trial_ids(language.num_ids, _TRIED).to(language.device)
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {CACHE: text}
         given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)

@@ -320,6 +320,8 @@ class ReplaySession(Session):
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=row.encoding.hidden)
             if row.encoding.mask is not None and "attention_mask" in language.input_names:
                 inputs["attention_mask"] = row.encoding.mask
+            if not inputs["use_cache"] and "input_ids" in language.source_names:
+                inputs["input_ids"] = ids  # never read: without them, FSMT's tokens see later ones
         if row.embeds is not None and row.num_cached < len(row.embeds):
             hidden = language.model.get_input_embeddings()(ids).clone()
             given = row.embeds[row.num_cached : row.num_cached + len(tokens)]

@@ -56,6 +56,7 @@ class HeadDraft(Draft):
                 language.ragged.compiled = None
             self.models.append(language)
         self.vocab_size, self.device = self.models[0].vocab_size, self.models[0].device
+        self.num_ids = self.models[0].num_ids
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
         self.feature_width = stages[0].width
 
