@@ -22,7 +22,7 @@ from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
 from specdec.models.capability import AT_MASKS, Capability, cache_reset_length, kv_width, rope_boundary
-from specdec.models.encoding import Encoding
+from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
@@ -30,7 +30,7 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
-from specdec.models.hf.sides import encoder_inputs, input_names, num_ids, num_source_ids
+from specdec.models.hf.sides import encoder_inputs, frame_mask, input_names, num_ids, num_source_ids
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
@@ -88,7 +88,8 @@ class LanguageModel:
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-        is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")
+        parts = ("decoder", "generator", "text_config")
+        is_flat = self.is_encoder_decoder and not any(hasattr(model.config, name) for name in parts)
         self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
         if self.config.model_type in AT_MASKS:
             way_out = "call `model.generate`"
@@ -257,23 +258,24 @@ class LanguageModel:
     def encode(
         self, inputs: Mapping[str, Tensor], *, output_hidden_states: bool = False, output_attentions: bool = False
     ) -> Encoding:
-        """One encoder pass over `input_ids` with `attention_mask`, or `input_features`.
+        """One encoder pass over its inputs, such as `input_ids` with `attention_mask`, or `input_features`.
 
         Raises OptionError where the encoder cannot read them, for example more than it has positions.
         """
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.source_names}
-        if "input_features" in given:
-            given["input_features"] = given["input_features"].to(self.dtype)
+        given = {name: self._placed(value) for name, value in inputs.items()}
+        merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
+        if not merged:
+            given = {name: value for name, value in given.items() if name in self.source_names}
         extras = {"output_hidden_states": True} if output_hidden_states else {}
         extras |= {"output_attentions": True} if output_attentions else {}
         if self.ragged is not None and type(encoder) is WhisperEncoder and not extras:
             one_by_one = torch.split(given["input_features"], 1)
-            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
+            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]))
         try:
-            output = encoder(**given, **extras, return_dict=True)
+            output = self._through_the_model(given, extras) if merged else encoder(**given, **extras, return_dict=True)
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, ValueError) as error:  # as each family refuses, most of them in torch's words
@@ -282,7 +284,26 @@ class LanguageModel:
             raise OptionError(
                 f"the encoder of {type(self.model).__name__} cannot read {sizes} ({error}): {way_out}"
             ) from error
-        return Encoding.of(output.last_hidden_state, inputs.get("attention_mask"), output)
+        return self.encoding_of(output, inputs.get("attention_mask"))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """An input of the encoder on its device; features in the model's type, masks and ids in their own."""
+        is_feature = tensor.is_floating_point() and tensor.dim() > 2
+        return tensor.to(self.device, self.dtype if is_feature else None)
+
+    def _through_the_model(self, given: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
+        """The encoder's output of a pass of the whole model, which makes the encoder's input of these."""
+        start = torch.zeros(len(next(iter(given.values()))), 1, dtype=torch.long, device=self.device)
+        output = self.model(**given, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
+        return EncoderOutput(
+            last_hidden_state=output.encoder_last_hidden_state,
+            hidden_states=output.encoder_hidden_states,
+            attentions=output.encoder_attentions,
+        )
+
+    def encoding_of(self, output: Mapping[str, Any], input_mask: Any = None) -> Encoding:
+        """What the encoder returned for inputs with this mask."""
+        return Encoding.of(output, input_mask, frame_mask(self.model, output, input_mask))
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
         """Raises UnsupportedError where attentions of chains (`drafted`) or trees (`branched`) are unavailable."""
@@ -340,7 +361,9 @@ class LanguageModel:
     @property
     def decoder(self) -> Any:
         """The decoder, whose layers hold the cache."""
-        return self.model.get_decoder()
+        decoder = self.model.get_decoder()
+        both = self.is_encoder_decoder and hasattr(decoder, "decoder")  # as Florence-2's
+        return decoder.decoder if both else decoder
 
     def _find_exactness(self) -> Exactness:
         with plain_modes():

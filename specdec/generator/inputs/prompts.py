@@ -17,7 +17,7 @@ from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
-from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
+from specdec.models import PICTURES, EncoderOutput, Encoding, LanguageModel, read_pictures
 from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
 from specdec.options.resolve import warn_of_idle
@@ -29,10 +29,15 @@ MASKS = {
 }
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
-FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
+FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4, "flattened_patches": 3}
 NAMES = frozenset(
     {"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *PICTURES, *MASKS, *MASKS.values()}
 ) - {"prompt"}
+_OF_PASSES = {  # arguments of forwards that no caller of `generate` passes
+    *("labels", "use_cache", "past_key_values", "cache", "cache_position", "return_dict", "logits_to_keep"),
+    *("args", "kwargs", "position_ids", "head_mask", "cross_attn_head_mask", "output_router_logits"),
+    "mm_encoder_outputs",
+}
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any] | Tensor | None
 
 
@@ -111,7 +116,7 @@ def read_prompts(
     if isinstance(first, Mapping) and "role" in first:
         raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
     if isinstance(prompt, Mapping):
-        given, prompt = _unpacked(prompt, given), None
+        given, prompt = _unpacked(prompt, given, target), None
     is_guided = options.guidance_scale not in (None, 1)
     if not is_guided and (idle := [name for name in _NEGATIVES if name in given]):
         warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
@@ -138,9 +143,25 @@ def read_prompts(
     return _with_negatives(prompts, given, target) if is_guided else prompts
 
 
-def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def main_input(target: LanguageModel) -> str:
+    """The argument that an encoder reads: ids, or features."""
+    name = str(target.model.main_input_name)
+    if name == "inputs":  # of a composite, whose encoder has a name for them
+        name = str(getattr(target.model.get_encoder(), "main_input_name", name))
+    return name
+
+
+def beside_inputs(target: LanguageModel) -> frozenset[str]:
+    """The arguments of a target's encoder, or of the model that makes its input, beside those of `NAMES`."""
+    if not target.is_encoder_decoder:
+        return frozenset()
+    names = {name for name in target.input_names if not name.startswith("decoder_")} | target.source_names
+    return frozenset(names - NAMES - _OF_PASSES - Options.model_fields.keys())
+
+
+def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any], target: LanguageModel) -> dict[str, Any]:
     """The keyword arguments with those of a mapping; raises OptionError for unknown names and names in both."""
-    if odd := sorted(map(str, set(prompt) - NAMES)):
+    if odd := sorted(map(str, set(prompt) - NAMES - beside_inputs(target))):
         raise OptionError(f"the prompt is a mapping with {odd}, which no model input is called: leave that out")
     if twice := sorted(set(prompt) & set(given)):
         raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
@@ -150,7 +171,7 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
     """Raises OptionError for a prompt given twice, UnsupportedError for inputs that the target does not read."""
     sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
-    features = FEATURES if target.is_encoder_decoder else ()
+    features = FEATURES if target.is_encoder_decoder and main_input(target) != "input_ids" else ()
     sources += [name for name in ("inputs", "input_ids", *features) if name in given]
     if len(sources) > 1:
         raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
@@ -231,7 +252,7 @@ def _encoder_decoder(
     Where an encoder's positions count columns (BART and similar), padding on the left changes its output, as in
     transformers. Drafts and processors see its ids without padding.
     """
-    main = target.model.main_input_name
+    main = main_input(target)
     if main in FEATURES and value is not None:
         if isinstance(value[0] if isinstance(value, list | tuple) and value else value, str):
             raise OptionError(
@@ -239,7 +260,7 @@ def _encoder_decoder(
                 "specdec.Transcriber and `specdec transcribe`"
             )
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
-    features = next((name for name in FEATURES if name in given), None)
+    features = None if main == "input_ids" else next((name for name in FEATURES if name in given), None)
     ids, encoder = None, {}
     if features is not None:
         encoder = _features(features, given)
@@ -248,6 +269,8 @@ def _encoder_decoder(
         encoder = _as_given(ids, options, target)
     elif "encoder_outputs" not in given:
         raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
+    if encoder:
+        encoder |= _beside(given, encoder, target)
     encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
     encoding = _encoding(given, encoder, target)
     count = len(next(iter(encoder.values()))) if encoding is None else len(encoding)
@@ -257,6 +280,31 @@ def _encoder_decoder(
         return prompts
     rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
     return replace(prompts, rows=rows, is_text=ids.is_text)
+
+
+def _beside(given: Mapping[str, Any], encoder: Mapping[str, Tensor], target: LanguageModel) -> dict[str, Tensor]:
+    """What the encoder reads beside its ids or features, with one entry per row: pictures, boxes, further masks."""
+    count = len(next(iter(encoder.values())))
+    found = {}
+    for name in sorted(given.keys() & (beside_inputs(target) | FEATURES.keys()) - encoder.keys()):
+        if name not in target.input_names | target.source_names:
+            raise UnsupportedError(f"{type(target.model).__name__} does not read `{name}`: leave it out")
+        found[name] = tensor = _tensor(name, given[name])
+        if not tensor.dim() or len(tensor) != count:
+            raise OptionError.of(name, f"one entry for each of {count} rows", list(tensor.shape))
+    return found
+
+
+def _moved(output: ModelOutput, target: LanguageModel) -> Any:
+    """The caller's encoder output on the target's device, in its type."""
+    return type(output)(
+        **{
+            name: value.to(target.device, target.dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in output.items()
+        }
+    )
 
 
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
@@ -272,8 +320,9 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
                 "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
             )
         mask = inputs.get("attention_mask", given.get("attention_mask"))
-        layers = outputs if isinstance(outputs, ModelOutput) else {}
-        outputs = Encoding.of(hidden.to(target.device, target.dtype), mask, layers)
+        if not isinstance(outputs, ModelOutput) or "last_hidden_state" not in outputs:
+            outputs = EncoderOutput(last_hidden_state=hidden)
+        outputs = target.encoding_of(_moved(outputs, target), mask)
     config = getattr(target.model.get_encoder(), "config", target.config)
     width = getattr(config, "d_model", None) or config.hidden_size
     if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:

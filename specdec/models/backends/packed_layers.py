@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.sides import encoder_inputs, num_ids, num_source_ids, source_width, trial_ids
+from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, trial_ids
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
@@ -95,7 +95,7 @@ def _linears(model: Any) -> dict[str, Any]:
     Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    tried = encoder is None or type(encoder) is WhisperEncoder or "input_ids" in encoder_inputs(model)
+    tried = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
     left = set() if encoder is None or tried else set(encoder.modules())
     return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
 
@@ -262,10 +262,10 @@ def _logits(model: Any, width: int = _WIDTHS[-1], *, encodes: bool = False) -> T
         given["input_ids"] = ids
     else:
         given["decoder_input_ids"] = ids
-        if encodes and "input_ids" in encoder_inputs(model):
+        if encodes and reads_ids_alone(model):
             given["input_ids"] = trial_ids(num_source_ids(model), width)
         else:
             hidden = torch.ones(1, 8, source_width(model), dtype=model.dtype)
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
+            given["encoder_outputs"] = EncoderOutput(last_hidden_state=hidden)
     logits: Tensor = model(**given, use_cache=False).logits
     return logits.float()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
@@ -107,7 +106,7 @@ class RaggedForward:
         encoding = trial_encoding(language)
         if encoding is not None:
             given[CACHE] = EncoderDecoderCache(text, frames)
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
+            given["encoder_outputs"] = encoding.output
         returns = gives_hidden_states(language.decoder)
         output = own(**given, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))
