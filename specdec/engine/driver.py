@@ -172,6 +172,8 @@ class Driver:
 
     def _run(self) -> None:
         """Takes steps until none is wanted; an error here is a defect, as what runs for a request is guarded."""
+        with self._lock:  # until then, an interrupt of whoever starts it may reset `_thread`
+            pass
         with plain_modes():
             while True:
                 try:
