@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,7 +11,6 @@ from pydantic import ValidationError
 from specdec.batch.tasks import BatchSpec, Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
-from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error, invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
 from specdec.server.text import PromptRequest, TextModel
@@ -37,9 +38,13 @@ class OpenAI(Task):
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
         calls = self._model.calls(request)
         answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0, calls=calls)
+        news = SimpleQueue[None]()
         for at, prompt in enumerate(prompts):
-            for update in self._model.run(PromptRequest(request, prompt), Cancel()):
-                answer.take(at, update)
+            for update in self._model.run(PromptRequest(request, prompt), partial(news.put, None)):
+                if update is None:
+                    news.get()
+                else:
+                    answer.take(at, update)
         body = answer.whole()
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
         return self._line(fields, seed, 200, body), answer.stats

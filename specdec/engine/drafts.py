@@ -31,16 +31,16 @@ class Guarded(NamedTuple):
 
     seqs: Sequence[RunningSequence]
     requests: Mapping[int, Request]
-    failed: dict[Request, Exception]
+    failed: dict[Request, BaseException]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
+        if error is not None:  # also one that ends a program: no signal reaches the engine's thread
             for seq in self.seqs:
                 self.failed.setdefault(self.requests[seq.id], error)
-        return isinstance(error, Exception)
+        return error is not None
 
 
 Guard = Callable[[Sequence[RunningSequence]], Guarded]

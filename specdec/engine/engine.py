@@ -56,7 +56,7 @@ class Engine:
         self.waiting.clear()
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
-        self._failed: dict[Request, Exception] = {}  # requests that end with this round
+        self._failed: dict[Request, BaseException] = {}  # requests that end with this round
         # An exception within `self._guard(seqs)` ends their requests: they take no further part in the round.
         self._guard = partial(Guarded, requests=self._requests, failed=self._failed)
         self.drafts = OpenDrafts(self.model, self._requests, self._guard)

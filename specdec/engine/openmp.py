@@ -43,8 +43,9 @@ def share_cores(most: int) -> None:
     Called before each step. OpenMP's threads spin while they wait for one another: on all cores they would stop the
     compiler, which has the lowest priority, or spin in vain for one that shares a core with it.
     """
-    if most > 1:
-        torch.set_num_threads(most - _left_to_compiler(most, time.monotonic() // _EVERY))
+    count = most - _left_to_compiler(most, time.monotonic() // _EVERY) if most > 1 else most
+    if torch.get_num_threads() != count:  # to set it is global: threads that start later have the same
+        torch.set_num_threads(count)
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ a model, in its own cache. Copies of a prompt within one request do so for every
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, prefix_bytes
 
+_log = logging.getLogger(__name__)
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
 
 
@@ -291,10 +293,12 @@ class Scheduler:
             return
         opened = self._drafts.of(seq)
         if opened is not None and not seq.num_embeds_only:
-            with suppress(Exception):  # a draft that cannot save its state ends no request
+            try:
                 saved, key = opened.proposer.save(seq, len(ids)), kept.key_of(opened.draft, context)
                 if saved is not None and kept.wants(key, ids[: saved.length]):
                     kept.keep(key, ids[: saved.length], saved)
+            except Exception:  # it ends no request
+                _log.warning("a draft could not save its state, which later texts cannot continue", exc_info=True)
         if kept.wants(key := (context, None), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.session.keep_prefix(seq.cache_row, len(ids))

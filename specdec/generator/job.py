@@ -6,10 +6,12 @@ A `Call` has the checked arguments, a `Request` is what the engine runs of it, a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from queue import SimpleQueue
 from time import perf_counter as clock
 from time import time
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from specdec.core.sequence import RunningSequence
 from specdec.core.stats import Stats, total
 from specdec.core.tree import Step
 from specdec.engine.driver import Driver
-from specdec.errors import CancelledError
+from specdec.errors import CancelledError, EngineError
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
 from specdec.generator.inputs.prompts import pad_id
@@ -51,11 +53,12 @@ class Job:
 
     def __init__(self, call: Call, driver: Driver) -> None:
         self.call = call
-        self._driver = driver
+        self._driver, self._request = driver, call.request
+        self._turn, self._stream = threading.Lock(), False  # who follows it; whether deltas are streamed
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
+        self._began = 0.0
         self._seconds: float | None = None  # that it ran, once it has ended
-        self._error: BaseException | None = None  # that ended it early
         self._result: Generation | None = None
 
     def run(self) -> Generation:
@@ -66,65 +69,104 @@ class Job:
         return self._result
 
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
-        """Runs the call and returns its result; with `stream` yields the deltas of each round.
+        """Runs the call and returns its result; with `stream` yields the deltas of each round, which wait to be read.
 
         Without it, and of beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
         Raises what ended the call early: CancelledError after `cancel`. Closing the iterator cancels the call.
         """
-        began, call, streamer = clock(), self.call, self.call.extras.streamer
-        stream = stream and not call.options.at_the_end
-        if call.time_limit is not None:
-            call.time_limit.initial_timestamp = time()
-        if streamer is not None:
-            streamer.put(call.prompts.padded)
-        index: dict[int, int] = {}  # rows by the ids of sequences, which the engine gives when it admits them
-        rounds = self._driver.rounds(call.request, stream=stream or streamer is not None)
+        if self._result is not None:
+            return self._result
+        news, request = SimpleQueue[None](), self._request
+        self.start(partial(news.put, None), stream=stream, pulls=True)
         try:
-            with closing(rounds):
-                for round_ in rounds:
-                    for phase in _PHASES:
-                        self._phases[phase] += getattr(round_, phase)
-                    for seq in round_.seqs:
-                        self._rounds.setdefault(seq.id, []).append(seq)
-                    if not stream and streamer is None:
-                        continue
-                    index = index or {seq.id: row for row, seq in enumerate(call.seqs)}
-                    deltas = [
-                        Delta(index[seq.id], seq.steps, seq.accepted, seq.finish) for seq in round_.seqs if seq.steps
-                    ]
-                    if streamer is not None and deltas:
-                        streamer.put(torch.tensor(deltas[0].token_ids))
-                    if stream:
-                        yield deltas
+            while self._result is None:
+                if self._driver.resume(request):
+                    news.get()
+                yield from self.take()
         except BaseException as error:
-            self._error = error
+            left = CancelledError("its caller left before its end")
+            self._driver.cancel(request, error if isinstance(error, Exception) else left)
+            if self._turn.locked():
+                self._end()
+            while isinstance(error, KeyboardInterrupt) and not request.done:
+                news.get()
             raise
-        finally:
-            self._seconds = clock() - began
+        return self._result
+
+    def start(self, notify: Callable[[], object], *, stream: bool = True, pulls: bool = False) -> None:
+        """Starts the call: `notify()` is called in the engine's thread when `take` has something new, and at the end.
+
+        It must return at once; its error ends the call. With `pulls`, each further round waits until the driver resumes
+        the request. Raises EngineError for a job that is being followed, and for a closed generator.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise EngineError("this job is being followed: read its deltas there, or submit another")
+        call, streamer = self.call, self.call.extras.streamer
+        self._began, self._stream = clock(), stream and not call.options.at_the_end
+        try:
+            if call.time_limit is not None:
+                call.time_limit.initial_timestamp = time()
+            if streamer is not None:
+                streamer.put(call.prompts.padded)
+            self._driver.start(self._request, notify, stream=self._stream or streamer is not None, pulls=pulls)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def take(self) -> Generator[list[Delta]]:
+        """Yields the deltas that are new, if they are streamed, and has the `result` after the last; for one thread.
+
+        Raises what ended the call early. The streamer of the call is called here.
+        """
+        call, streamer, done = self.call, self.call.extras.streamer, self._request.done
+        while self._request.rounds:
+            round_ = self._request.rounds.popleft()
+            for phase in _PHASES:
+                self._phases[phase] += getattr(round_, phase)
+            for seq in round_.seqs:
+                self._rounds.setdefault(seq.id, []).append(seq)
+            if not self._stream and streamer is None:
+                continue
+            index = {seq.id: row for row, seq in enumerate(call.seqs)}
+            deltas = [Delta(index[seq.id], seq.steps, seq.accepted, seq.finish) for seq in round_.seqs if seq.steps]
+            if streamer is not None and deltas:
+                streamer.put(torch.tensor(deltas[0].token_ids))
+            if self._stream:
+                yield deltas
+        if not done:
+            return
+        seconds = self._end()
+        if self._request.error is not None:
+            raise self._request.error
         if streamer is not None:
             streamer.end()
-        out = self._result = self._make_result(self._seconds, complete=True)
-        if not stream:
+        out = self._result = self._make_result(seconds, complete=True)
+        if not self._stream:
             assert out.stats is not None
             ends = enumerate(zip(out.new_tokens(), out.stats.finish_reasons, strict=True))
             yield [Delta(row, [Step(token) for token in ids], 0, reason) for row, (ids, reason) in ends]
-        return out
+
+    def _end(self) -> float:
+        """Lets another follow; returns how long the call ran."""
+        self._seconds = clock() - self._began
+        self._turn.release()
+        return self._seconds
 
     @property
     def result(self) -> Generation | None:
-        """The result once `follow` has ended; after `cancel` or closing, the texts so far.
+        """The result once the call has ended; after `cancel` or closing, the texts so far.
 
         Texts so far have no scores and traces, and the finish reason "cancelled" where they were cut off. None while
         it runs, after a failure, and for cancelled beams and ranked samples.
         """
         if self._result is not None or self._seconds is None or self.call.options.at_the_end:
             return self._result
-        was_cancelled = isinstance(self._error, CancelledError | GeneratorExit)
+        was_cancelled = isinstance(self._request.error, CancelledError)
         return self._make_result(self._seconds, complete=False) if was_cancelled else None
 
     def cancel(self) -> None:
         """Ends the call before its next round; does nothing once it has ended."""
-        self._driver.cancel(self.call.request)
+        self._driver.cancel(self._request)
 
     @plain_modes()
     def _make_result(self, seconds: float, *, complete: bool) -> Generation:

@@ -7,7 +7,7 @@
 | `app.py`, `routes/`, `page/` | endpoints, web page |
 | `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
 | `responses.py` | responses that stop when their client disconnects |
-| `admission.py`, `cancellation.py` | turns, shared fairly among clients; decoding threads seen from the event loop |
+| `admission.py`, `cancellation.py` | turns, shared fairly among clients; work seen from the event loop |
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |

@@ -1,74 +1,81 @@
-"""Generators that run in threads, followed and cancelled from the event loop."""
+"""The work of requests as seen from the event loop: side by side, cancelled with whoever waits for it."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, closing
-from functools import partial
 from typing import Any, TypeVar
 
 from specdec.errors import CancelledError
 from specdec.server.errors import ApiError
 
 T = TypeVar("T")
-_END: Any = object()
+END: Any = object()
 
 
-class Cancel(Future[None]):
-    """Cancels work from any thread: `cancel()` runs what `add_done_callback` was given, at once if it came later."""
+class Cancel(threading.Event):
+    """Tells work in a thread that nobody waits for it any longer."""
 
     def check(self) -> None:
         """Raises CancelledError once the work is cancelled."""
-        if self.cancelled():
+        if self.is_set():
             raise CancelledError("the request was cancelled")
 
 
-async def in_threads(
-    pool: ThreadPoolExecutor,
+async def step(pool: ThreadPoolExecutor, items: Generator[T], cancel: Cancel) -> T:
+    """The next item of a generator, or `END`, computed in a thread; a caller that is cancelled waits for it as well."""
+    done = asyncio.get_running_loop().run_in_executor(pool, next, items, END)
+    try:
+        await asyncio.wait({done})
+    except asyncio.CancelledError:
+        cancel.set()
+        await asyncio.wait({done})
+        done.exception()  # nobody else looks at it
+        raise
+    return done.result()
+
+
+async def threaded(pool: ThreadPoolExecutor, make: Callable[[Cancel], Generator[T]]) -> AsyncGenerator[T, None]:
+    """The items of a generator whose steps run in threads of `pool`."""
+    cancel = Cancel()
+    with closing(make(cancel)) as items:
+        while (item := await step(pool, items, cancel)) is not END:
+            yield item
+
+
+async def side_by_side(
     turn: Callable[[], AbstractAsyncContextManager[None]],
-    jobs: Sequence[Callable[[Cancel], Generator[T]]],
+    sources: Sequence[AsyncGenerator[T, None]],
     room: int,
     size: Callable[[T], int],
 ) -> AsyncGenerator[T, None]:
-    """The items of all jobs as they come; each runs in a thread of `pool` and holds a turn until it ends.
+    """The items of all sources as they come; each source holds a turn while it runs.
 
-    A slow reader delays no job. Once more than `room` bytes wait, by their `size`, a job ends, and a 408 is raised
-    after the items that wait. The first error, or closing this, cancels all jobs and waits for their threads.
+    A slow reader delays no source. Once more than `room` bytes wait, by their `size`, a source is closed, and a 408 is
+    raised after the items that wait. The first error, or closing this, closes all sources.
     """
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-    soon: Any = loop.call_soon_threadsafe
-    waiting = 0
+    queue, waiting = asyncio.Queue[Any](), 0
 
-    def put(cancel: Cancel, item: T) -> None:
+    async def run(source: AsyncGenerator[T, None]) -> None:
         nonlocal waiting
-        if (waiting := waiting + size(item)) <= room:
-            queue.put_nowait(item)
-        elif not cancel.cancelled():
-            cancel.cancel()
-            message = f"the client reads too slowly: over {room:,} bytes wait"
-            queue.put_nowait(ApiError(408, message, code="slow_reader"))
-
-    async def run(job: Callable[[Cancel], Generator[T]]) -> None:
-        cancel = Cancel()
         try:
-            async with turn():
-                done = loop.run_in_executor(pool, _run, job, cancel, partial(soon, put, cancel))
-                try:
-                    await asyncio.wait({done})
-                finally:
-                    cancel.cancel()
-                    await asyncio.wait({done})
-                    error = done.exception()
-            queue.put_nowait(_END if error is None else error)
-        except Exception as refused:  # of the turn
-            queue.put_nowait(refused)
+            async with turn(), aclosing(source):
+                async for item in source:
+                    if (waiting := waiting + size(item)) > room:
+                        message = f"the client reads too slowly: over {room:,} bytes wait"
+                        raise ApiError(408, message, code="slow_reader")
+                    queue.put_nowait(item)
+            queue.put_nowait(END)
+        except Exception as error:
+            queue.put_nowait(error)
 
-    tasks = [asyncio.ensure_future(run(job)) for job in jobs]
+    tasks = [asyncio.ensure_future(run(source)) for source in sources]
     try:
         for _ in tasks:
-            while (item := await queue.get()) is not _END:
+            while (item := await queue.get()) is not END:
                 if isinstance(item, BaseException):
                     raise item
                 waiting -= size(item)
@@ -77,14 +84,6 @@ async def in_threads(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run(job: Callable[[Cancel], Generator[T]], cancel: Cancel, put: Callable[[T], object]) -> None:
-    cancel.check()
-    with closing(job(cancel)) as items:
-        for item in items:
-            put(item)
-            cancel.check()
 
 
 async def primed(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Draft
-from specdec.core.tree import Step
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
-from specdec.server.cancellation import Cancel
+from specdec.generator.job import Job
 from specdec.server.errors import above_limit
 from specdec.server.messages import Message
 from specdec.server.protocol import Generate
@@ -115,21 +114,18 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None, cancel: Cancel) -> list[Step]:
-    """The steps from the first of `ids` to the last, each with the target's `top` most likely tokens.
+def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None) -> Job:
+    """A job whose steps lead from the first of `ids` to the last, each with the target's `top` most likely tokens.
 
     The prompt is decoded again, with all other tokens masked out; it is its own draft, so a pass scores many tokens.
-    Raises CancelledError.
     """
-    if len(ids) < 2:
-        return []
 
     def only(text: Tensor, logits: Tensor) -> Tensor:
         masked = torch.full_like(logits, -torch.inf)
         masked[:, ids[text.shape[1]]] = 0.0
         return masked
 
-    job = generator.submit(
+    return generator.submit(
         [[ids[0]]],
         max_new_tokens=len(ids) - 1,
         do_sample=False,
@@ -142,5 +138,3 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
         top_logprobs=top,
         cache_salt=salt,
     )
-    cancel.add_done_callback(lambda _: job.cancel())
-    return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]

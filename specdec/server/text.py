@@ -1,9 +1,9 @@
-"""A text model of a server: decodes one prompt of a request, in a thread, into updates."""
+"""A text model of a server: decodes one prompt of a request into updates."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,14 +18,13 @@ from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import PIXELS, has_template
 from specdec.generator.inputs.prompts import read_messages
-from specdec.generator.job import Delta
+from specdec.generator.job import Delta, Job
 from specdec.generator.tokenizers import Detokenizer, Spelling, decode
 from specdec.options.generate import Form, listed
 from specdec.options.resolve import refusing
-from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.messages import Message
-from specdec.server.options import EVERYTHING, call_options, scored
+from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
 
@@ -113,23 +112,28 @@ class TextModel:
         """Decodes a token."""
         self.generator.generate([[0]], max_new_tokens=1, do_sample=False)
 
-    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Stats]:
-        """Decodes a prompt, at last into its statistics; raises OptionError and ApiError for an invalid request."""
+    def run(self, prompt: PromptRequest, notify: Callable[[], object]) -> Generator[Started | TextDelta | Stats | None]:
+        """Decodes a prompt, at last into its statistics; yields None where nothing is new until `notify` is called.
+
+        The first step tokenizes and checks, and may take long. Raises OptionError and ApiError for an invalid request.
+        Closing it cancels the call.
+        """
         request = prompt.request
         inputs = self._inputs(prompt)
         ids = ids_in(inputs)
         with refusing():
             tokenizer = self._marking(self.calls(request))
             job = self.generator.submit(inputs, **self._options(prompt, ids, tokenizer))
-        cancel.add_done_callback(lambda _: job.cancel())
-        echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
+        echo = (yield from self._echo(prompt, ids, notify)) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
         stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
         rows = [_Row(tokenizer, prompt, row, echo, stops) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
-        with closing(job.follow(stream=stream)) as rounds:
+        with closing(_polled(job, notify, stream=stream)) as rounds:
             for deltas in rounds:
-                for delta in deltas:
+                if deltas is None:
+                    yield None
+                for delta in deltas or ():
                     yield from rows[delta.row].deltas(delta)
         assert job.result is not None
         assert job.result.stats is not None
@@ -164,7 +168,9 @@ class TextModel:
             check_takes_tools(self._template, self.name, "messages")
         return read_messages(plain, self.tokenizer, processor, pixels=self._pixels, **how)
 
-    def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> tuple[str, list[TokenScore]]:
+    def _echo(
+        self, prompt: PromptRequest, ids: list[int], notify: Callable[[], object]
+    ) -> Generator[None, None, tuple[str, list[TokenScore]]]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
         text, top = decode(self.tokenizer, ids), prompt.request.top
         if top is None:
@@ -173,9 +179,15 @@ class TextModel:
             message = f"{self.name!r} is an encoder-decoder, whose prompts have no `logprobs`: leave out `echo`"
             raise ApiError(400, message, param="echo")
         scorer = Scorer(self.tokenizer)
-        first = scorer.score(ids[0], last=len(ids) == 1)
-        steps = scored(self.generator, ids, top, prompt.salt, cancel)
-        return text, [first, *(scorer.score_of(step, last=step is steps[-1]) for step in steps)]
+        scores = [scorer.score(ids[0], last=len(ids) == 1)]
+        if len(ids) > 1:
+            with closing(_polled(scoring(self.generator, ids, top, prompt.salt), notify)) as rounds:
+                for deltas in rounds:
+                    if deltas is None:
+                        yield None
+                    for step in (step for delta in deltas or () for step in delta.steps):
+                        scores.append(scorer.score_of(step, last=len(scores) == len(ids) - 1))
+        return text, scores
 
     def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
         """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
@@ -296,6 +308,17 @@ class _Row:
     def _after_echo(self, delta: TextDelta) -> TextDelta:
         (text, scores), self._echo = self._echo, ("", ())
         return replace(delta, text=text + delta.text, scores=[*scores, *delta.scores]) if text or scores else delta
+
+
+def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> Generator[list[Delta] | None]:
+    """The deltas of a job, and None where there are none until `notify` is called; closing it cancels the job."""
+    job.start(notify, stream=stream)
+    try:
+        while job.result is None:
+            yield None
+            yield from job.take()
+    finally:
+        job.cancel()
 
 
 class Scorer:

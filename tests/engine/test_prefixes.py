@@ -1,6 +1,6 @@
 """Prompts that were read before: what is reused, what is not, what gives way, and how much memory all of it takes."""
 
-import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -132,12 +132,12 @@ def test_looking_for_what_prompts_share_is_linear() -> None:
             return trace
 
         texts = [[*begin, *(random.randrange(5, 60) for _ in range(20))] for _ in range(prompts)]
-        generator, before = SpecGenerator(tiny("llama")), sys.gettrace()
-        sys.settrace(trace)
+        generator, before = SpecGenerator(tiny("llama")), threading.gettrace()
+        threading.settrace(trace)  # the engine's thread
         try:
             out = generator.generate(texts, **{**COMMON, "max_new_tokens": 2})
         finally:
-            sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]
         assert out.stats.cached_prompt_tokens >= 40 * (prompts - 40)
         return counted
 

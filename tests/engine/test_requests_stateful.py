@@ -1,7 +1,7 @@
 """Random schedules of requests that join, are cancelled, fail and finish: every text is the same as alone."""
 
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft
-from specdec.core.outcome import Round
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
@@ -140,11 +139,15 @@ def possible(name: str, asked: Asked) -> Asked:
 class Recorded:
     """Stands in for the driver: a request that has been stepped already."""
 
-    def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
-        """What came of it."""
-        yield from request.rounds
-        if request.error is not None:
-            raise request.error
+    def start(self, request: Request, notify: Callable[[], None], **how: bool) -> None:
+        """Tells of its end."""
+        notify()
+
+    def resume(self, request: Request) -> bool:
+        """It has ended."""
+        return False
+
+    def cancel(self, request: Request, error: Exception) -> None: ...
 
 
 def result(call: Call) -> Any:

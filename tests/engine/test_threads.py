@@ -3,18 +3,20 @@
 import fcntl
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import EngineError, LanguageModel, SpecGenerator
+from specdec import CancelledError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft, Proposer
 from specdec.engine import openmp
 from specdec.engine.openmp import release_helpers
@@ -53,10 +55,9 @@ def calls():
 
 for _ in range(3):
     threading.Thread(target=calls, daemon=True).start()
-once.wait()
+calls() if not "{last}" else once.wait()
 while not (found := [one.name for one in threading.enumerate() if one.name == "specdec-engine"]):
     time.sleep(0.001)
-time.sleep(0.97)  # one that rests ends after a second
 print(*found)
 """
 
@@ -103,17 +104,13 @@ def streamed(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list
 
 
 def is_clean(generator: SpecGenerator) -> bool:
-    """Whether no row is left in its engine, once the thread that runs it, where there is one, has seen to that."""
+    """Whether no row is left in its engine, once the engine's thread has ended, as it soon does."""
     driver, end = generator._driver, time.monotonic() + PATIENCE
-    engine = driver.engine
-
-    def clean() -> bool:
-        left = (engine._requests, rows_in_drafts(engine), engine.session.rows, driver._waiting)  # type: ignore[attr-defined]
-        return engine.idle and not any(left)
-
-    while not clean() and driver._driving_thread is not None and time.monotonic() < end:
+    while driver._thread is not None and time.monotonic() < end:
         time.sleep(0.001)
-    return clean()
+    engine = driver.engine
+    left = (engine._requests, rows_in_drafts(engine), engine.session.rows, driver._open)  # type: ignore[attr-defined]
+    return engine.idle and not any(left)
 
 
 @pytest.mark.parametrize(
@@ -233,76 +230,179 @@ def test_a_dropped_stream_is_cancelled() -> None:
     assert is_clean(generator)
 
 
-def test_an_interrupt_is_one_thread_s() -> None:
-    """The thread in which it was raised gets it, the others an EngineError; then all is as before."""
+class Interrupting(Draft):
+    """A draft whose start ends the program."""
+
+    def start(self, vocab_size: int) -> Proposer:
+        raise SystemExit
+
+
+def test_what_would_end_a_program_is_raised_in_its_own_call() -> None:
+    """A processor that raises KeyboardInterrupt and a draft that exits get that; others are not disturbed."""
     generator = SpecGenerator(tiny("llama"), "early_exit:1")
     prompts = [[[5 + i, 9, 12]] for i in range(4)]
     alone = [generated(generator, prompt) for prompt in prompts]
-    ready = threading.Event()
-    interrupted: list[int] = []
-
-    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] == 8:
-            ready.wait(PATIENCE)
-        if ids.shape[1] == 10:
-            interrupted.append(threading.get_ident())
-            raise KeyboardInterrupt
-        return logits
-
-    def call(i: int, **more: Any) -> Any:
-        try:
-            return generated(generator, prompts[i], max_new_tokens=100, **more)
-        except BaseException as error:
-            return threading.get_ident(), error
-
-    def wait_and_see(i: int) -> Any:
-        if len(generator._driver._arrived) >= 2:
-            ready.set()
-        return call(i)
-
-    arrivals = threading.Timer(1.0, ready.set)
-    arrivals.start()
-    found = together(lambda: call(0, logits_processor=[processor]), *(lambda i=i: wait_and_see(i) for i in (1, 2, 3)))
-    arrivals.join()
-    for ident, error in found:
-        if ident == interrupted[0]:
-            assert isinstance(error, KeyboardInterrupt)
-        else:
-            assert isinstance(error, EngineError)
-            assert "KeyboardInterrupt" in str(error)
+    more: list[dict[str, Any]] = [{} for _ in prompts]
+    more[1] = failing("processor", KeyboardInterrupt(), 4)
+    more[2] = {"assistant_model": Interrupting()}
+    found = together(*(lambda i=i: generated(generator, prompts[i], **more[i]) for i in range(4)))
+    assert [type(found[i]) for i in (1, 2)] == [KeyboardInterrupt, SystemExit]
+    assert [found[i] for i in (0, 3)] == [alone[i] for i in (0, 3)]
     assert is_clean(generator)
-    assert [generated(generator, prompt) for prompt in prompts] == alone
 
 
-class Interrupting(Draft):
-    """A draft at whose start the user presses a key."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_ends_the_call_that_waits(stream: bool) -> None:
+    """The caller comes back once no pass runs for it, with the texts so far in the job."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    alone = generated(generator, [[5, 9]])
 
-    def start(self, vocab_size: int) -> Proposer:
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_while_another_s_request_is_admitted() -> None:
-    """A caller that is just about to join gets the error as well. (It went on waiting for ever.)"""
-    generator = SpecGenerator(tiny("llama"))
-    driver = generator._driver
-    joined = threading.Event()
-
-    def wait(ids: torch.Tensor, scores: Any) -> torch.Tensor:
-        if ids.shape[1] > 4:
-            joined.set()
-            for _ in range(3000):
-                if driver._arrived:
-                    break
-                threading.Event().wait(0.01)
+    def press(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if ids.shape[1] == 8:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return torch.tensor([False])
 
-    def join() -> Any:
-        assert joined.wait(PATIENCE)
-        return generated(generator, [[6, 7]], assistant_model=Interrupting())
-
-    found = together(lambda: generated(generator, [[5, 9]], stopping_criteria=[wait]), join)
-    assert sorted(type(error).__name__ for error in found) == ["EngineError", "KeyboardInterrupt"]
+    job = generator.submit([[5, 9]], **{**COMMON, "max_new_tokens": 2000}, stopping_criteria=[press])
+    with pytest.raises(KeyboardInterrupt):
+        list(job.follow(stream=stream))
+    assert generator.engine.idle
+    assert job.result is not None
+    assert job.result.stats is not None
+    assert job.result.stats.finish_reasons == ("cancelled",)
     assert is_clean(generator)
+    assert generated(generator, [[5, 9]]) == alone
+
+
+def test_which_thread_runs_what() -> None:
+    """Processors, criteria and drafts run in the engine's thread, streamers and loops over streams in the caller's."""
+    generator, here = SpecGenerator(tiny("llama")), threading.current_thread()
+    seen: dict[str, set[Any]] = {"within": set(), "streamer": set()}
+
+    def note(name: str) -> None:
+        seen[name].add(threading.current_thread())
+
+    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        note("within")
+        return logits
+
+    def criterion(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        note("within")
+        return torch.tensor([False])
+
+    def draft(tokens: list[int], k: int) -> list[int]:
+        note("within")
+        return []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            note("streamer")
+
+        def end(self) -> None:
+            note("streamer")
+
+    own = {"logits_processor": [processor], "stopping_criteria": [criterion], "assistant_model": draft}
+    with torch.inference_mode():
+        generated(generator, [[5, 9]], **own, streamer=Streamer())
+    assert [one.name for one in seen["within"]] == ["specdec-engine"]
+    assert seen["streamer"] == {here}
+
+
+def test_torch_computes_on_as_many_threads_as_in_the_caller() -> None:
+    """Of each call, also where the engine's thread still runs after the last one."""
+    generator, counts = SpecGenerator(tiny("llama")), set[int]()
+
+    def note(ids: torch.Tensor, scores: Any) -> bool:
+        counts.add(torch.get_num_threads())
+        return False
+
+    for count in (1, 2, 1):
+        counts.clear()
+        with torch_threads(count):
+            generated(generator, [[5, 9]], stopping_criteria=[note])
+            assert torch.get_num_threads() == count
+        assert counts == {count}
+
+
+def test_a_stream_runs_as_far_as_it_is_read() -> None:
+    """Between two events nothing computes: the caller may change the model there, or never come back."""
+    generator, calls = SpecGenerator(tiny("llama")), list[int]()
+
+    def note(ids: torch.Tensor, scores: Any) -> bool:
+        calls.append(1)
+        return False
+
+    stream = generator.stream([[5, 9]], **COMMON, stopping_criteria=[note])
+    for read in (1, 2):
+        next(stream)
+        time.sleep(0.03)
+        assert len(calls) == read
+    stream.close()
+    assert is_clean(generator)
+
+
+def test_a_defect_of_the_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """All calls under way raise it, it is logged, and the next call is right. (It was hidden.)"""
+    generator = SpecGenerator(tiny("llama"))
+    alone = generated(generator, [[5, 9]])
+    stream = generator.stream([[6, 7]], **COMMON)
+    next(stream)
+    with monkeypatch.context() as patched:
+        patched.setattr(generator.engine, "_commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generated(generator, [[5, 9]])
+    with pytest.raises(ZeroDivisionError):
+        next(stream)
+    assert "the engine failed" in caplog.text
+    assert is_clean(generator)
+    assert generated(generator, [[5, 9]]) == alone
+
+
+def test_pushed_news(caplog: pytest.LogCaptureFixture) -> None:
+    """A job that is started tells of each round without being asked; one whose caller cannot be told ends."""
+    generator, ended = SpecGenerator(tiny("llama")), threading.Event()
+    alone = generated(generator, [[5, 9]])
+    good, bad = (generator.submit([[5, 9]], **COMMON) for _ in range(2))
+    news = SimpleQueue[str]()
+    good.start(lambda: news.put(threading.current_thread().name))
+
+    def tell() -> None:
+        ended.set()
+        raise RuntimeError("the loop is closed")
+
+    bad.start(tell)
+    tokens = list[int]()
+    while good.result is None:
+        assert news.get(timeout=PATIENCE) == "specdec-engine"
+        tokens += [token for deltas in good.take() for one in deltas for token in one.token_ids]
+    assert [[5, 9, *tokens]] == alone
+    assert ended.wait(PATIENCE)
+    assert is_clean(generator)
+    with pytest.raises(RuntimeError, match="loop is closed"):
+        list(bad.take())
+    assert "could not be told" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_an_engine_of_its_own() -> None:
+    """It decodes, though its parent's thread is not there, and has none of its parent's calls, which go on."""
+    generator = SpecGenerator(tiny("llama"))
+    stream = generator.stream([[5, 9]], **COMMON)
+    begun = next(stream).token_ids  # the thread rests
+    assert begun
+    if not (child := os.fork()):
+        signal.alarm(int(PATIENCE))
+        right = generated(generator, [[5, 9]])[0][2:3] == begun
+        try:
+            next(stream)
+        except CancelledError:
+            os._exit(0 if right else 1)
+        os._exit(2)
+    begun += [token for event in stream for token in event.token_ids]
+    assert [[5, 9, *begun]] == generated(generator, [[5, 9]])
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("how", ["generate", "stream", "open stream", "close"])

@@ -18,12 +18,13 @@ from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import StopTexts
 from specdec.options.generate import Form
 from specdec.server.admission import Admission
-from specdec.server.cancellation import Cancel, in_threads
+from specdec.server.cancellation import Cancel, side_by_side, threaded
 from specdec.server.errors import ApiError
 from tests.folders import WIDTH
 from tests.generator import test_forms
 from tests.generator.test_forms import SCHEMA, is_person
 from tests.server.served import (
+    PATIENCE,
     TOKENIZER,
     Answered,
     app,
@@ -105,34 +106,56 @@ async def in_thread(items: int, told: list[Any]) -> AsyncGenerator[bytes, None]:
     """What comes of a job with so many items, after which an error comes, where nine may wait."""
 
     def job(cancel: Cancel) -> Generator[bytes]:
-        cancel.add_done_callback(lambda _: told.append("cancelled"))
         try:
             for _ in range(items):
+                assert threading.current_thread().name.startswith("helper")
                 yield b"x"
             raise ValueError("no")
         finally:
-            told.append(threading.get_ident())
+            told.append("ended")
 
-    with ThreadPoolExecutor(1) as pool:
-        async with aclosing(in_threads(pool, partial(Admission(1, 0).turn, "a"), [job], 9, len)) as found:
+    with ThreadPoolExecutor(1, thread_name_prefix="helper") as pool:
+        source = threaded(pool, job)
+        async with aclosing(side_by_side(partial(Admission(1, 0).turn, "a"), [source], 9, len)) as found:
             async for item in found:
                 yield item
 
 
+async def test_a_step_under_way_is_waited_for() -> None:
+    """Whoever is cancelled tells the step, and its thread is free when the request is gone."""
+    begun, ends = threading.Event(), list[str]()
+
+    def job(cancel: Cancel) -> Generator[bytes]:
+        begun.set()
+        try:
+            assert cancel.wait(PATIENCE)
+            cancel.check()
+            yield b""
+        finally:
+            ends.append("ended")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = asyncio.ensure_future(anext(threaded(pool, job)))
+        await until(begun.is_set)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ends == ["ended"]
+
+
 async def test_what_runs_in_threads() -> None:
-    """All of it comes, in order, and an error after it; jobs end before a slow reader does, in their own thread."""
+    """All of it comes, in order, and an error after it; jobs end before a slow reader does."""
 
     async def read(items: int) -> list[Any]:
         told: list[Any] = []
         found: list[Any] = []
         try:
             async for item in in_thread(items, told):
-                await until(lambda: "cancelled" in told)
+                await until(lambda: told)
                 found.append(item)
         except (ValueError, ApiError) as error:
             found.append(str(error))
-        assert threading.get_ident() not in told
-        assert len(told) == 2
+        assert told == ["ended"]
         return found
 
     assert await read(9) == [b"x"] * 9 + ["no"]

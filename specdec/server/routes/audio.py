@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import Cancel, in_threads, primed
+from specdec.server.cancellation import Cancel, primed, side_by_side, threaded
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.messages import Text
@@ -108,7 +108,7 @@ def _heard(request: Request, asked: Translation) -> AsyncGenerator[str | Transcr
                 yield item
 
     turn = partial(host.turns.turn, client_of(request))
-    return in_threads(host.pool, turn, [hear], state.settings.limits.unread_bytes, _size)
+    return side_by_side(turn, [threaded(host.pool, hear)], state.settings.limits.unread_bytes, _size)
 
 
 async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:

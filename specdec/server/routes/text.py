@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
-from specdec.server.cancellation import Cancel, in_threads, primed
+from specdec.server.cancellation import END, Cancel, primed, side_by_side, step
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
@@ -88,27 +89,37 @@ class TextRequest:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """The events of all prompts as they come, then the chunk of usage and metrics."""
-        jobs = [partial(self._run, prompt, at) for at, prompt in enumerate(self._prompts)]
-        decoded = in_threads(self._host.pool, self._turn, jobs, self._limits.unread_bytes, len)
+        sources = [self._decoded(prompt, at) for at, prompt in enumerate(self._prompts)]
+        decoded = side_by_side(self._turn, sources, self._limits.unread_bytes, len)
         async with aclosing(decoded):
             async for event in decoded:
                 yield event
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
-    def _run(self, prompt: PromptRequest, at: int, cancel: Cancel) -> Generator[bytes]:
-        """Decodes one prompt in a thread: an empty event once the request is valid, then those of a stream."""
+    async def _decoded(self, prompt: PromptRequest, at: int) -> AsyncGenerator[bytes, None]:
+        """Decodes one prompt: an empty event once the request is valid, then those of a stream.
+
+        A thread prepares the request; from then on, the engine's thread tells the event loop what is new.
+        """
         observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
-        with closing(self._model.run(prompt, cancel)) as updates:
-            for update in updates:
-                self._answer.take(at, update)
-                observed.update(update)
-                if isinstance(update, Started):
-                    yield b""
-                elif not self._asked.stream or isinstance(update, Stats):
-                    continue
-                elif update.text or update.finish or update.scores:
-                    yield self._answer.event(self._answer.chunk(at, update))
+        news, loop = asyncio.Event(), asyncio.get_running_loop()
+        with closing(self._model.run(prompt, partial(loop.call_soon_threadsafe, news.set))) as updates:
+            update = await step(self._host.pool, updates, Cancel())
+            while update is not END:
+                if update is None:
+                    await news.wait()
+                    news.clear()
+                else:
+                    self._answer.take(at, update)
+                    observed.update(update)
+                    if isinstance(update, Started):
+                        yield b""
+                    elif isinstance(update, Stats) or not self._asked.stream:
+                        pass
+                    elif update.text or update.finish or update.scores:
+                        yield self._answer.event(self._answer.chunk(at, update))
+                update = next(updates, END)
 
 
 class _Observed:
