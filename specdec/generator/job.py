@@ -79,9 +79,11 @@ class Job:
         news, request = SimpleQueue[None](), self._request
         self.start(partial(news.put, None), stream=stream, pulls=True)
         try:
+            wants = True  # from its start on: another `resume` would have a round computed ahead
             while self._result is None:
-                if self._driver.resume(request):
+                if wants or self._driver.resume(request):
                     news.get()
+                wants = False
                 yield from self.take()
         except BaseException as error:
             left = CancelledError("its caller left before its end")
