@@ -18,7 +18,7 @@ from specdec.models.hf.tiny_models import SIZES
 from specdec.options.fields import is_list, is_whole
 
 CacheKind = Literal["kv", "replay", "none"]
-Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
+Positions = Literal["ids", "embedding", "bias", "alibi", "native"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class Capability:
     `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no cache at all.
     `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
     ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
-    a cache that holds tokens takes several more in one pass. `boundary`: the length of text where rotary scaling
-    changes; each node then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops
-    its cache, once, and reads the text again. `reason`: why, for errors and reports.
+    one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
+    then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
+    and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
+    padding token; None where they count from 0 (`places`). `reason`: why, for errors and reports.
     """
 
     cache_kind: CacheKind
@@ -41,7 +42,14 @@ class Capability:
     boundary: int | None = None
     cache_reset_length: int | None = None
     inputs: Literal["ids", "embeds"] = "ids"
+    padding: int | None = None
     reason: str = ""
+
+    def places(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The `position_ids` of tokens `ids` at these `positions`, both `[rows, nodes]`."""
+        if self.padding is None:
+            return positions
+        return torch.where(ids == self.padding, self.padding, positions + self.padding + 1)
 
 
 # model_type -> why its rows keep the library's own cache. What works depends on versions and kernels, so it is probed.
@@ -51,10 +59,9 @@ REPLAY: dict[str, str] = dict.fromkeys(
 )
 COUNTS_COLUMNS = {"gpt_neo", "mpt"}  # whose attention counts columns of the cache, not positions
 
-# model_type -> how the model gets positions; families with a tiny model keep plain keys and values.
+# model_type -> how a family's models get positions; families with a tiny model keep plain keys and values.
 KV: dict[str, Positions] = {
     **dict.fromkeys(SIZES.keys() - COUNTS_COLUMNS, "ids"),
-    "whisper": "decoder_ids",
     **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
     **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
     "bloom": "alibi",
@@ -62,9 +69,6 @@ KV: dict[str, Positions] = {
 
 # These continue a text at a mask token, which transformers' `generate` appends for each pass and a cache cannot hold.
 AT_MASKS = {"xlm", "xlnet", "flaubert"}
-
-# These make a mask of their own for each kind of layer, over any that they are given.
-OWN_MASKS = {"paligemma"}
 
 # These read the whole text again where their scaling changes (`prepare_inputs_for_generation`).
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
@@ -112,15 +116,13 @@ def cache_reset_length(config: Any) -> int | None:
 
 
 def known(config: Any) -> Capability | None:
-    """The capability of a known architecture, from its text config; None for unknown ones, and for decoders alone
-    where positions are an argument of the whole model.
-    """
+    """The capability of a known architecture, from its text config; None for unknown ones."""
     model_type = config.model_type
     if model_type in COUNTS_COLUMNS or (model_type == "falcon" and config.alibi):
         return Capability("replay", reason="its attention counts columns of the cache, not positions")
     kinds = attention_kinds(config)
     positions = KV.get(model_type)
-    if positions is None or kinds is None or (positions == "decoder_ids" and not config.is_encoder_decoder):
+    if positions is None or kinds is None:
         return None
     return kv_capability(positions, kinds)
 
@@ -166,6 +168,7 @@ class ModelSpec(Protocol):
     config: Any
     capability: Capability
     input_names: frozenset[str]
+    prefix: str
     vocab_size: int
     num_ids: int
     source_names: frozenset[str]
@@ -178,6 +181,8 @@ class ModelSpec(Protocol):
 
     @property
     def decoder(self) -> Any: ...
+    @property
+    def keeps(self) -> str | None: ...
     @property
     def num_layers(self) -> int: ...
     @property

@@ -30,7 +30,15 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
-from specdec.models.hf.sides import encoder_inputs, frame_mask, input_names, num_ids, num_source_ids
+from specdec.models.hf.sides import encoder_inputs, frame_mask, num_ids, num_source_ids
+from specdec.models.hf.wrappers import (
+    decoder_of,
+    is_composite,
+    model_inputs,
+    position_padding,
+    text_config,
+    text_embedding,
+)
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
@@ -87,16 +95,13 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-        parts = ("decoder", "generator", "text_config")
-        is_flat = self.is_encoder_decoder and not any(hasattr(model.config, name) for name in parts)
-        self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
+        self.config: Any = text_config(model.config)
         if self.config.model_type in AT_MASKS:
             way_out = "call `model.generate`"
             raise UnsupportedError(
                 f"{type(model).__name__} continues text at a mask token that is taken back: {way_out}"
             )
-        self.input_names = input_names(model)
+        self.input_names, self.prefix = model_inputs(model), "decoder_" if self.is_encoder_decoder else ""
         self.sees = sees(model, self.input_names)
         self.source_names = encoder_inputs(model)
         self.vocab_size = _logits_width(model, self.config)
@@ -107,7 +112,7 @@ class LanguageModel:
             boundary=rope_boundary(self.config),
             cache_reset_length=cache_reset_length(self.config),
         )
-        self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
+        self.device, self.dtype = execution_device(text_embedding(model)), model.dtype
         self.model = in_backend(model, backend, owned=owned)
         self._asked, self._is_packed = backend, is_packed(self.model)
         style, boundary = self.capability.positions, self.capability.boundary
@@ -195,7 +200,7 @@ class LanguageModel:
         if self.backend != "eager":
             return state, state.changed(made_of)
         same = {
-            "device": execution_device(source.get_input_embeddings()) == self.device,
+            "device": execution_device(text_embedding(source)) == self.device,
             "dtype": source.dtype == self.dtype,
             "attention implementation": attention_of(self.config) == self._attention,
         }
@@ -265,7 +270,7 @@ class LanguageModel:
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
-        given = {name: self._placed(value) for name, value in inputs.items()}
+        given = {name: self._placed(name, value) for name, value in inputs.items()}
         merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
         if not merged:
             given = {name: value for name, value in given.items() if name in self.source_names}
@@ -286,9 +291,9 @@ class LanguageModel:
             ) from error
         return self.encoding_of(output, inputs.get("attention_mask"))
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
         """An input of the encoder on its device; features in the model's type, masks and ids in their own."""
-        is_feature = tensor.is_floating_point() and tensor.dim() > 2
+        is_feature = tensor.is_floating_point() and not name.endswith("mask")
         return tensor.to(self.device, self.dtype if is_feature else None)
 
     def _through_the_model(self, given: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
@@ -311,7 +316,8 @@ class LanguageModel:
         if capability.cache_kind != "kv" and getattr(self.config, "num_attention_heads", None) is None:
             raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
         # Some versions set attention on the whole model's config only.
-        parts = [self.model, self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
+        parts = [self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
+        parts += [] if is_composite(self.model.config) else [self.model]  # which attends in its parts alone
         kinds = [attention_of(getattr(part, "config", self.config)) for part in parts]
         if wrong := [kind for kind in kinds if kind != "eager"]:
             raise UnsupportedError(
@@ -351,7 +357,7 @@ class LanguageModel:
     @property
     def input_embeddings(self) -> Any:
         """The token embedding, as drafts use it."""
-        return self.model.get_input_embeddings()
+        return text_embedding(self.model)
 
     @property
     def output_embeddings(self) -> Any:
@@ -361,9 +367,13 @@ class LanguageModel:
     @property
     def decoder(self) -> Any:
         """The decoder, whose layers hold the cache."""
-        decoder = self.model.get_decoder()
-        both = self.is_encoder_decoder and hasattr(decoder, "decoder")  # as Florence-2's
-        return decoder.decoder if both else decoder
+        return decoder_of(self.model)
+
+    @property
+    def keeps(self) -> str | None:
+        """The argument that says which logits a pass returns; None for models that return all."""
+        name = "logits_to_keep"
+        return next((one for one in (name, self.prefix + name) if one in self.input_names), None)
 
     def _find_exactness(self) -> Exactness:
         with plain_modes():
@@ -426,7 +436,10 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
     names: tuple[str, ...] = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
     if not tables:
         names = ("max_seq_len",) if config.model_type == "mpt" else ()  # its bias is a table of this length
-    return next((int(length) for name in names if (length := getattr(config, name, None))), None)
+    length = next((int(length) for name in names if (length := getattr(config, name, None))), None)
+    padding = position_padding(decoder)
+    streams = int(bool(getattr(config, "ngram", 0)))  # ProphetNet's streams of guesses stand one position further
+    return length if length is None or padding is None else length - padding - 1 - streams
 
 
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import (
-    OWN_MASKS,
     REPLAY,
     Capability,
     ModelSpec,
@@ -29,7 +29,8 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.sides import source_width
-from specdec.models.hf.tiny_models import tiny_model
+from specdec.models.hf.tiny_models import tiny_alike, tiny_model
+from specdec.models.hf.wrappers import position_padding, text_config
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
@@ -40,23 +41,25 @@ _FRAMES = 5  # of a trial encoding
 def find_capability(language: ModelSpec) -> Capability:
     """The known capability of the family, if a tiny model of it runs so with these libraries, else that of `probe`.
 
-    Warns if the libraries have changed, or no tiny model can be built.
+    What is known of a family holds for models of the class that was tried: around a decoder of a known family, a class
+    that wraps it is tried too. Warns if the libraries have changed, or no tiny model can be built.
     """
     found = known(language.config)
-    if found is None or (found.masks == "dict" and language.model.config.model_type in OWN_MASKS):
+    if found is None:
         return probe(language)
-    what = " ".join([language.config.model_type, found.cache_kind, *_attention(language).values()])
+    names = [type(language.model).__name__, language.config.model_type, found.cache_kind]
+    what = " ".join([*names, *_attention(language).values()])
     return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
 
 
 def _attention(language: ModelSpec) -> dict[str, str]:
     """The option that gives a tiny model the same attention; none if that takes no masks."""
-    own = attention_of(language.config if language.sees else language.model.config)
+    own = attention_of(language.config)
     return {"attn_implementation": own} if own in TAKES_MASKS else {}
 
 
 def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
-    """Whether a tiny model runs as its family is known to; None if none can be built."""
+    """Whether tiny models of the family and of this class run as the family is known to; None if none can be built."""
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
     try:
@@ -65,9 +68,12 @@ def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
         _warn(f"no tiny {family!r} model can be built, so specdec cannot check how these models run ({error})")
         return None
     with torch.autocast("cpu", enabled=False):
-        if _agrees(language, small, known(small.config) or found):
-            return True
-    _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
+        if not _agrees(language, small, known(small.config) or found):
+            _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
+            return False
+        with suppress(Exception):  # whatever the library raises where it cannot build one
+            wrapper = tiny_alike(language.model, small)
+            return _agrees(language, wrapper, known(text_config(wrapper.config)) or found)
     return False
 
 
@@ -84,7 +90,10 @@ def probe(language: ModelSpec) -> Capability:
     for candidate in _candidates(language):
         if _agrees(language, model, candidate):
             return candidate
-    return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
+    whole = Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
+    if _agrees(language, model, whole):
+        return whole
+    return replace(whole, chunks=False, reason="its logits change with later tokens, so each has a pass of its own")
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:
@@ -96,16 +105,16 @@ def _candidates(language: ModelSpec) -> Iterator[Capability]:
             yield capability
             if len(kinds) == 1 and kinds[0].name != "all":
                 yield replace(capability, masks="dict")
+            if style == "ids" and (padding := position_padding(language.decoder)) is not None:
+                yield replace(capability, padding=padding)
     yield Capability("replay", reason=reason or "its masks or positions cannot be set from outside")
     yield Capability("replay", chunks=False, reason=reason or "its cache takes one token at a time")
 
 
 def _styles(language: ModelSpec) -> Iterator[Positions]:
     decoder = language.decoder
-    if "position_ids" in language.input_names:
+    if language.prefix + "position_ids" in language.input_names:
         yield "ids"
-    if "decoder_position_ids" in language.input_names:
-        yield "decoder_ids"
     if hasattr(decoder, "embed_positions"):
         yield "embedding"
     if any(hasattr(module, "compute_bias") for module in decoder.modules()):

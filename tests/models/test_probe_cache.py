@@ -72,7 +72,7 @@ def test_known_families_hold(name: str, folder: Path) -> None:
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("positions that are left to the model", {"KV": capability.KV | {"gpt2": "native"}}),
-    "bart": ("an argument that does not exist", {"KV": capability.KV | {"bart": "decoder_ids"}}),
+    "bart": ("an argument that does not exist", {"KV": capability.KV | {"bart": "ids"}}),
     "t5": ("positions that are nowhere", {"KV": capability.KV | {"t5": "embedding"}}),
     "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (AttentionKind("all"),)}),
 }
@@ -121,7 +121,12 @@ def test_attention_and_options_are_tried_apart(folder: Path) -> None:
     for name in ("llama", "falcon", "falcon_alibi"):
         LanguageModel(tiny(name))
     LanguageModel(tiny("llama", attn_implementation="eager"))
-    assert remembered(folder) == ["falcon kv sdpa", "falcon replay sdpa", "llama kv eager", "llama kv sdpa"]
+    assert remembered(folder) == [
+        "FalconForCausalLM falcon kv sdpa",
+        "FalconForCausalLM falcon replay sdpa",
+        "LlamaForCausalLM llama kv eager",
+        "LlamaForCausalLM llama kv sdpa",
+    ]
 
 
 def test_autocast_changes_no_verdict() -> None:

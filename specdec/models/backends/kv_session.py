@@ -36,6 +36,7 @@ class KvSession(KvCache):
             self.cross is None
             and ragged is None
             and language.capability.boundary is None
+            and language.capability.padding is None
             and not language.forgets_order
         )
 

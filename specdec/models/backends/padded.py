@@ -33,7 +33,7 @@ class PaddedPasses:
 
     def __init__(self, language: ModelSpec, cache: KvCache) -> None:
         self._language, self._cache = language, cache
-        self._can_keep = "logits_to_keep" in language.input_names
+        self._keeps = language.keeps
 
     def chain(self, row: Row, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
@@ -46,8 +46,8 @@ class PaddedPasses:
         if self._language.sees:
             begin = row.columns.base + row.columns.shift
             inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
-        if self._can_keep:
-            inputs["logits_to_keep"] = work.num_logits or 1
+        if self._keeps:
+            inputs[self._keeps] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self._cache.passes += 1
@@ -61,7 +61,7 @@ class PaddedPasses:
         assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
         self._cache.buffers.point(row.index, 0, pictures.length)
-        kept = {"logits_to_keep": 1} if self._can_keep else {}
+        kept = {self._keeps: 1} if self._keeps else {}
         output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **kept)
         self._cache.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states")) or None
@@ -127,12 +127,12 @@ class PaddedPasses:
         if cross is not None:
             inputs |= cross.inputs(first, first + len(works), self._cache.buffers)
         nodes = list(range(layout.nodes))
-        if self._can_keep:
+        if self._keeps:
             sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
             # those with logits of some row; never none, as transformers takes 0 for all
             nodes = sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
             is_end = nodes[0] == layout.nodes - len(nodes)
-            inputs["logits_to_keep"] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
+            inputs[self._keeps] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
         self._cache.passes += 1
         found: dict[int, Logits] = {}
@@ -148,22 +148,22 @@ class PaddedPasses:
         inputs: dict[str, Any] = {CACHE: self._cache.buffers} | _OPTIONS
         padded = [work.new_tokens + [0] * (layout.nodes - work.num_new) for work in works]
         ids = torch.tensor(padded, device=self._language.device)
-        prefix = "" if self._cache.cross is None else "decoder_"
+        prefix = self._language.prefix
         if any(work.embeds is not None for work in works):
             inputs["inputs_embeds"] = self._embed(ids, works)
         else:
             inputs[prefix + "input_ids"] = ids
-        name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(self._language.capability.positions)
-        if name is not None and (layout.view is not None or self._language.sees):
-            inputs[name] = layout.shifted()
+        capability = self._language.capability
+        explicit = layout.view is not None or self._language.sees or capability.padding is not None
+        if capability.positions == "ids" and explicit:
+            inputs[prefix + "position_ids"] = capability.places(ids, layout.shifted())
         if layout.view is None:
             return inputs
-        if (attention := attention_of(self._language.model.config)) not in TAKES_MASKS:
+        if (attention := attention_of(self._language.config)) not in TAKES_MASKS:
             raise UnsupportedError(
                 f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
                 'load the model with attn_implementation="sdpa"'
             )
-        capability = self._language.capability
         masks = {kind.name: layout.view.mask(kind, self._language.dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
         return inputs

@@ -32,9 +32,11 @@ from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
+from specdec.models.hf.sides import source_width
+from specdec.models.hf.wrappers import decoder_of
 
 ATTENTION = "specdec"
-POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
+POSITIONS = ("ids", "embedding", "bias")
 
 
 class _Running(threading.local):
@@ -118,9 +120,9 @@ class RaggedModel(nn.Module):
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
-        self._keeps = "logits_to_keep" in language.input_names
-        self._positions, self._style = POSITIONS[capability.positions], capability.positions
-        self.prefix = "decoder_" if language.is_encoder_decoder else ""
+        self._places = capability.places
+        self._keeps, self._style, self.prefix = language.keeps, capability.positions, language.prefix
+        self._source_width = source_width(self.model) if self.has_encoder else 0
 
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
         """Logits `[1, kept, vocab]`, and each hidden state `[1, returned, width]` of the nodes in `returned`.
@@ -141,15 +143,15 @@ class RaggedModel(nn.Module):
             "use_cache": True,
             "return_dict": True,
         }
-        if self._positions is not None:
-            inputs[self._positions] = given.positions
-        if self._keeps:
-            inputs["logits_to_keep"] = given.kept
+        if self._style == "ids":
+            inputs[self.prefix + "position_ids"] = self._places(given.ids, given.positions)
+        if self._keeps is not None:
+            inputs[self._keeps] = given.kept
         if given.frames:
             projected = Cache(layers=[Frames(*pair) for pair in given.frames])
             inputs[CACHE] = EncoderDecoderCache(text, projected)
             # Unused, but layers check that an encoder exists.
-            nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
+            nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
         with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions):
             output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
@@ -173,14 +175,14 @@ class RaggedModel(nn.Module):
 
     def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
         """Context in which models that take no positions find these; `Lookup` is new, as copies have other modules."""
-        if self._positions is not None:
+        if self._style == "ids":
             return nullcontext()
-        query = key = positions
+        query, key, decoder = positions, positions, decoder_of(self.model)
         if self._style == "bias":  # one query, and keys at every distance that has a bias of its own
-            layers = self.model.get_decoder().modules()
+            layers = decoder.modules()
             farthest = max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
             query, key = positions.new_zeros(1, 1), -torch.arange(farthest + 1, device=positions.device)[None]
-        return Lookup(self.model.get_decoder(), self._style).running(query, key)
+        return Lookup(decoder, self._style).running(query, key)
 
 
 class Sigmoid(nn.Module):

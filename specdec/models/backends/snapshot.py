@@ -257,12 +257,14 @@ class ReplaySession(Session):
 
     def _feed(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
         """Feeds `tokens` to the cache; returns logits and extras of the last `kept`."""
-        one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
-        if not one_by_one:
+        capability = self._language.capability
+        whole = capability.cache_kind == "none"  # passes read the text from its beginning
+        if capability.chunks or (kept == 1 if whole else row.cache is None or len(tokens) == 1):
             return self._pass(row, tokens, kept, extras)
         if "output_attentions" in extras:
             self._language.check_attentions(drafted=True)
-        steps = [self._pass(row, [token], 1, extras) for token in tokens][-kept:]
+        ends = range(1, len(tokens) + 1)[-kept:] if whole else range(1, len(tokens) + 1)
+        steps = [self._pass(row, tokens[0 if whole else end - 1 : end], 1, extras) for end in ends][-kept:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
             "logits": torch.cat([step["logits"] for step in steps]),
@@ -271,8 +273,8 @@ class ReplaySession(Session):
 
     def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
         inputs, spans = self._inputs(row, tokens) | extras, None
-        if "logits_to_keep" in self._language.input_names:
-            inputs["logits_to_keep"] = kept
+        if (name := self._language.keeps) is not None:
+            inputs[name] = kept
         if self._language.capability.boundary is not None:  # lengths of the text when plain decoding read each token
             at = torch.arange(row.num_cached + 1, row.num_cached + len(tokens) + 1)
             spans = at[None].clamp(min=row.initial_length)
@@ -326,4 +328,4 @@ class ReplaySession(Session):
             given = row.embeds[row.num_cached : row.num_cached + len(tokens)]
             hidden[0, : len(given)] = given.to(hidden)
             return inputs | {"inputs_embeds": hidden}
-        return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}
+        return inputs | {language.prefix + "input_ids": ids}

@@ -17,6 +17,7 @@ from torch import nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import settled
 from specdec.models.hf.private_api import attention_of, class_of, set_attention
+from specdec.models.hf.wrappers import decoder_of, text_config
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
 _CONFIGS = ("vision_config", "audio_config")
@@ -68,7 +69,7 @@ def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] |
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == total:
@@ -78,7 +79,7 @@ def _path_to_layers(model: Any, total: int) -> list[str]:
 
 def _cut(config: Any, total: int, layers: int) -> None:
     """Lets a config describe fewer layers."""
-    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    text = text_config(config)
     # Not by the setters, which check counts against lists before both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):
@@ -127,7 +128,7 @@ def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
     Give a loaded model its own class back (`class_of`), which can be pickled.
     """
     kind = class_of(auto_class, config)
-    if kind is None or not any(hasattr(config, name) for name in _CONFIGS):
+    if kind is None or config.is_encoder_decoder or not any(hasattr(config, name) for name in _CONFIGS):
         return None
 
     class Part(kind):  # type: ignore[misc, valid-type]

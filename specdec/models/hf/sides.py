@@ -58,7 +58,8 @@ def reads_ids_alone(model: Any) -> bool:
 def source_width(model: Any) -> int:
     """The width of what a model's encoder returns."""
     config = getattr(model.get_encoder(), "config", model.config)
-    return int(getattr(config, "d_model", None) or config.hidden_size)
+    width = getattr(model, "encoder_output_dim", None) or getattr(config, "d_model", None)  # speech with adapters
+    return int(width or config.hidden_size)
 
 
 def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:

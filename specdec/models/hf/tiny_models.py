@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+from specdec.models.hf.derived import eyes
+from specdec.models.hf.wrappers import text_config
+
 VOCABULARY = 64
 WINDOW = 12  # tokens that sliding and chunked layers of these models see
 
@@ -65,6 +68,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "blenderbot": {**_BART, "forced_eos_token_id": None},
     "whisper": {**_BART, "max_target_positions": 448, "max_source_positions": 20, "num_mel_bins": 8},
 }  # fmt: skip
+# What a decoder's config says about its part in a model
+_ROLE = ("is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size")
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -88,6 +93,50 @@ def built(config: Any, seed: int = 0) -> Any:
         model = kind.from_config(config, dtype=torch.float32)
         shake(model)
     return model.eval()
+
+
+def tiny_alike(model: Any, family: Any) -> Any:
+    """A tiny model of the class of `model` around a decoder of the tiny model `family`, to try how passes of text run.
+
+    It is `family` itself where that is of this class. Encoders and what reads pictures have no weights. Raises whatever
+    the library raises if none can be built.
+    """
+    if type(model) is type(family):
+        return family
+    part = text_config(model.config)
+    tiny = deepcopy(family.config)
+    vars(tiny).update({name: value for name in _ROLE if (value := getattr(part, name, None)) is not None})
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        if part is model.config:
+            alone = type(model)(tiny)
+            shake(alone)
+            return alone.eval()
+        [place] = [name for name, value in vars(model.config).items() if value is part]
+        config = deepcopy(model.config)
+        setattr(config, place, tiny)
+        with torch.device("meta"):
+            wrapper = type(model)(config)
+        decoder = wrapper.get_decoder()
+        [path] = [name for name, module in wrapper.named_modules() if module is decoder]
+        wrapper.set_submodule(path, type(decoder)(tiny))
+        _fill(wrapper)
+    return wrapper.eval()
+
+
+def _fill(wrapper: Any) -> None:
+    """Gives weights to the modules around the decoder through which text passes, and empty ones to the others."""
+    unread = [wrapper.get_encoder()] if wrapper.config.is_encoder_decoder else eyes(wrapper).values()
+    left = {module for part in unread for module in part.modules()}
+    for module in wrapper.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    filled = torch.zeros(0 if module in left else tensor.shape, dtype=tensor.dtype)
+                    tensors[name] = (
+                        nn.Parameter(filled, tensor.requires_grad) if tensors is module._parameters else filled
+                    )
+    shake(wrapper)
 
 
 @torch.no_grad()

@@ -242,7 +242,7 @@ def _computes_on_cpu(how: Loading) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq]
+    known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
     if not config.is_encoder_decoder:
         known = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
     return next((one for one in known if class_of(one, config)), known[0])
