@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -83,9 +84,14 @@ def built(config: Any, seed: int = 0) -> Any:
     """A model of this config, with large random weights in float32, in eval mode."""
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
+    return shaken(lambda: kind.from_config(config, dtype=torch.float32), seed)
+
+
+def shaken(make: Callable[[], Any], seed: int = 0) -> Any:
+    """The model that `make` makes, with large random weights on the CPU, in eval mode."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = kind.from_config(config, dtype=torch.float32)
+        model = make()
         shake(model)
     return model.eval()
 
