@@ -13,7 +13,7 @@ MADE_WITH = "5.23.0"  # transformers' release that the page speaks of
 QUICK = ["ApertusForCausalLM", "BertLMHeadModel", "BartForConditionalGeneration", "Speech2TextForConditionalGeneration"]
 # Mistakes that are not mended yet
 OPEN = {
-    *("BloomForCausalLM", "CanaryForConditionalGeneration", "CohereAsrForConditionalGeneration", "CpmAntForCausalLM"),
+    *("CanaryForConditionalGeneration", "CohereAsrForConditionalGeneration", "CpmAntForCausalLM"),
     *("DeepseekV4ForCausalLM", "FSMTForConditionalGeneration", "FlaubertWithLMHeadModel", "WhisperForCausalLM"),
     *("MoonshineForConditionalGeneration", "MoonshineStreamingForConditionalGeneration", "XLNetLMHeadModel"),
     *("NllbMoeForConditionalGeneration", "PPFormulaNetForConditionalGeneration", "ProphetNetForCausalLM"),
