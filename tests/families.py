@@ -54,7 +54,6 @@ OTHER_KINDS: dict[str, str] = {
         ],
         "its text follows the frames of a recording, and is no continuation",
     ),
-    **dict.fromkeys(["GlmImageForConditionalGeneration", "ImageGPTForCausalImageModeling"], "its output is pictures"),
     "DiffusionGemmaForBlockDiffusion": "it writes blocks by diffusion",
     "PI0ForConditionalGeneration": "its output is movements",
 }
@@ -129,7 +128,7 @@ class Verdict(NamedTuple):
     """What becomes of a class, and the words for it.
 
     "equal", or "as its forward" where transformers contradicts itself, with the kind of cache; "refused", with the
-    first words of the refusal; "not built" here, and why; and two mistakes: "differs" and "fails".
+    first words of the refusal; "not built" or "not compared" here, and why; and mistakes: "differs" and "fails".
     """
 
     kind: str
@@ -138,28 +137,42 @@ class Verdict(NamedTuple):
 
 def verdicts(kind: Any) -> dict[str, Verdict]:
     """The verdict of each backend."""
-
-    def not_built(words: str) -> dict[str, Verdict]:
-        return dict.fromkeys(BACKENDS, Verdict("not built", words))
-
-    if (reason := OTHER_KINDS.get(kind.__name__)) is not None:
-        return not_built(reason)
+    other = OTHER_KINDS.get(kind.__name__, "")
     try:
         model = tiny_of(kind)
     except Exception as error:  # whatever a class raises
-        return not_built(f"no tiny model: {said(error)}")
-    expected, rows, words = dict[str, list[list[int]]](), list[dict[str, Tensor]](), ""
-    for rows in prompts(model):
+        return dict.fromkeys(BACKENDS, Verdict("not built", other or said(error)))
+    every, expected, why = list(prompts(model)), dict[str, list[list[int]]](), other
+    for rows in [] if other else every:
         try:
             expected["greedy"] = [_reference(model, row) for row in rows]
             break
         except Exception as error:
-            words = words or f"`generate` fails: {said(error)}"
+            why = why or f"`generate` fails: {said(error)}"
     if not expected:
-        return not_built(words)
+        return {backend: _not_compared(model, every[0], backend, why) for backend in BACKENDS}
     with suppress(Exception):  # some classes have no beams
         expected["beams"] = [_reference(model, row, **CALLS["beams"]) for row in rows]
     return {backend: _verdict(model, rows, expected, backend) for backend in BACKENDS}
+
+
+def _not_compared(model: Any, rows: list[dict[str, Tensor]], backend: str, why: str) -> Verdict:
+    """The verdict on a class with nothing to compare with: its refusal, if there is one."""
+    try:
+        SpecGenerator(model, backend=backend).generate(**_batch(rows), **endless(LENGTH))
+    except SpecdecError as error:
+        return _refused(error)
+    except Exception as error:
+        return _failed(error)
+    return Verdict("not compared", why)
+
+
+def _refused(error: SpecdecError) -> Verdict:
+    return Verdict("refused", str(error).partition(": ")[0])
+
+
+def _failed(error: Exception) -> Verdict:
+    return Verdict("fails", f"{said(error)} ({_place(error)})")
 
 
 @torch.no_grad()
@@ -217,9 +230,9 @@ def _verdict(model: Any, rows: list[dict[str, Tensor]], expected: dict[str, list
                 if found != texts:
                     return Verdict("differs", f"{call}, {draft or 'no'} draft")
     except SpecdecError as error:
-        return Verdict("refused", str(error).partition(": ")[0])
+        return _refused(error)
     except Exception as error:
-        return Verdict("fails", f"{said(error)} ({_place(error)})")
+        return _failed(error)
     return Verdict(kind, generator.target.capability.cache_kind)
 
 

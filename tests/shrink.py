@@ -84,7 +84,8 @@ def tiny_of(kind: Any) -> PreTrainedModel:
     if count > _LARGEST:
         raise ValueError(f"{count:,} parameters remain")
     model = shaken(lambda: kind(config).float())
-    model.generation_config.update(**{**_IDS, "eos_token_id": None})
+    if model.can_generate():
+        model.generation_config.update(**{**_IDS, "eos_token_id": None})
     return model
 
 

@@ -73,7 +73,7 @@ def with_table(page: str, rows: Mapping[str, str]) -> str:
 
 
 def _cells(name: str, *verdicts: Verdict) -> list[str]:
-    if verdicts[0].kind == "not built":
+    if verdicts[0].kind.startswith("not ") and len({*verdicts}) == 1:
         verdicts = (verdicts[0], *[Verdict("", "")] * (len(verdicts) - 1))
     return [_cell(name, *verdict) for verdict in verdicts]
 

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
+from specdec.errors import UnsupportedError
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import (
     OWN_MASKS,
@@ -77,14 +78,32 @@ def _warn(what: str) -> None:
 
 
 def probe(language: ModelSpec) -> Capability:
-    """The best capability that reproduces the logits of `language`'s model."""
+    """The best capability that reproduces the logits of `language`'s model.
+
+    Raises UnsupportedError where that continues no text alone.
+    """
     model = language.model
     if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
+    _check_text(language)
     for candidate in _candidates(language):
         if _agrees(language, model, candidate):
             return candidate
     return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
+
+
+def _check_text(language: ModelSpec) -> None:
+    """Raises UnsupportedError for a model whose forward fails on ids alone; encoders check what they read."""
+    if language.is_encoder_decoder:
+        return
+    kind: Any = type(language)
+    try:
+        reference(kind(language.model, capability=Capability("none")), [1, 1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever an architecture raises
+        name = type(language.model).__name__
+        raise UnsupportedError(f"{name} reads no text alone ({error}): call `model.generate`") from error
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:
