@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import specdec
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
@@ -72,9 +73,9 @@ class AlwaysWrong(Draft, Proposer):
         self._proposer, self._vocab = self._draft.start(vocab_size), vocab_size
         return self
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
-        trees = self._proposer.propose(rows, plans)
+        trees = self._proposer.propose(rows, budgets)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
 
     def drop(self, keys: Sequence[int]) -> None:

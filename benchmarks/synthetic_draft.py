@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
+from specdec.core.budget import Budget, pays
+from specdec.core.drafts import Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.decoding.samplers import WIDER
@@ -86,17 +87,17 @@ class SyntheticDraft(Draft, Proposer):
         """The draft itself, which has no state of rows."""
         return self
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
+    def propose(self, rows: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return [self._tree(row, budget) for row, budget in zip(rows, budgets, strict=True)]
 
-    def _tree(self, row: SequenceView, plan: Plan) -> Tree:
-        limit, branches = path_limit(row, plan), plan.branches or 1
+    def _tree(self, row: SequenceView, budget: Budget) -> Tree:
+        limit, branches = path_limit(row, budget), budget.branches or 1
         oracle, number, new = self.oracle, row.task.encoder_row, row.tokens[row.prompt_length :]
         is_known = oracle is not None and oracle.texts[number][: len(new)] == new
         nodes: list[_Node] = []
         ends = [_Node(-1, -1, -1, [], 1.0, is_known)]
         for depth in range(limit):
-            if not ends or not pays([plan], [plan.gain([end.path for end in ends], len(ends))]):
+            if not ends or not pays([budget], [budget.gain([end.path for end in ends], len(ends))]):
                 break
             self._work(len(ends))
             level: list[_Node] = []
@@ -104,7 +105,7 @@ class SyntheticDraft(Draft, Proposer):
             pairs = sorted(product(ends, ranks), key=lambda pair: -pair[0].chance * self.rates[pair[1]])
             for end, rank in pairs[: WIDER * branches if branches > 1 else 1]:
                 path = [*end.path, self.rates[rank]]
-                if not plan.keep(path):
+                if not budget.keep(path):
                     continue
                 token, right = rank, False
                 if oracle is not None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.core.draft_schedules.cost import Cost, CostPlan
+from specdec.core.budget import Budget
+from specdec.core.draft_schedules.cost import Cost
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
@@ -114,7 +115,7 @@ def test_the_cost_rule_takes_trees_by_itself(
     # Whatever tiny models cost here: it drafts, all of it is worth its time, and trees are.
     monkeypatch.setattr(Cost, "is_measured", False)
     monkeypatch.setattr(Cost, "_nodes_are_cheap", True)
-    monkeypatch.setattr(CostPlan, "keep", lambda *_: True)
+    monkeypatch.setattr(Budget, "keep", lambda *_: True)
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
     options = endless(LENGTH)
     prompts = [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6]]

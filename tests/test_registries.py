@@ -9,7 +9,8 @@ from specdec import SpecGenerator
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
-from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, Limit, kind_of, make_schedule
+from specdec.core.budget import Budget
+from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, kind_of, make_schedule
 from specdec.core.draft_schedules.pause import Pause
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
@@ -128,8 +129,8 @@ def test_calls_in_flight_keep_their_kind_of_schedule() -> None:
 
 def test_a_threshold_alone_needs_confidence() -> None:
     """Drafts may leave out the sum over the vocabulary where nobody asks."""
-    assert [Limit(5).needs_confidence, Limit(5, 0.1).needs_confidence] == [False, True]
-    assert Cost().plan([0])[0].needs_confidence  # type: ignore[list-item]
+    assert [Budget.sure(5).needs_confidence, Budget.sure(5, 0.1).needs_confidence] == [False, True]
+    assert Cost().budgets([0])[0].needs_confidence  # type: ignore[list-item]
 
 
 def test_words_for_drafts_are_those_of_the_classes() -> None:

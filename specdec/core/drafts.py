@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from specdec.core.budget import Budget
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -33,19 +34,8 @@ class Branch(NamedTuple):
     groups: frozenset[int] | None = None
 
 
-class Until(NamedTuple):
-    """The condition on which a chain goes on, in numbers, for code that is compiled.
-
-    `edges` divide probabilities into bins; a guess of probability p in bin b is accepted with the chance
-    min(bases[b] + p * rates[b], 1). The chain goes on while the product of these is at least `least`, and the chains of
-    a pass while together they exceed theirs by `pass_cost`.
-    """
-
-    edges: Sequence[float] = ()
-    bases: Sequence[float] = (0.0,)
-    rates: Sequence[float] = (1.0,)
-    least: float = 0.0
-    pass_cost: float = 0.0
+Level = list[tuple[int, Branch]]
+"""New paths, best first, each with the number of the end that it continues."""
 
 
 class Filter(NamedTuple):
@@ -70,16 +60,15 @@ class Choice(NamedTuple):
 class ChainRule(NamedTuple):
     """How one call makes a whole chain: at most `most` guesses, by `choice` over `width` tokens.
 
-    It ends by `until`, and after a token of `ends`. Unless `confident`, every probability is returned as 1. With
-    `needs_q`, q is returned as well.
+    It goes on while a further pass pays by its `budget`, and ends after a token of `ends`. Unless the budget needs
+    confidences, every probability is returned as 1. With `needs_q`, q is returned as well.
     """
 
     most: int
     width: int
     choice: Choice = Choice()
-    until: Until = Until()
+    budget: Budget = Budget(1)
     ends: Collection[int] = ()
-    confident: bool = True
     needs_q: bool = False
 
 
@@ -135,7 +124,7 @@ class Sampler(Protocol):
 
     @property
     def branches(self) -> int:
-        """How many paths a draft continues where `Plan.branches` is None; 0: chains only, as `expand` is missing."""
+        """How many paths a draft continues where `Budget.branches` is None; 0: chains only, as `expand` is missing."""
         return 0
 
     def pick(
@@ -147,11 +136,10 @@ class Sampler(Protocol):
         the vocabulary. NaN: no guess.
         """
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """From draft `logits` `[ends, vocab]`: new paths, best first, each with the number of the end it continues.
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
+        """The new paths from draft `logits` `[ends, vocab]`; of a search, its steps.
 
-        `ends` have one length. The draft continues the first of the paths (`Plan.branches`). Of a search, they are its
-        own steps.
+        `ends` have one length. The draft continues the first of the paths (`Budget.branches`).
         """
         raise TypeError(f"{type(self).__name__} guesses chains only")
 
@@ -160,55 +148,9 @@ class Sampler(Protocol):
         return None
 
 
-class Plan(Protocol):
-    """How much one sequence may draft in this round, as its schedule decided."""
-
-    @property
-    def limit(self) -> int:
-        """The most nodes on a path, of which `path_limit` may allow fewer. 0: no draft."""
-
-    @property
-    def branches(self) -> int | None:
-        """How many nodes each draft pass may continue.
-
-        1: propose a chain. None: the draft chooses; built-in drafts then make chains for texts and follow all branches
-        of a search.
-        """
-
-    @property
-    def needs_confidence(self) -> bool:
-        """Whether `gain` and `keep` depend on the draft's confidence."""
-
-    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
-        """What a further draft pass is worth to this sequence; not above 0: the pass leaves it out.
-
-        `paths`: the confidence of each node on the paths that the pass would continue. `width`: how many nodes the pass
-        adds. The branches of a search count as one path.
-        """
-
-    @property
-    def pass_cost(self) -> float:
-        """What all sequences of a draft pass must gain together."""
-        return 0.0
-
-    @property
-    def until(self) -> Until | None:
-        """What equals `gain` and `pass_cost` for chains, in numbers; None: `gain` is called before every pass."""
-        return None
-
-    def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether a path's last node is worth verifying. Call it for each node you propose, unless you drew it."""
-
-
-def pays(plans: Sequence[Plan], gains: Sequence[float]) -> bool:
-    """Whether a draft pass over sequences with these plans and gains pays."""
-    gain = sum(gains)
-    return gain > 0 and gain >= max(plan.pass_cost for plan in plans)
-
-
-def path_limit(seq: SequenceView, plan: Plan) -> int:
+def path_limit(seq: SequenceView, budget: Budget) -> int:
     """How many nodes a path of a proposal may have; the last token of a text is left to the target."""
-    return max(min(plan.limit, seq.remaining - 1), 0)
+    return max(min(budget.limit, seq.remaining - 1), 0)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,29 +219,42 @@ class Proposer(ABC):
     """A draft at work on sequences of one target, which come and go; it owns all its buffers."""
 
     @abstractmethod
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, from the sequence's leaves, whose paths have at most `path_limit(seq, plan)` nodes.
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        """One tree per sequence, from the sequence's leaves, whose paths have at most `path_limit(seq, budget)` nodes.
 
         A tree without nodes is no guess; one without a `source` (EMPTY) says that the draft still reads the text. Where
-        no plan allows a node, drafts that are `instant` or have `reads_predictions` are asked all the same, so that
+        no budget allows a node, drafts that are `instant` or have `reads_predictions` are asked all the same, so that
         they go on learning. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read
         shows which guesses stayed.
         """
 
-    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to `seq`.
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        """The sequences for which a model guesses in this round, once it has read their texts.
 
-        After n > 0, `update` brings hidden states from token n on. After 0, it brings those of the whole prompt.
-        `source` is the id of a running sequence, or a state that a proposer of the same draft saved. Only called for
-        drafts with `hidden_layers`.
+        The engine has these texts read (`unread`, `read`) and calls `propose` for the sequences that it need not wait
+        for. Empty for drafts that read texts within `propose`.
+        """
+        return ()
+
+    def unread(self, seq: SequenceView) -> int:
+        """How many tokens of a reader's text the draft has not read; all of them for an unknown `seq.id`."""
+        return 0
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        """Reads at most `most` more tokens of each text in one pass, never the last, which `propose` needs."""
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to the new `seq`.
+
+        `source` is the id of a running sequence, or a state that a proposer of the same draft saved. For a draft with
+        `hidden_layers`, `update` brings hidden states from token n on, after 0 those of the whole prompt.
         """
         return 0
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
         """A copy of the draft's state of at most the first `length` tokens of a sequence that leaves, or None.
 
-        `fork` gets it for later sequences, also of other proposers. Only called for drafts with `hidden_layers`, before
-        `drop`.
+        `fork` gets it for later sequences, also of other proposers. Called before `drop`.
         """
         return None
 

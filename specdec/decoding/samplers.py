@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Choice, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, Choice, Level, SequenceView
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
 
@@ -75,10 +76,10 @@ def picked(scores: Tensor, address: int | None, *, confident: bool = True) -> tu
     return int(number), sure if math.isfinite(highest) else math.nan
 
 
-def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
+def likeliest_children(scores: Tensor, ends: Sequence[Branch], budget: Budget) -> Level:
     """The children of `ends` with the largest joint probability, from log-probabilities `scores` `[ends, vocab]`."""
     total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
-    count = WIDER * (plan.branches or 1)
+    count = WIDER * (budget.branches or 1)
     top, places = total.flatten().topk(min(count, total.numel()))
     vocab = scores.shape[1]
     found = []
@@ -87,7 +88,7 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> li
             break
         i, token = divmod(int(place), vocab)
         path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
-        if plan.keep(path):
+        if budget.keep(path):
             found.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
     return found
 
@@ -102,7 +103,7 @@ def noisy(scores: Tensor, address: int) -> Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
 
 
-def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
+def draw_children(scores: Tensor, ends: Sequence[Branch], budget: Budget, address: int) -> Level:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
     How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
@@ -110,7 +111,7 @@ def draw_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: i
     children of a node change neither the chance that the text goes through it nor what follows.
     """
     found = []
-    for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
+    for i, (end, share) in enumerate(zip(ends, _shares(ends, budget), strict=True)):
         for order, (token, q) in enumerate(_drawn(scores[i], end, share, address)):
             chance = _order_chance(order)
             child = Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
@@ -137,15 +138,15 @@ def _order_chance(order: int) -> float:
     return _ACCEPTED * (1.0 - _ACCEPTED) ** order
 
 
-def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
+def _shares(ends: Sequence[Branch], budget: Budget) -> list[int]:
     """How many children every end gets, by the best odds."""
-    most = plan.branches or 1
+    most = budget.branches or 1
     odds = [
         (end.score + math.log(_order_chance(order)), i, order) for i, end in enumerate(ends) for order in range(most)
     ]
     shares = [0] * len(ends)
     for _, i, order in sorted(odds, key=lambda odd: -odd[0])[:most]:
-        shares[i] += plan.keep([*ends[i].chances, _order_chance(order)])
+        shares[i] += budget.keep([*ends[i].chances, _order_chance(order)])
     return shares
 
 
@@ -176,8 +177,8 @@ class GreedySampler:
         token, prob = picked(scores, key, confident=confident)
         return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, plan)
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
+        return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, budget)
 
     def _processed(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
@@ -193,9 +194,9 @@ class CoupledSampler(GreedySampler):
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.COUPLED), generated(seq)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
-        return likeliest_children(noisy(self._processed(seq, ends, logits), address), ends, plan)
+        return likeliest_children(noisy(self._processed(seq, ends, logits), address), ends, budget)
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,6 @@ class DrawnSampler(GreedySampler):
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.DRAFT, generated(seq)), 0
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         address, _ = self.stream(seq)
-        return draw_children(self._processed(seq, ends, logits), ends, plan, address)
+        return draw_children(self._processed(seq, ends, logits), ends, budget, address)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules import Schedule
-from specdec.core.drafts import Commit, Draft, Plan, Proposer
+from specdec.core.drafts import Commit, Draft, Proposer
 from specdec.core.outcome import Outcome
 from specdec.core.sequence import RunningSequence
-from specdec.core.tree import Tree
+from specdec.core.tree import EMPTY, Tree
+from specdec.engine.prefix_cache import SharedTexts
 from specdec.engine.request import Request
 from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
@@ -42,14 +44,16 @@ class Guarded(NamedTuple):
 
 
 Guard = Callable[[Sequence[RunningSequence]], Guarded]
+CatchUp = Callable[["OpenDraft", Sequence[RunningSequence]], set[int]]
 
 
 class OpenDraft(NamedTuple):
-    """A draft and its proposer; `hears`: it takes in the results of rounds."""
+    """A draft and its proposer; `hears`: it takes in the results of rounds; `texts`: what it has read of whose text."""
 
     draft: Draft
     proposer: Proposer
     hears: bool
+    texts: SharedTexts
 
 
 class OpenDrafts:
@@ -61,6 +65,7 @@ class OpenDrafts:
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
+        self.keys: dict[RunningSequence, Hashable] = {}
         self._model, self.requests, self.guard = model, requests, guard
 
     def of(self, seq: RunningSequence) -> OpenDraft | None:
@@ -75,60 +80,70 @@ class OpenDrafts:
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        self.open[id(draft)] = OpenDraft(draft, proposer, type(proposer).update is not Proposer.update)
+        hears = type(proposer).update is not Proposer.update
+        self.open[id(draft)] = OpenDraft(draft, proposer, hears, SharedTexts(self.keys))
 
-    def propose(self, seqs: Sequence[RunningSequence], *, reading: bool) -> dict[int, Tree]:
-        """The proposals by sequence id, for sequences with a draft.
+    def propose(self, seqs: Sequence[RunningSequence], catch_up: CatchUp, *, reading: bool) -> dict[int, Tree]:
+        """The proposals by sequence id, for sequences with a draft; those for whose text it must wait get EMPTY.
 
         While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
-        has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no plan allows a guess,
-        a draft that is instant or reads predictions is asked all the same: it learns how often it would be right.
+        has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no budget allows a
+        guess, a draft that is instant or reads predictions is asked all the same: it learns how often it would be
+        right.
         """
         proposals: dict[int, Tree] = {}
         for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
-            plans: dict[int, Plan] = {}
+            budgets: dict[int, Budget] = {}
             for pacing, together in grouped(group, lambda seq: self.requests[seq.id].pacing):
                 with self.guard(together):
-                    plans |= _plans(pacing.schedule, together)
+                    budgets |= _budgets(pacing.schedule, together)
             learns = opened.draft.instant or opened.draft.reads_predictions
-            if not learns and all(plan.limit <= 0 for plan in plans.values()):
+            if not learns and all(budget.limit <= 0 for budget in budgets.values()):
                 continue
-            group = [seq for seq in group if seq.id in plans]
+            group = [seq for seq in group if seq.id in budgets]
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = [group]
             if opened.draft.instant:
                 calls = [own for _, own in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
                 with self.guard(together):
-                    proposals |= self._ask(opened.proposer, together, [plans[seq.id] for seq in together])
+                    own = [budgets[seq.id] for seq in together]
+                    if readers := opened.proposer.readers(together, own):
+                        ids = {seq.id for seq in readers}
+                        waiting = ids - catch_up(opened, [seq for seq in together if seq.id in ids])
+                        proposals |= dict.fromkeys(waiting, EMPTY)
+                        together = [seq for seq in together if seq.id not in waiting]
+                        own = [budgets[seq.id] for seq in together]
+                    if together:
+                        proposals |= self._ask(opened.proposer, together, own)
         return proposals
 
-    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], plans: Sequence[Plan]) -> dict[int, Tree]:
+    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], budgets: Sequence[Budget]) -> dict[int, Tree]:
         """One draft's proposals by sequence id, cut before the first token that processors forbid.
 
         Raises DraftError unless there is one Tree per sequence.
         """
-        trees, kind = proposer.propose(seqs, plans), type(proposer).__name__
+        trees, kind = proposer.propose(seqs, budgets), type(proposer).__name__
         is_list = isinstance(trees, list | tuple)
         if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
             got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
             raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}")
         found: dict[int, Tree] = {}
-        for seq, plan, tree in zip(seqs, plans, trees, strict=True):
+        for seq, budget, tree in zip(seqs, budgets, trees, strict=True):
             with self.guard([seq]):
-                self._check(seq, plan, tree, tree.source or kind)
+                self._check(seq, budget, tree, tree.source or kind)
                 allowed = seq.task.allowed
                 if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
                     kept = allowed(seq.tokens, tree.tokens)
                     sure = tree.confidence and tree.confidence[:kept]
                     tree = Tree.chain(tree.tokens[:kept], sure, source=tree.source)
-                if plan.limit > 0:
+                if budget.limit > 0:
                     found[seq.id] = tree
         return found
 
-    def _check(self, seq: RunningSequence, plan: Plan, tree: Tree, name: str) -> None:
+    def _check(self, seq: RunningSequence, budget: Budget, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
         for part in ("tokens", "parents", "confidence"):
             if not isinstance(given := getattr(tree, part), list | None):
@@ -157,10 +172,10 @@ class OpenDrafts:
                 f"the draft {name!r} proposed {depth} tokens in a row, but the text may only grow by "
                 f"{seq.remaining}: propose at most `seq.remaining - 1`"
             )
-        if depth > max(plan.limit, 0):
+        if depth > max(budget.limit, 0):
             raise DraftError(
-                f"the draft {name!r} proposed {depth} tokens in a row, but its plan allows {plan.limit}: propose at "
-                "most `plan.limit`"
+                f"the draft {name!r} proposed {depth} tokens in a row, but its budget allows {budget.limit}: propose "
+                "at most `budget.limit`"
             )
         if not all(is_whole(token) and 0 <= token < vocab for token in tree.tokens):
             raise DraftError(
@@ -203,15 +218,15 @@ class OpenDrafts:
                     request.draft = None if request.draft is opened.draft else request.draft
 
 
-def _plans(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
-    """The schedule's plans by sequence id; raises OptionError unless it is a list with one `Plan` per sequence."""
-    plans = schedule.plan(seqs)
-    limits = [getattr(plan, "limit", None) for plan in plans] if isinstance(plans, Sequence) else []
+def _budgets(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Budget]:
+    """The schedule's budgets by sequence id; raises OptionError unless it is a list with one `Budget` per sequence."""
+    budgets = schedule.budgets(seqs)
+    limits = [getattr(budget, "limit", None) for budget in budgets] if isinstance(budgets, Sequence) else []
     if len(limits) != len(seqs) or not all(map(is_whole, limits)):
         raise OptionError.of(
-            "schedule", f"one whose `plan` returns a list of {len(seqs)} plans, one per sequence", plans
+            "schedule", f"one whose `budgets` returns a list of {len(seqs)} budgets, one per sequence", budgets
         )
-    return {seq.id: plan for seq, plan in zip(seqs, plans, strict=True)}
+    return {seq.id: budget for seq, budget in zip(seqs, budgets, strict=True)}
 
 
 def grouped(items: Iterable[Item], of: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:

@@ -54,8 +54,8 @@ class Driver:
         request that is being read. Closing the generator cancels the request.
         """
         self._refuse_nested_call()
-        if self.engine.budget is not None:
-            self.engine.budget.check(request)
+        if self.engine.memory is not None:
+            self.engine.memory.check(request)
         with self._lock:
             self.check_open()
             if request in self._open:

@@ -46,7 +46,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
-        self.budget = None if kv_budget is None else MemoryBudget(kv_budget, model)
+        self.memory = None if kv_budget is None else MemoryBudget(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
         self._begin(prefix_cache)
@@ -90,7 +90,7 @@ class Engine:
         """Admits requests, reads at most one chunk of prompts, and runs a round of the sequences that were running."""
         while self.waiting:
             request = self.waiting[0]
-            if self.budget is not None and not self.budget.fits(request, self._requests.values()):
+            if self.memory is not None and not self.memory.fits(request, self._requests.values()):
                 break
             self._admit(request)
             self.waiting.popleft()
@@ -126,7 +126,7 @@ class Engine:
         ready = [seq for seq in seqs if seq.tokens]
         if chunk is not None:
             ready = [seq for seq in ready if not self.scheduler.sees(seq) and self.scheduler.ends(seq, chunk)]
-        return self.drafts.propose(ready, reading=chunk is not None)
+        return self.drafts.propose(ready, self.scheduler.catch_up, reading=chunk is not None)
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
@@ -217,20 +217,20 @@ class Engine:
                 self.drafts.start(request.draft)
             if request.encode is not None:
                 request.encoding = request.encode()
-            if self.budget is not None:
-                self._make_room(self.budget)
+            if self.memory is not None:
+                self._make_room(self.memory)
             self.scheduler.add(request)
         self._end_failed()
 
-    def _make_room(self, budget: MemoryBudget) -> None:
+    def _make_room(self, memory: MemoryBudget) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
-        ample = budget.ample(admitted)
+        ample = memory.ample(admitted)
         self.session.bound(*ample)
         for opened in self.drafts.open.values():
             opened.proposer.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = budget.limit - max(budget.bytes(admitted), budget.kept_bytes)
+        prefix_cache.room = memory.limit - max(memory.bytes(admitted), memory.kept_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
@@ -253,7 +253,7 @@ class Engine:
                 self._finish(request)
         used = {id(request.draft) for request in self._requests.values()}
         idle = [key for key in self.drafts.open if key not in used]
-        for key in idle[:-_IDLE] if self.budget is None else idle:
+        for key in idle[:-_IDLE] if self.memory is None else idle:
             self.drafts.open.pop(key).proposer.bound(0, 0)  # frees its buffers, which are part of reference cycles
 
     def _end_failed(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from specdec.core.drafts import Draft, SavedState
-from specdec.core.sequence import Context
+from specdec.core.sequence import Context, RunningSequence
 from specdec.core.tree import common_length
 
 LEAST = 16
@@ -61,6 +61,58 @@ class PrefixIndex(Generic[Owner]):
             del self._texts[key][bisect_left(self._texts[key], entry)]
             if not self._texts[key]:
                 del self._texts[key]
+
+
+class SharedTexts:
+    """The texts that rows of one cache hold, or will hold once these are read, for other sequences to continue.
+
+    The cache is the target's or a draft's. Sequences with an equal key in `keys` share; with key None: with nobody.
+    """
+
+    def __init__(self, keys: Mapping[RunningSequence, Hashable]) -> None:
+        self._keys = keys
+        self._begun: set[RunningSequence] = set()
+        self._unfinished: set[RunningSequence] = set()
+        self._read = PrefixIndex[RunningSequence]()
+        self._reading = PrefixIndex[RunningSequence]()
+
+    def __contains__(self, seq: RunningSequence) -> bool:
+        return seq in self._begun
+
+    def is_reading(self, seq: RunningSequence) -> bool:
+        """Whether others may wait for what the sequence reads."""
+        return seq in self._unfinished
+
+    def begin(self, seq: RunningSequence, ids: Sequence[int]) -> None:
+        """A row begins to read `ids`."""
+        self._begun.add(seq)
+        self._unfinished.add(seq)
+        self._reading.put(seq, self._keys[seq], ids)
+
+    def hold(self, seq: RunningSequence, ids: Sequence[int], *, done: bool) -> None:
+        """A row has read `ids`; `done`: nobody waits for more."""
+        self._read.put(seq, self._keys[seq], ids)
+        if done:
+            self._unfinished.discard(seq)
+            self._reading.drop(seq)
+
+    def drop(self, seq: RunningSequence) -> None:
+        """Nobody continues the sequence's text any longer."""
+        self._begun.discard(seq)
+        self._unfinished.discard(seq)
+        self._read.drop(seq)
+        self._reading.drop(seq)
+
+    def read_by_others(self, seq: RunningSequence, ids: Sequence[int]) -> tuple[RunningSequence | None, int]:
+        """The sequence whose read text begins most like `ids`, and how many tokens they share, later ones included."""
+        other, length = self._read.find(self._keys[seq], ids)
+        if other is not None:
+            length += common_length(ids[length:], other.text_ids[length:])  # what it has written since
+        return other, length
+
+    def being_read(self, seq: RunningSequence, ids: Sequence[int]) -> tuple[RunningSequence | None, int]:
+        """The same of texts that are being read."""
+        return self._reading.find(self._keys[seq], ids)
 
 
 class PrefixCache:

@@ -1,23 +1,22 @@
-"""Which prompts are read next, which row of the target's cache a sequence gets, and what is kept when it leaves.
+"""Who reads how much of which text in the next pass, of the target and of drafts, and what is kept when a text leaves.
 
-A prompt is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
-of its keys and values, as far as its draft can continue too; while another sequence is reading what both have in
-common, it waits. Copies of a prompt within one request do so for every model, however short the prompt is.
+A text is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
+of its keys and values; while another sequence is reading what both have in common, it waits. So does a draft that runs
+a model, in its own cache. Copies of a prompt within one request do so for every model, however short the prompt is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 
 from specdec.core.drafts import SavedState
 from specdec.core.sequence import RunningSequence
-from specdec.core.tree import common_length
-from specdec.core.work import CHUNK, SHARED_CHUNK
+from specdec.core.work import CHUNK, READ_ALONG, SHARED_CHUNK
 from specdec.engine.drafts import OpenDraft, OpenDrafts
-from specdec.engine.prefix_cache import LEAST, PrefixCache, PrefixIndex
+from specdec.engine.prefix_cache import LEAST, Key, PrefixCache, SharedTexts
 from specdec.engine.request import Request
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, prefix_bytes
@@ -45,16 +44,17 @@ class Scheduler:
         self._others_first = False
         self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)  # of one prompt, without a row; by source
-        self._read = PrefixIndex[RunningSequence]()  # what rows hold
-        self._reading = PrefixIndex[RunningSequence]()  # prompts that rows will hold
+        self._texts = SharedTexts(self._keys)
+        drafts.keys = self._keys
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences, whose prompts are to be read."""
         for seq in self._keys:  # those that began under another state of the model share nothing any longer
             if seq.context is not None and seq.context.model != request.model_state:
                 seq.context = self._keys[seq] = None
-                self._read.drop(seq)
-                self._reading.drop(seq)
+                self._texts.drop(seq)
+                if (opened := self._drafts.of(seq)) is not None:
+                    opened.texts.drop(seq)
         select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
@@ -97,21 +97,16 @@ class Scheduler:
 
     def _together(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
-        batch: list[RunningSequence] = []
-        widest = tokens = 0
-        for seq in seqs:
-            own = self._requests[seq.id]
-            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
-                continue
-            size = min(max(map(self.unread, seq.batch_seqs)), chunk)
-            widest, tokens = max(widest, size), tokens + size
-            sees = self.sees(seq)
-            if batch and (sees or (len(batch) + 1) * widest > min(chunk, 2 * tokens)):
-                break
-            batch.append(seq)
-            if sees:
-                break  # an error in a pass over pictures is one of its request alone
-        return batch
+        alike = [
+            seq
+            for seq in seqs
+            if (self._requests[seq.id].traced, self._requests[seq.id].prefill_chunk)
+            == (request.traced, request.prefill_chunk)
+        ]
+        seeing = next((i for i, seq in enumerate(alike) if self.sees(seq)), len(alike))
+        if not seeing:
+            return alike[:1]  # an error in a pass over pictures is one of its request alone
+        return _batch([(seq, max(map(self.unread, seq.batch_seqs))) for seq in alike[:seeing]], chunk)
 
     def ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens reads the prompt to its end.
@@ -130,13 +125,11 @@ class Scheduler:
         """
         if seq.cache_row is not None:
             return True
-        source, length = self._nearest(seq)
-        other, common = self._reading.find(self._keys[seq], seq.text_ids[:-1])
-        if other is not None:
-            copies = self._are_copies(seq, other)
-            stays = copies or other.max_length - len(other.tokens) > 1  # else it leaves with its first token
-            if stays and common >= length + (1 if copies else _WORTH_WAITING):
-                return False
+        source, length = self._nearest(seq, self._texts, (seq.context, None), seq.text_ids[:-1])
+        if (other := self._awaited(seq, self._texts, seq.text_ids[:-1], length)) is not None and (
+            self._are_copies(seq, other) or other.max_length - len(other.tokens) > 1  # else it leaves at once
+        ):
+            return False
         opened = self._drafts.of(seq)
         if length and opened is not None and opened.draft.hidden_layers:
             length = self._joined(seq, source, length, opened)
@@ -147,8 +140,8 @@ class Scheduler:
         self._place(seq, source, length)
         seq.cached_prompt_tokens = length
         for other in seq.batch_seqs[1:]:
-            self._place(other, *self._nearest(other))
-        self._reading.put(seq, self._keys[seq], seq.text_ids[:-1])
+            self._place(other, *self._nearest(other, self._texts, (other.context, None), other.text_ids[:-1]))
+        self._texts.begin(seq, seq.text_ids[:-1])
         return True
 
     def unread(self, seq: RunningSequence) -> int:
@@ -163,18 +156,63 @@ class Scheduler:
         """Lets others continue what these sequences have read of their prompts; returns those that are prefilled."""
         for seq in seqs:
             if seq.cache_row is not None:
-                self._read.put(seq, self._keys[seq], seq.text_ids[: self.session.length(seq.cache_row)])
-            if seq.prefilled:
-                self._reading.drop(seq)
+                self._texts.hold(seq, seq.text_ids[: self.session.length(seq.cache_row)], done=seq.prefilled)
         done = [seq for seq in self.prefilling if seq.prefilled]
         self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
         return done
+
+    def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
+        """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
+
+        While it can guess for some, the texts of others get passes of their own, with small chunks.
+        """
+        proposer, texts = opened.proposer, opened.texts
+        leaders = self._begin(opened, seqs)
+        unread = {seq: proposer.unread(seq) for seq in seqs if seq in texts}
+        if any(count <= READ_ALONG for count in unread.values()):
+            most, chunk = READ_ALONG, SHARED_CHUNK
+        else:
+            most, chunk = max(READ_ALONG, CHUNK // max(len(unread), 1)), CHUNK
+        behind = [(seq, count - 1) for seq, count in unread.items() if count > (1 if seq in leaders else most)]
+        if behind:
+            batch = _batch(behind, chunk)
+            proposer.read(batch, chunk)
+            for seq in batch:
+                unread[seq] = proposer.unread(seq)
+                texts.hold(seq, seq.tokens[: len(seq.tokens) - unread[seq]], done=unread[seq] <= 1)
+            self._begin(opened, seqs)
+            unread |= {seq: proposer.unread(seq) for seq in seqs if seq in texts and seq not in unread}
+        for seq, count in unread.items():
+            if count <= most and texts.is_reading(seq):
+                texts.hold(seq, seq.tokens[:-1], done=True)
+        return {seq.id for seq, count in unread.items() if count <= most}
+
+    def _begin(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[RunningSequence]:
+        """Lets a draft begin with these texts, as far as others have read them; returns those that others wait for."""
+        leaders = set()
+        for seq in seqs:
+            if seq in opened.texts:
+                continue
+            ids, shares = seq.tokens[:-1], not (opened.draft.hidden_layers or seq.num_embeds_only)
+            if shares:
+                key = self.prefix_cache.key_of(opened.draft, seq.context)
+                source, length = self._nearest(seq, opened.texts, key, ids)
+                leader = self._awaited(seq, opened.texts, ids, length)
+                if leader is not None and leader in seqs:
+                    leaders.add(leader)
+                    continue
+                if source is not None and length:
+                    _forked(opened, seq, source if isinstance(source, SavedState) else source.id, length)
+            opened.texts.begin(seq, ids)
+        return leaders
 
     def remove(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
         state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
             self._retain(seq, state)
+            if (opened := self._drafts.of(seq)) is not None:
+                opened.texts.drop(seq)
         leaving = {*seqs}
         self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
         gone = [one for seq in seqs for one in seq.batch_seqs]
@@ -182,31 +220,38 @@ class Scheduler:
             self.session.remove(rows)
         for one in gone:
             one.cache_row = None
+            self._texts.drop(one)
             self._keys.pop(one, None)
-            self._read.drop(one)
-            self._reading.drop(one)
             self._copies[one.task.source].discard(one)
             if not self._copies[one.task.source]:
                 del self._copies[one.task.source]
 
-    def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
-        """The running sequence or saved text with the longest common beginning, and its length in positions.
-
-        Never the whole text: the pass over its last position computes the logits.
-        """
-        ids = seq.text_ids[:-1]
-        saved, kept = self.prefix_cache.find((seq.context, None), ids)
-        running, length = self._read.find(self._keys[seq], ids)
+    def _nearest(
+        self, seq: RunningSequence, texts: SharedTexts, key: Key, ids: Sequence[int]
+    ) -> tuple[RunningSequence | SavedState | None, int]:
+        """The running sequence or saved state that begins most like `ids`, and how many positions they share."""
+        saved, saved_length = self.prefix_cache.find(key, ids)
+        running, length = texts.read_by_others(seq, ids)
         if running is not None:
-            length += common_length(ids[length:], running.text_ids[length:])  # what it has written since
-            length = min(length, self.session.length(running.cache_row))
-            if length >= max(kept, 1 if self._are_copies(seq, running) else LEAST):
+            opened = None if texts is self._texts else self._drafts.of(seq)
+            unread = self.unread(running) if opened is None else opened.proposer.unread(running)
+            length = min(length, running.length - unread)
+            if length >= max(saved_length, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
-        return saved, kept
+        return saved, saved_length
+
+    def _awaited(
+        self, seq: RunningSequence, texts: SharedTexts, ids: Sequence[int], length: int
+    ) -> RunningSequence | None:
+        """The sequence that reads so much more of `ids` than the first `length` that waiting for it pays."""
+        other, common = texts.being_read(seq, ids)
+        if other is None or common < length + (1 if self._are_copies(seq, other) else _WORTH_WAITING):
+            return None
+        return other
 
     def _are_copies(self, seq: RunningSequence, other: RunningSequence) -> bool:
-        """Whether a sequence without a row is a copy of another one's prompt, in the same request."""
-        return seq.task.source == other.task.source and seq in self._copies[seq.task.source]
+        """Whether two sequences began with the same ids of one request."""
+        return seq.task.source == other.task.source and seq.embeds is None and seq.unconditional is None
 
     def _place(self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int) -> None:
         """Gives a sequence a row, with the first `length` positions of `source`."""
@@ -245,7 +290,7 @@ class Scheduler:
         if not fits or not (request.caller_blocks or context.model == state()):
             return
         opened = self._drafts.of(seq)
-        if opened is not None and opened.draft.hidden_layers and not seq.num_embeds_only:
+        if opened is not None and not seq.num_embeds_only:
             with suppress(Exception):  # a draft that cannot save its state ends no request
                 saved, key = opened.proposer.save(seq, len(ids)), kept.key_of(opened.draft, context)
                 if saved is not None and kept.wants(key, ids[: saved.length]):
@@ -254,6 +299,19 @@ class Scheduler:
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.session.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
+
+
+def _batch(sizes: Iterable[tuple[RunningSequence, int]], chunk: int) -> list[RunningSequence]:
+    """The first sequences whose unread tokens share a pass of `chunk` tokens, of which half may be padding."""
+    batch: list[RunningSequence] = []
+    widest = tokens = 0
+    for seq, unread in sizes:
+        size = min(unread, chunk)
+        widest, tokens = max(widest, size), tokens + size
+        if batch and (len(batch) + 1) * widest > min(chunk, 2 * tokens):
+            break
+        batch.append(seq)
+    return batch
 
 
 def _forked(opened: OpenDraft, seq: RunningSequence, source: int | SavedState, length: int) -> int:

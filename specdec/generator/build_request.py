@@ -176,7 +176,7 @@ class Call:
         if self.prompts.encoding is not None:
             return self.prompts.encoding.hidden.shape[1]
         most = getattr(self.target.model.config, "max_source_positions", None) or 2**31
-        lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
+        lengths = [max(tensor.shape[1:]) for tensor in (self.prompts.encoder or {}).values()]
         return min(max(lengths, default=0), most)
 
     def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
@@ -241,6 +241,7 @@ class Call:
             row=row,
             device=device,
             vocab_size=self.target.config.vocab_size,
+            width=self.target.vocab_size,
         )
         setup = StrategySetup(
             options=o,

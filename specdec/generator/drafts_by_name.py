@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec.core.drafts import Draft, Drafter, refuse_argument
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.build_request import ScheduledDraft
+from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
@@ -170,6 +171,8 @@ class Drafts:
                 "name a decoder-only model, or 'suffix'"
             )
         shared = target.shares_encoder_with(model)
+        if model.is_encoder_decoder and not shared:
+            _check_encoders(model, target, name)
         translates = assistant_tokenizer is not None and (
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
@@ -299,6 +302,23 @@ def _vocabulary(tokenizer: Any, name: str) -> Any:
             name, "a tokenizer with `get_vocab`, to compare target and draft", type(tokenizer).__name__
         )
     return tokenizer.get_vocab()
+
+
+def _check_encoders(draft: LanguageModel, target: LanguageModel, name: str) -> None:
+    """Raises OptionError where a draft's encoder cannot read what the target's reads."""
+    inputs = [{"input_ids", *FEATURES} & model.source_names for model in (draft, target)]
+    if not inputs[0] & inputs[1]:
+        reads, needs = (" or ".join(f"`{one}`" for one in sorted(names)) for names in inputs)
+        raise OptionError(
+            f"`{name}` has an encoder that reads {reads or 'other inputs'}, and the target's reads "
+            f"{needs or 'others'}: name a draft for the same inputs, or 'suffix'"
+        )
+    sizes = (draft.num_source_ids, target.num_source_ids)
+    if sizes[0] is not None and sizes[1] is not None and sizes[0] < sizes[1]:
+        raise VocabularyError(
+            f"the draft's encoder reads {sizes[0]} ids, the target's {sizes[1]}: name a draft with the target's "
+            "vocabulary for sources, or 'suffix'"
+        )
 
 
 def _check_widths(draft: LanguageModel, target: LanguageModel, tokenizer: Any) -> None:

@@ -34,7 +34,7 @@ from specdec.generator.drafts_by_name import (
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
-from specdec.generator.inputs.prompts import Prompt, Prompts, read_prompts, with_predictions
+from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, read_prompts, with_predictions
 from specdec.generator.job import Job
 from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
@@ -195,7 +195,7 @@ class SpecGenerator:
 
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
-        objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS}
+        objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS, *beside_inputs(self.target)}
         fields = {name: value for name, value in given.items() if name not in objects}
         return self._options(fields, given.get("generation_config"))
 
@@ -253,7 +253,7 @@ class SpecGenerator:
             config, tokenizer = given.pop("generation_config", None), self.tokenizer
             objects = _taken(_EXTRAS, given)
             drafts = _taken(DRAFT_NAMES, given)
-            inputs = _taken(MODEL_INPUTS, given)
+            inputs = _taken(MODEL_INPUTS | beside_inputs(self.target), given)
             options = self._options(given, config)
             if "tokenizer" in objects:
                 check_tokenizer("tokenizer", objects["tokenizer"])

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from transformers import AutoProcessor, AutoTokenizer
 
 from specdec.errors import OptionError
+from specdec.generator.token_bytes import TokenBytes
+from specdec.models.hf.private_api import cached
 from specdec.options import bundled_models
 from specdec.options.load import split_gguf
+
+REPLACEMENT = "\ufffd"
+"""What tokenizers write for bytes that are no character."""
+
+# Files of a tokenizer: those that classes of transformers name, the commonest first, as a hub is asked for each.
+FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "bpe.codes"),
+    *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "dict.txt", "emoji.json"),
+    *("prophetnet.tokenizer", "byte_maps.json", "entity_vocab.json", "word_shape.json", "word_pronunciation.json"),
+    *("normalizer.json", "tekken.json"),
+)
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
@@ -40,28 +56,51 @@ def tokenizer_beside(
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
     For a GGUF file without a tokenizer beside it: the one in the file. For a model that `sees`: its processor, if that
-    works here.
+    works here. None exists without any of its `FILES`, of which some classes would make one without words. One that
+    exists and cannot be read is a warning, and None: the model still takes ids.
     """
     folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file
     if sees:
-        with suppress(OSError, ValueError, KeyError, ImportError, TypeError):
+        with suppress(Exception):  # whatever a processor lacks here, there is the tokenizer
             processor = AutoProcessor.from_pretrained(folder, **options)
             if hasattr(processor, "image_processor"):
                 return processor
-    places: list[dict[str, str]] = [{}]
+    if _has_tokenizer(folder, options.get("revision")):
+        try:
+            return AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # each class has words, and errors, of its own for this
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            way_out = "pass `tokenizer=`, or token ids alone"
+            warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        places.append({"gguf_file": str(file)})
-    for place in places:
-        with suppress(OSError, ValueError, KeyError):
-            return AutoTokenizer.from_pretrained(folder, **place, **options)
+        with suppress(Exception):  # transformers converts some of llama.cpp's tokenizers
+            return AutoTokenizer.from_pretrained(folder, gguf_file=str(file), **options)
     return None
 
 
+def _has_tokenizer(folder: str, revision: str | None) -> bool:
+    """Whether a folder or hub repository has files of a tokenizer."""
+    if Path(folder).is_dir():
+        return any((Path(folder) / name).is_file() for name in FILES)
+    for name in FILES:
+        with suppress(OSError, ValueError):
+            return bool(cached(folder, name, revision))
+    return False
+
+
 def decode(tokenizer: Any, ids: Sequence[int], cut_before: Sequence[str] = ()) -> str:
-    """The text of `ids` without special tokens, cut before the first of `cut_before`."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """The text of `ids` without special tokens, cut before the first of `cut_before`; as a stream of them has it."""
+    text = _decoded(tokenizer, ids)
+    if REPLACEMENT in text:  # bytes that may be no character
+        text = Detokenizer(tokenizer).push(ids, last=True)
     return before_stop(text, cut_before)
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The tokenizer's own text, in which a part of a character may spoil the characters beside it."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
 
 
 def before_stop(text: str, cut_before: Sequence[str]) -> str:
@@ -74,6 +113,16 @@ def begun(text: str, mark: str) -> int:
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
+class Spelling(NamedTuple):
+    """What a token stands for after a text: `text`, or for a part of a character "bytes:\\xe0"; and its bytes.
+
+    `data` None: a special token, which texts leave out; `text` is then its name.
+    """
+
+    text: str
+    data: bytes | None
+
+
 class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
@@ -82,15 +131,17 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, cut_before: Sequence[str] = ()) -> None:
         self._tokenizer, self._cut_before = tokenizer, cut_before
+        self._bytes = TokenBytes.of(tokenizer)
         self._ids: list[int] = []
         self._start = 0  # decoding begins here, a few ids before those whose text is not yet decoded
         self._decoded = 0
+        self._begun = b""  # the beginning of a character, which the last ids wrote
         self._pending = ""  # decoded and held back
         self._ended = False
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is final after `ids`; with `last` all that is left."""
-        self._pending += self._text(ids, last)
+        self._pending += self._read(ids) + (self._rest() if last else "")
         text = before_stop(self._pending, self._cut_before)
         ended, self._ended = self._ended, self._ended or len(text) < len(self._pending)
         unsure = 0 if last or self._ended else max((begun(text, stop) for stop in self._cut_before), default=0)
@@ -98,15 +149,61 @@ class Detokenizer:
         self._pending = self._pending[len(text) :]
         return "" if ended else text
 
-    def _text(self, ids: Sequence[int], last: bool) -> str:
-        """What `ids` add to the text; empty while its last character is incomplete."""
-        self._ids += ids
-        before = decode(self._tokenizer, self._ids[self._start : self._decoded])
-        after = decode(self._tokenizer, self._ids[self._start :])
-        if not last and (after.endswith("\ufffd") or len(after) <= len(before)):
-            return ""
-        self._start, self._decoded = self._decoded, len(self._ids)
-        return after[len(before) :]
+    def spell(self, token: int) -> Spelling:
+        """What a token would stand for as the next one."""
+        if token in self._bytes.special:
+            return Spelling(self._bytes.name(token), None)
+        if (data := self._bytes.get(token)) is None:
+            text = self._added(token)
+            return Spelling(text, text.encode())
+        text, rest = self._bytes.split(data)
+        if self._begun or rest or text.encode() != data:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return Spelling(text, data)
+
+    def _read(self, ids: Sequence[int]) -> str:
+        """What `ids` add to the text, without an incomplete character at its end."""
+        if self._bytes.errors == "replace" and not self._begun and self._decoded == len(self._ids):
+            text = self._added(*ids)
+            if text and REPLACEMENT not in text:
+                self._ids += ids
+                self._settle(len(self._ids))
+                return text
+        return "".join(map(self._read_one, ids))
+
+    def _read_one(self, token: int) -> str:
+        self._ids.append(token)
+        data, before = self._bytes.get(token), self._begun
+        if data is not None:
+            text, self._begun = self._bytes.split(before + data)
+            if not self._begun:
+                self._settle(len(self._ids))
+            return text
+        lost, self._begun = before.decode("utf-8", self._bytes.errors), b""
+        if before:
+            self._settle(len(self._ids) - 1)
+        text = self._added()
+        if not text or text.endswith(REPLACEMENT):
+            return lost
+        self._settle(len(self._ids))
+        return lost + text
+
+    def _rest(self) -> str:
+        """The text of what was held back, which no later token completes."""
+        text = self._begun.decode("utf-8", self._bytes.errors) if self._begun else self._added()
+        self._begun = b""
+        self._settle(len(self._ids))
+        return text
+
+    def _added(self, *more: int) -> str:
+        """The text of ids that are not decoded yet, and `more`, after those before them."""
+        before = _decoded(self._tokenizer, self._ids[self._start : self._decoded])
+        return _decoded(self._tokenizer, [*self._ids[self._start :], *more])[len(before) :]
+
+    def _settle(self, count: int) -> None:
+        """The text of the first `count` ids is decoded."""
+        if count > self._decoded:
+            self._start, self._decoded = self._decoded, count
 
 
 def pieces(

@@ -31,6 +31,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_gathered
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.prompts import FEATURES, NAMES
+from specdec.models.hf.sides import encoder_inputs
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options, listed
 
@@ -225,8 +226,7 @@ def _encoder_inputs(
     """Encoder outputs, decoder prompts, and encoder inputs where known (drafts read them): not transformers' -100."""
     known: dict[str, Tensor] = {}
     if inputs is not None and inputs.is_floating_point():
-        name = model.get_encoder().main_input_name
-        known = {name: inputs} if name in FEATURES else {}
+        known = {name: inputs for name in FEATURES if name in encoder_inputs(model)}
     elif inputs is not None and not bool((inputs < 0).any()):
         known = {"input_ids": inputs}
     names = ("attention_mask", "encoder_outputs", "decoder_attention_mask")

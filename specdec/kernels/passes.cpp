@@ -6,7 +6,7 @@
 //   edges, bases, rates
 //                  a guess of probability p, in bin b of the bins between `edges`, is accepted with the chance
 //                  min(bases[b] + p * rates[b], 1)
-//   least          the chain goes on while the product of the chances of its guesses is at least so much
+//   least          the chain goes on while the product of the chances of its guesses is more than that
 //   pass_cost      by how much the chains that go on must exceed theirs together, or all end
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
@@ -92,7 +92,7 @@ struct Chain {
     for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
-    return chance >= least && step + 1 < most &&  // NaN is not large enough
+    return chance > least && step + 1 < most &&  // NaN is not large enough
            std::find(ends.begin(), ends.end(), token) == ends.end();
   }
 

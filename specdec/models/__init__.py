@@ -3,7 +3,7 @@
 from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session
-from specdec.models.encoding import Encoding
+from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
@@ -12,6 +12,7 @@ from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, see
 
 __all__ = [
     "PICTURES",
+    "EncoderOutput",
     "Encoding",
     "LanguageModel",
     "ModelState",

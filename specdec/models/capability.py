@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.models.cache.layout import AttentionKind
 from specdec.models.cache.session import Session
 from specdec.models.hf.tiny_models import SIZES
+from specdec.options.fields import is_list, is_whole
 
 CacheKind = Literal["kv", "replay", "none"]
 Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
@@ -59,6 +60,9 @@ KV: dict[str, Positions] = {
     "bloom": "alibi",
 }  # type: ignore[assignment]
 
+# These continue a text at a mask token, which transformers' `generate` appends for each pass and a cache cannot hold.
+AT_MASKS = {"xlm", "xlnet", "flaubert"}
+
 # These make a mask of their own for each kind of layer, over any that they are given.
 OWN_MASKS = {"paligemma"}
 
@@ -69,7 +73,13 @@ _KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
-    """The kinds of attention layers in a text config; None if a layer is not attention over the past."""
+    """The kinds of attention layers in a text config; None if a layer is not attention over the past.
+
+    None, too, for layers with configs of their own (`is_heterogeneous`) that differ in it.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        layers = {attention_kinds(layer) for layer in config.per_layer_config}
+        return layers.pop() if len(layers) == 1 else None
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     names = getattr(config, "layer_types", None)
@@ -102,14 +112,17 @@ def cache_reset_length(config: Any) -> int | None:
 
 
 def known(config: Any) -> Capability | None:
-    """The capability of a known architecture, from its text config; None for unknown ones."""
+    """The capability of a known architecture, from its text config; None for unknown ones, and for decoders alone
+    where positions are an argument of the whole model.
+    """
     model_type = config.model_type
     if model_type in COUNTS_COLUMNS or (model_type == "falcon" and config.alibi):
         return Capability("replay", reason="its attention counts columns of the cache, not positions")
     kinds = attention_kinds(config)
-    if model_type not in KV or kinds is None:
+    positions = KV.get(model_type)
+    if positions is None or kinds is None or (positions == "decoder_ids" and not config.is_encoder_decoder):
         return None
-    return kv_capability(KV[model_type], kinds)
+    return kv_capability(positions, kinds)
 
 
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
@@ -118,23 +131,32 @@ def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Cap
 
 
 def kv_width(config: Any) -> int:
-    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together."""
+    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together.
+
+    An estimate, for budgets and the sizes of buffers: a field of the config may be missing, whatever others say.
+    """
     if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
         return max(map(kv_width, config.per_layer_config))
-    heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
-    hidden = _first(config, "hidden_size", "d_model", "n_embd")
+    heads = _number(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads") or 1
+    hidden = _number(config, "hidden_size", "d_model", "n_embd") or 1
     shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kept = (
-        1 if shared else getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    )
-    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // max(heads, 1)
-    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:  # keys and values differ in width
-        return heads * (rope + config.qk_nope_head_dim + config.v_head_dim)
+    kept = 1 if shared else _number(config, "num_key_value_heads", "num_kv_heads") or heads
+    width = _number(config, "head_dim", "d_kv") or max(hidden // heads, 1)
+    parts = [_number(config, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
+    unequal = [part for part in parts if part is not None]
+    if len(unequal) == len(parts):  # keys and values differ in width
+        return heads * sum(unequal)
     return 2 * kept * width
 
 
-def _first(config: Any, *names: str) -> int:
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 1)
+def _number(config: Any, *names: str) -> int | None:
+    """The first of these fields that is a number, or the largest of one number a layer; None if none is."""
+    for name in names:
+        value = getattr(config, name, None)
+        values: Any = value if is_list(value) else [value]
+        if numbers := [int(number) for number in values if is_whole(number) and number > 0]:
+            return max(numbers)
+    return None
 
 
 class ModelSpec(Protocol):
@@ -145,6 +167,8 @@ class ModelSpec(Protocol):
     capability: Capability
     input_names: frozenset[str]
     vocab_size: int
+    num_ids: int
+    source_names: frozenset[str]
     max_positions: int | None
     device: torch.device
     dtype: torch.dtype

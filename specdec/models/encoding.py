@@ -3,52 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_outputs import BaseModelOutput
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):  # type: ignore[misc]
+    """An encoder's output for any decoder, with all fields that some decoders ask for.
+
+    Moonshine, UDOP and others read `attention_mask`, SwitchTransformers and NLLB-MoE pass on `router_logits`.
+    """
+
+    attention_mask: Tensor | None = None
+    router_logits: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """Encoder output `hidden` `[rows, frames, width]`; `mask` `[rows, frames]` of valid frames (None: all).
 
-    `hidden_states` and `attentions` of each layer are kept until rows are selected or joined.
+    `input_mask` `[rows, length]`: that of the encoder's inputs, which a model takes beside the output; an encoder of
+    sound has fewer frames. `kind`: the class that the encoder returns, and `fields`, tensors with one entry per row,
+    what it has beside; decoders may read them. `hidden_states` and `attentions` of each layer are kept until rows are
+    selected or joined.
     """
 
     hidden: Tensor
-    mask: Tensor | None
+    mask: Tensor | None = None
+    input_mask: Tensor | None = None
+    kind: type = EncoderOutput
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, hidden: Tensor, mask: Any, layers: Mapping[str, Any]) -> Encoding:
-        """An encoding with the `mask` of its inputs, unless the encoder shortens its input, as those of audio do.
-
-        `layers`: `hidden_states` and `attentions` of all layers, if kept.
-        """
-        kept = mask.to(hidden.device) if isinstance(mask, Tensor) and mask.shape == hidden.shape[:2] else None
-        return cls(hidden, kept, layers.get("hidden_states"), layers.get("attentions"))
+    def of(cls, output: Mapping[str, Any], input_mask: Any, mask: Tensor | None) -> Encoding:
+        """What an encoder returned for inputs with `input_mask`; `mask` of its frames."""
+        hidden: Tensor = output["last_hidden_state"]
+        fields = {
+            name: value
+            for name, value in output.items()
+            if name != "last_hidden_state" and isinstance(value, Tensor) and value.shape[:1] == hidden.shape[:1]
+        }
+        given = input_mask.to(hidden.device) if isinstance(input_mask, Tensor) else None
+        layers = output.get("hidden_states"), output.get("attentions")
+        return cls(hidden, None if mask is None else mask.to(hidden.device), given, type(output), fields, *layers)
 
     def __len__(self) -> int:
         return self.hidden.shape[0]
 
+    @property
+    def output(self) -> Any:
+        """What the model takes as `encoder_outputs`."""
+        return self.kind(last_hidden_state=self.hidden, **self.fields)
+
     def select(self, rows: Sequence[int]) -> Encoding:
         """These rows in this order; a row may be repeated."""
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.hidden.device)
-        mask = None if self.mask is None else self.mask.index_select(0, index.to(self.mask.device))
-        return Encoding(self.hidden.index_select(0, index), mask)
+        index = torch.tensor(list(rows), dtype=torch.long)
+
+        def selected(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.index_select(0, index.to(tensor.device))
+
+        fields = {name: selected(value) for name, value in self.fields.items()}
+        return Encoding(selected(self.hidden), selected(self.mask), selected(self.input_mask), self.kind, fields)
 
     @classmethod
     def joined(cls, parts: Sequence[Encoding]) -> Encoding:
-        """The rows of all `parts`, padded with masked frames."""
+        """The rows of all `parts`, which are of one kind, padded with masked frames."""
         frames = max(part.hidden.shape[1] for part in parts)
-        if all(part.mask is None and part.hidden.shape[1] == frames for part in parts):
-            return cls(torch.cat([part.hidden for part in parts]), None)
-        masks = [
-            torch.ones_like(one.hidden[..., 0], dtype=torch.long) if one.mask is None else one.mask for one in parts
+        hidden = _joined([part.hidden for part in parts])
+        fields = {name: _joined([part.fields[name] for part in parts]) for name in parts[0].fields}
+        masks, given = [part.mask for part in parts], [part.input_mask for part in parts]
+        if all(mask is None for mask in masks) and all(part.hidden.shape[1] == frames for part in parts):
+            return cls(hidden, None, None if given[0] is None else _joined(given), parts[0].kind, fields)
+        whole = [
+            torch.ones_like(part.hidden[..., 0], dtype=torch.long) if mask is None else mask
+            for part, mask in zip(parts, masks, strict=True)
         ]
-        hidden = pad_sequence([row for part in parts for row in part.hidden], batch_first=True)
-        return cls(hidden, pad_sequence([row for mask in masks for row in mask], batch_first=True))
+        given = [mask if own is None else own for own, mask in zip(given, whole, strict=True)]
+        return cls(hidden, _joined(whole), _joined(given), parts[0].kind, fields)
+
+
+def _joined(tensors: Sequence[Any]) -> Tensor:
+    """The rows of all tensors `[rows, length, …]`, padded with 0 to the longest."""
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(list(tensors))
+    return pad_sequence([row for tensor in tensors for row in tensor], batch_first=True)

@@ -38,14 +38,13 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
     unknown: list[Any] = [module for kind, module in kinds.items() if kind not in _KNOWN]
     # Adapters around embeddings take ids.
     unknown = [m for m in unknown if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
-    try:
-        alone = all(_rows_independent(module, _row(module, dtype)) for module in unknown)
-    except Exception:  # a layer whose input is no row, or that does not run yet
-        alone = False
-    if not alone:
-        return "row-dependent"
     half = dtype not in (torch.float32, torch.float64)
-    return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in unknown) else "exact"
+    try:
+        if not all(_rows_independent(module, _row(module, dtype)) for module in unknown):
+            return "row-dependent"
+        return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in unknown) else "exact"
+    except Exception:  # a layer whose input is no row, or that does not run yet
+        return "row-dependent"
 
 
 @torch.no_grad()
@@ -59,7 +58,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     if name := _unpacked(language):
         return f"`{name}` is no packed layer"
     source = random.Random(0)
-    most = min(language.vocab_size, language.config.vocab_size)
+    most = min(language.vocab_size, language.num_ids)
     longer = [source.randrange(3, most) for _ in range(min(_LONGER, language.max_positions or _LONGER))]
     text = longer[:_TEXT]
     encoding, session = trial_encoding(language), language.session()

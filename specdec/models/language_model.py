@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,8 @@ from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
-from specdec.models.capability import Capability, cache_reset_length, kv_width, rope_boundary
-from specdec.models.encoding import Encoding
+from specdec.models.capability import AT_MASKS, Capability, cache_reset_length, kv_width, rope_boundary
+from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
@@ -31,6 +30,7 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
+from specdec.models.hf.sides import encoder_inputs, frame_mask, input_names, num_ids, num_source_ids
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
@@ -42,8 +42,10 @@ _SEEING = threading.RLock()  # held while a model gets the modules that read pic
 class LanguageModel:
     """A transformers model and how it is run; its weights, config and caches are never changed.
 
-    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit; ids go
-    to `device`, `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit. The
+    text may hold `num_ids` ids, an encoder's input `num_source_ids` (None: it looks up none), which are other numbers
+    where the two sides have vocabularies of their own. `source_names` are the encoder's arguments. Ids go to `device`,
+    `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
     passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
     our own, which needs no padding; an `owned` model keeps nothing else. "compiled" is one compiled function for all of
     that, for models that use transformers' attention interface; it is compiled in the background, once for all models
@@ -55,8 +57,8 @@ class LanguageModel:
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
     `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
-    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head, and
-    for an impossible backend or exactness.
+    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head or
+    that continues text at a mask token, and for an impossible backend or exactness.
     """
 
     is_sharded = False
@@ -86,11 +88,19 @@ class LanguageModel:
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-        is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")
+        parts = ("decoder", "generator", "text_config")
+        is_flat = self.is_encoder_decoder and not any(hasattr(model.config, name) for name in parts)
         self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
-        self.input_names = frozenset(inspect.signature(model.forward).parameters)
+        if self.config.model_type in AT_MASKS:
+            way_out = "call `model.generate`"
+            raise UnsupportedError(
+                f"{type(model).__name__} continues text at a mask token that is taken back: {way_out}"
+            )
+        self.input_names = input_names(model)
         self.sees = sees(model, self.input_names)
+        self.source_names = encoder_inputs(model)
         self.vocab_size = _logits_width(model, self.config)
+        self.num_ids, self.num_source_ids = num_ids(model) or self.vocab_size, num_source_ids(model)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.capability = replace(
             capability or find_capability(self),
@@ -248,21 +258,52 @@ class LanguageModel:
     def encode(
         self, inputs: Mapping[str, Tensor], *, output_hidden_states: bool = False, output_attentions: bool = False
     ) -> Encoding:
-        """One encoder pass over `input_ids` with `attention_mask`, or `input_features`."""
+        """One encoder pass over its inputs, such as `input_ids` with `attention_mask`, or `input_features`.
+
+        Raises OptionError where the encoder cannot read them, for example more than it has positions.
+        """
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
-        names = inspect.signature(encoder.forward).parameters
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in names}
-        if "input_features" in given:
-            given["input_features"] = given["input_features"].to(self.dtype)
+        given = {name: self._placed(value) for name, value in inputs.items()}
+        merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
+        if not merged:
+            given = {name: value for name, value in given.items() if name in self.source_names}
         extras = {"output_hidden_states": True} if output_hidden_states else {}
         extras |= {"output_attentions": True} if output_attentions else {}
         if self.ragged is not None and type(encoder) is WhisperEncoder and not extras:
             one_by_one = torch.split(given["input_features"], 1)
-            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]), None)
-        output = encoder(**given, **extras, return_dict=True)
-        return Encoding.of(output.last_hidden_state, inputs.get("attention_mask"), output)
+            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]))
+        try:
+            output = self._through_the_model(given, extras) if merged else encoder(**given, **extras, return_dict=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, ValueError) as error:  # as each family refuses, most of them in torch's words
+            sizes = ", ".join(f"`{name}` {list(value.shape)}" for name, value in given.items())
+            way_out = "shorten it, or pad recordings as the model's processor does"
+            raise OptionError(
+                f"the encoder of {type(self.model).__name__} cannot read {sizes} ({error}): {way_out}"
+            ) from error
+        return self.encoding_of(output, inputs.get("attention_mask"))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """An input of the encoder on its device; features in the model's type, masks and ids in their own."""
+        is_feature = tensor.is_floating_point() and tensor.dim() > 2
+        return tensor.to(self.device, self.dtype if is_feature else None)
+
+    def _through_the_model(self, given: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
+        """The encoder's output of a pass of the whole model, which makes the encoder's input of these."""
+        start = torch.zeros(len(next(iter(given.values()))), 1, dtype=torch.long, device=self.device)
+        output = self.model(**given, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
+        return EncoderOutput(
+            last_hidden_state=output.encoder_last_hidden_state,
+            hidden_states=output.encoder_hidden_states,
+            attentions=output.encoder_attentions,
+        )
+
+    def encoding_of(self, output: Mapping[str, Any], input_mask: Any = None) -> Encoding:
+        """What the encoder returned for inputs with this mask."""
+        return Encoding.of(output, input_mask, frame_mask(self.model, output, input_mask))
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
         """Raises UnsupportedError where attentions of chains (`drafted`) or trees (`branched`) are unavailable."""
@@ -320,7 +361,9 @@ class LanguageModel:
     @property
     def decoder(self) -> Any:
         """The decoder, whose layers hold the cache."""
-        return self.model.get_decoder()
+        decoder = self.model.get_decoder()
+        both = self.is_encoder_decoder and hasattr(decoder, "decoder")  # as Florence-2's
+        return decoder.decoder if both else decoder
 
     def _find_exactness(self) -> Exactness:
         with plain_modes():

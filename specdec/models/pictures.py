@@ -146,6 +146,9 @@ def _dealt(
                 f"the text has {sum(places)} places for a {kind.word}, and none was given: pass `{kind.main}`"
             )
         return [{} for _ in places]
+    if not sum(places) and not place_tokens(language.model.config):  # GIT reads it before the text, without tokens
+        name = type(language.model).__name__
+        raise UnsupportedError(f"{name} has no tokens for a {kind.word}'s places in the text: call `model.generate`")
     if not sum(places):
         way_out = "put its placeholder tokens into the text, as the processor or chat template does"
         raise OptionError(f"`{kind.main}` holds a {kind.word} without a place in the text: {way_out}")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
@@ -30,6 +29,7 @@ from specdec.models.capability import (
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
+from specdec.models.hf.sides import source_width
 from specdec.models.hf.tiny_models import tiny_model
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
@@ -187,7 +187,7 @@ def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None 
         inputs["decoder_attention_mask"] = lowest.triu(1)[None, None].to(language.device)
     if encoding is None:
         return language.model(input_ids=ids, use_cache=False).logits[0, -1]
-    inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
+    inputs["encoder_outputs"] = encoding.output
     if encoding.mask is not None:
         inputs["attention_mask"] = encoding.mask
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
@@ -197,6 +197,5 @@ def trial_encoding(language: ModelSpec, seed: int = 0) -> Encoding | None:
     """A random encoder output of one row, for trials; None for models without encoder."""
     if not language.is_encoder_decoder:
         return None
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(1, _FRAMES, width, generator=torch.Generator().manual_seed(seed))
-    return Encoding(hidden.to(language.device, language.dtype), None)
+    hidden = torch.randn(1, _FRAMES, source_width(language.model), generator=torch.Generator().manual_seed(seed))
+    return Encoding(hidden.to(language.device, language.dtype))

@@ -26,7 +26,7 @@ from specdec.options.generate import FORMS, Options
 
 _EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))  # for one length: the first counts
 _OF_GROUPS = ("num_beam_groups", "diversity_penalty")
-_SCHEDULE = ("plan", "after", "max_tokens", "max_branches")  # attributes of a schedule object
+_SCHEDULE = ("budgets", "after", "max_tokens", "max_branches")  # attributes of a schedule object
 _refusing = ContextVar("refusing", default=False)
 
 

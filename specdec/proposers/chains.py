@@ -1,34 +1,35 @@
-"""Chains of tokens as proposals: cut to a plan and to the target's vocabulary, and one for each leaf."""
+"""Chains of tokens as proposals: cut to a budget and to the target's vocabulary, and one for each leaf."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from specdec.core.drafts import Plan, SequenceView, path_limit
+from specdec.core.budget import Budget
+from specdec.core.drafts import SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.proposers.views import branch_tokens
 
 
-def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
-    """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
+def cut(tokens: list[int], confidence: list[float], seq: SequenceView, budget: Budget, source: str) -> Tree:
+    """The longest chain of `tokens` that the budget keeps; the sequence's last token is left to the target."""
     kept: list[float] = []
-    for chance in confidence[: path_limit(seq, plan)]:
+    for chance in confidence[: path_limit(seq, budget)]:
         kept.append(chance)
-        if not plan.keep(kept):
+        if not budget.keep(kept):
             kept.pop()
             break
     return Tree.chain(tokens[: len(kept)], kept, source=source)
 
 
 def chain_per_leaf(
-    seq: SequenceView, plan: Plan, source: str, guess: Callable[[list[int]], tuple[list[int], list[float]]]
+    seq: SequenceView, budget: Budget, source: str, guess: Callable[[list[int]], tuple[list[int], list[float]]]
 ) -> Tree:
     """A proposal with a chain from each leaf: what `guess` returns for the tokens from the text to the leaf, cut."""
     tokens: list[int] = []
     parents: list[int] = []
     confidence: list[float] = []
     for number, leaf in enumerate(seq.leaves):
-        chain = cut(*guess(branch_tokens(seq, leaf)), seq, plan, source)
+        chain = cut(*guess(branch_tokens(seq, leaf)), seq, budget, source)
         parents += [-1 - number if parent < 0 else parent + len(tokens) for parent in chain.parents]
         tokens += chain.tokens
         confidence += chain.confidence or ()

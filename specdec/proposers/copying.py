@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
 
@@ -111,8 +112,8 @@ class TextProposer(Proposer):
         self._draft, self._vocab_size, self._calibration = draft, vocab_size, draft.calibration
         self._readings: dict[int, _Reading] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
         """At most `max(limit, 1)` tokens for `seq` and their confidence; one is looked up always, to keep learning."""
@@ -129,12 +130,12 @@ class TextProposer(Proposer):
         self._readings[seq.id] = reading
         return reading.guess, confidence
 
-    def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
-        guess, source = self.guess(seq, plan.limit), self._draft.source
+    def _propose(self, seq: SequenceView, budget: Budget) -> Tree:
+        guess, source = self.guess(seq, budget.limit), self._draft.source
         if not seq.tree.tokens:
-            return cut(*guess, seq, plan, source)
-        index, limit = self._readings[seq.id].index, max(plan.limit, 1)
-        return chain_per_leaf(seq, plan, source, lambda tail: self._usable(seq, *index.lookup(limit, tail)))
+            return cut(*guess, seq, budget, source)
+        index, limit = self._readings[seq.id].index, max(budget.limit, 1)
+        return chain_per_leaf(seq, budget, source, lambda tail: self._usable(seq, *index.lookup(limit, tail)))
 
     def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""

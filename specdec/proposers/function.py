@@ -7,7 +7,8 @@ from functools import partial
 from itertools import islice
 from operator import index
 
-from specdec.core.drafts import Draft, Drafter, Plan, Proposer, SequenceView, path_limit
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, Drafter, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
 from specdec.proposers.chains import chain_per_leaf
@@ -44,11 +45,11 @@ class FunctionProposer(Proposer):
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One chain per leaf; raises DraftError unless the function returns token ids."""
         return [
-            chain_per_leaf(seq, plan, self._name, partial(self._guess, seq, path_limit(seq, plan)))
-            for seq, plan in zip(seqs, plans, strict=True)
+            chain_per_leaf(seq, budget, self._name, partial(self._guess, seq, path_limit(seq, budget)))
+            for seq, budget in zip(seqs, budgets, strict=True)
         ]
 
     def _guess(self, seq: SequenceView, limit: int, beyond: list[int]) -> tuple[list[int], list[float]]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, ChainRule, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, ChainRule, Level, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Work
 from specdec.proposers.views import branch_tokens
@@ -93,9 +94,9 @@ class ChainGrowth:
     `readable`: how many ids the draft has embeddings for.
     """
 
-    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
-        self.seq, self.plan, self.limit, self.cached, self._readable = cached.seq, plan, limit, cached, readable
-        self._confident = plan.needs_confidence
+    def __init__(self, budget: Budget, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.budget, self.limit, self.cached, self._readable = cached.seq, budget, limit, cached, readable
+        self._confident = budget.needs_confidence
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
@@ -118,16 +119,16 @@ class ChainGrowth:
         if q is not None:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
-        self.gain = 0.0 if ended else self.plan.gain([self.confidence])
+        self.gain = 0.0 if ended else self.budget.gain([self.confidence])
         # The session holds guesses as text too.
         return Work.text(work.row, [token]) if self.gain > 0 else None
 
     def rule(self, width: int) -> ChainRule | None:
-        """The rule for drafting the chain in one call over `width` tokens; None if sampler or plan cannot state it."""
+        """The rule for drafting the chain in one call over `width` tokens; None if the sampler cannot state it."""
         task = self.seq.task
-        if (until := self.plan.until) is None or (choice := task.sampler.choice(self.seq)) is None:
+        if (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self._confident, task.sampler.needs_q)
+        return ChainRule(self.limit, width, choice, self.budget, task.ends, task.sampler.needs_q)
 
     def take_all(self, fed: Work, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
@@ -147,7 +148,7 @@ class ChainGrowth:
             return False  # the draft overflowed
         self.confidence.append(confidence)
         # Dropping a token that was drawn at random would change the output's distribution.
-        if not self.seq.task.sampler.needs_q and not self.plan.keep(self.confidence):
+        if not self.seq.task.sampler.needs_q and not self.budget.keep(self.confidence):
             self.confidence.pop()
             return False
         self.tokens.append(token)
@@ -162,8 +163,8 @@ class TreeGrowth:
     embeddings for.
     """
 
-    def __init__(self, plan: Plan, limit: int, cached: CachedText, readable: int) -> None:
-        self.seq, self.plan, self.cached, self._limit, self._readable = cached.seq, plan, cached, limit, readable
+    def __init__(self, budget: Budget, limit: int, cached: CachedText, readable: int) -> None:
+        self.seq, self.budget, self.cached, self._limit, self._readable = cached.seq, budget, cached, limit, readable
         seq, leaves = self.seq, zip(self.seq.leaves, self.seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.cached_ends: list[int] = []
@@ -204,9 +205,9 @@ class TreeGrowth:
         if not self._nodes:
             self.cached.num_own = len(self.cached.branches)
         self.cached_ends = [max(end - num_text, -1) for end in self.cached_ends]
-        return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.plan))
+        return self._level(self.seq.task.sampler.expand(self.seq, self.ends, logits[at], self.budget))
 
-    def _level(self, level: list[tuple[int, Branch]]) -> Work | None:
+    def _level(self, level: Level) -> Work | None:
         branches, first = self.cached.branches, len(self._nodes)
         self._nodes += [branch for _, branch in level]
         self._parents += [self._node_ends[end] for end, _ in level]
@@ -216,7 +217,7 @@ class TreeGrowth:
             (first + i, end, branch)
             for i, (end, branch) in enumerate(level)
             if first + i in best and branch.tokens[-1] < self._readable and branch.tokens[-1] not in ends
-        ][: self.plan.branches]
+        ][: self.budget.branches]
         parents = [self.cached_ends[end] for _, end, _ in chosen]
         self.ends = [branch for _, _, branch in chosen]
         self.cached_ends = list(range(len(branches), len(branches) + len(chosen)))
@@ -224,7 +225,7 @@ class TreeGrowth:
         # The branches of a search count as one path.
         paths = [end.chances for end in self.ends if end.chances] or [self._levels]
         ended = not chosen or len(self._levels) >= self._limit
-        self.gain = 0.0 if ended else self.plan.gain(paths, len(chosen))
+        self.gain = 0.0 if ended else self.budget.gain(paths, len(chosen))
         if self.gain <= 0:
             return None
         return self._work(Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents))
@@ -232,10 +233,10 @@ class TreeGrowth:
     def _best(self) -> Sequence[int]:
         """The nodes to propose: the `branches * limit` best; for a search, all."""
         nodes = range(len(self._nodes))
-        if self.plan.branches is None or not self._nodes or not self._nodes[0].chances:
+        if self.budget.branches is None or not self._nodes or not self._nodes[0].chances:
             return nodes
         best = sorted(nodes, key=lambda node: -self._nodes[node].score)  # no node is better than its parent
-        return sorted(best[: self.plan.branches * self.plan.limit])
+        return sorted(best[: self.budget.branches * self.budget.limit])
 
     def proposal(self, source: str) -> Tree:
         """The proposed nodes."""

@@ -8,8 +8,9 @@ from itertools import accumulate
 from operator import mul
 from time import perf_counter
 
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SavedState, SequenceView, path_limit
+from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.chains import cut
@@ -63,9 +64,34 @@ class HybridProposer(Proposer):
         self._ended: float | None = None
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
+        self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        """The readers among the sequences that prefer the model."""
+        self._learn(seqs)
+        self._copies = {
+            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source)
+            for seq, budget in zip(seqs, budgets, strict=True)
+        }
+        chosen = self._choose(seqs, budgets)
+        return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
+
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
+        if any(seq.id not in self._copies for seq in seqs):
+            self.readers(seqs, budgets)
+        trees, self._copies = self._copies | self._drafted(self._choose(seqs, budgets)), {}
+        self._ended = perf_counter()
+        return [trees[seq.id] for seq in seqs]
+
+    def unread(self, seq: SequenceView) -> int:
+        return self._inner.unread(seq)
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        self._inner.read(seqs, most)
+
+    def _learn(self, seqs: Sequence[SequenceView]) -> None:
+        """Compares the model's last guesses with the texts, and takes the time since then."""
         odds = self._odds
         if self._ended is not None:
             # between two calls, time passes in which nothing is decoded
@@ -78,17 +104,11 @@ class HybridProposer(Proposer):
                 right, missed = guess.follow(seq.tokens[length:])
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
-        trees = [
-            cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
-            for seq, plan in zip(seqs, plans, strict=True)
-        ]
-        chosen = [i for i, tree in enumerate(trees) if self._prefers_model(seqs[i], plans[i], tree)]
-        if chosen:
-            drafted = self._drafted([seqs[i] for i in chosen], [plans[i] for i in chosen])
-            for i, tree in zip(chosen, drafted, strict=True):
-                trees[i] = tree
-        self._ended = perf_counter()
-        return trees
+
+    def _choose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
+        """The sequences that prefer the model, with their budgets."""
+        pairs = zip(seqs, budgets, strict=True)
+        return [(seq, budget) for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -110,9 +130,9 @@ class HybridProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
-    def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
+    def _prefers_model(self, seq: SequenceView, budget: Budget, tree: Tree) -> bool:
         """Whether the model promises more tokens per second than the copies in `tree`."""
-        limit = path_limit(seq, plan)
+        limit = path_limit(seq, budget)
         if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
@@ -125,9 +145,13 @@ class HybridProposer(Proposer):
         model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
         return model_rate > _expected(tree.confidence or []) / gap
 
-    def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
+    def _drafted(self, chosen: Sequence[tuple[SequenceView, Budget]]) -> dict[int, Tree]:
+        """The model's trees by sequence id."""
+        if not chosen:
+            return {}
+        seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
         began = perf_counter()
-        trees = self._inner.propose(seqs, plans)
+        trees = self._inner.propose(seqs, budgets)
         seq_ids = {seq.id for seq in seqs}
         # A round in which the model reads a prompt does not measure one pass.
         if seq_ids <= self._read and any(trees):
@@ -138,7 +162,7 @@ class HybridProposer(Proposer):
         self._read |= seq_ids
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
-        return trees
+        return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 
 
 def _expected(confidence: Sequence[float]) -> float:

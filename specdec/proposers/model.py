@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.core.drafts import Draft, Plan, Proposer, SequenceView, path_limit, pays
+from specdec.core.budget import Budget, pays
+from specdec.core.drafts import Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import CHUNK, READ_ALONG, SHARED_CHUNK, Logits, Work
+from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.errors import OptionError
+from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, TreeGrowth
 
 if TYPE_CHECKING:
@@ -68,13 +70,69 @@ class ModelProposer(Proposer):
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, empty while the draft still reads its prompt.
-
-        A round reads one chunk, a small one while other sequences wait for their drafts.
-        """
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        """One tree per sequence; what is unread of a text is read in the pass that makes the first guess."""
         with self._kept_whole():
-            return self._propose(seqs, plans)
+            readers = self._readers(seqs, budgets)
+            if unseen := [seq for seq, _, _ in readers if self._unseen(seq) is not None]:
+                self.read(unseen, 1)
+            growths = {seq.id: self._growth(seq, budget, limit) for seq, budget, limit in readers}
+            self._grow(list(growths.values()))
+        nothing = Tree([], [], source=self._source)
+        return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
+
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[SequenceView]:
+        """The sequences whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
+        with self._kept_whole():
+            return [seq for seq, _, _ in self._readers(seqs, budgets)]
+
+    def unread(self, seq: SequenceView) -> int:
+        cached = self._cached.get(seq.id)
+        return len(seq.tokens) - (0 if cached is None else cached.num_text)
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        """Pictures are read with the whole prompt up to the last of them."""
+        with self._kept_whole():
+            feeds = []
+            for seq in seqs:
+                cached, pictures = self._row(seq), self._unseen(seq)
+                end = min(cached.num_text + most, self._end(seq)) if pictures is None else pictures.length
+                piece, length = seq.tokens[cached.num_text : end], len(seq.tokens)
+                work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
+                feeds.append(Feed(cached, work))
+            self._run(feeds)
+            for feed in feeds:
+                feed.cached.num_text += feed.work.num_text
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Copies keys and values, pictures of the prompt all or none."""
+        pictures = seq.task.pictures if self._sees else None
+        with self._kept_whole():
+            if isinstance(source, SavedState):
+                count = min(length, source.length)
+            else:
+                count = min(length, self._cached[source].num_text) if source in self._cached else 0
+            if count < 1 or (pictures is not None and count < pictures.length):
+                return 0
+            if isinstance(source, SavedState):
+                cache_row = self._session.read_from(source.state, count, 0 if pictures is None else pictures.shift)
+            else:
+                cache_row = self._session.fork(self._cached[source].cache_row, count)
+            self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
+        return count
+
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        """None for models whose keys and values depend on the length of the text, or cannot be copied."""
+        stays = self._session.keeps_prefixes and self._model.capability.boundary is None
+        if not stays or seq.id not in self._cached:
+            return None
+        with self._kept_whole():
+            self._settle([seq])
+            count = min(length, self._cached[seq.id].num_text)
+            if not count:
+                return None
+            prefix = self._session.keep_prefix(self._cached[seq.id].cache_row, count)
+        return SavedState(count, prefix, prefix_bytes(prefix))
 
     @contextmanager
     def _kept_whole(self) -> Iterator[None]:
@@ -85,28 +143,17 @@ class ModelProposer(Proposer):
             self._session, self._cached = self._model.session(), {}
             raise
 
-    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
-        gains = [plan.gain([[]]) if limit > 0 else 0.0 for plan, limit in zip(plans, limits, strict=True)]
-        nothing = Tree([], [], source=self._source)
-        if not pays(plans, gains):
-            return [nothing] * len(seqs)
-        limits = [limit if gain > 0 else 0 for limit, gain in zip(limits, gains, strict=True)]
-        ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
-        growths = {
-            seq.id: self._growth(seq, plan, limit)
-            for seq, plan, limit in zip(seqs, plans, limits, strict=True)
-            if limit and seq.id in ready
-        }
-        self._grow(list(growths.values()))
-        proposals = []
-        for seq, limit in zip(seqs, limits, strict=True):
-            if seq.id in growths:
-                proposals.append(growths[seq.id].proposal(self._source))
-            else:
-                is_read = limit and (seq.id not in self._cached or self._can_read(seq))
-                proposals.append(EMPTY if is_read else nothing)
-        return proposals
+    def _readers(
+        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
+    ) -> list[tuple[SequenceView, Budget, int]]:
+        """The sequences to guess for, their budgets and limits; guesses that were rejected are forgotten."""
+        limits = [self._limit(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        gains = [budget.gain([[]]) if limit > 0 else 0.0 for budget, limit in zip(budgets, limits, strict=True)]
+        if not pays(budgets, gains):
+            return []
+        chosen = [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
+        self._settle([seq for seq, _, _ in chosen])
+        return [(seq, budget, limit) for seq, budget, limit in chosen if self._can_read(seq)]
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
@@ -118,9 +165,9 @@ class ModelProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._session.bound(rows, columns)
 
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
-        limit = path_limit(seq, plan) if seq.tokens else 0
+        limit = path_limit(seq, budget) if seq.tokens else 0
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit
@@ -152,65 +199,22 @@ class ModelProposer(Proposer):
         """How many of the cached branches may stay."""
         return len(cached.branches)
 
-    def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
-        """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
-        leaders = self._admit(seqs)
-        self._settle(seqs)
-        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        if not leaders and not any(self._num_to_read(seq, READ_ALONG) for seq in readable):
-            return {seq.id for seq in readable}
-        # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
-        if any(len(seq.tokens) - self._cached[seq.id].num_text <= READ_ALONG for seq in readable):
-            most, chunk = READ_ALONG, SHARED_CHUNK
-        else:
-            most, chunk = max(READ_ALONG, CHUNK // max(len(readable), 1)), CHUNK
-        sizes = [(seq, self._num_to_read(seq, 0 if seq.id in leaders else most)) for seq in readable]
-        if batch := self._batch(sizes, chunk):
-            self._read(batch, chunk)
-        self._admit(seqs)
-        readable = [seq for seq in seqs if seq.id in self._cached and self._can_read(seq)]
-        return {seq.id for seq in readable if not self._num_to_read(seq, most)}
-
-    @staticmethod
-    def _batch(sizes: Sequence[tuple[SequenceView, int]], chunk: int) -> list[SequenceView]:
-        """The first sequences with tokens to read that fit into `chunk` tokens, padding included; at least one."""
-        batch: list[SequenceView] = []
-        widest = 0
-        for seq, size in sizes:
-            wider = max(widest, min(size, chunk))
-            if size and (not batch or (len(batch) + 1) * wider <= chunk):
-                batch.append(seq)
-                widest = wider
-        return batch
-
     def _can_read(self, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for what it has not read of the text."""
-        return max(seq.tokens[self._cached[seq.id].num_text :], default=0) < self._model.vocab_size
-
-    def _num_to_read(self, seq: SequenceView, most: int) -> int:
-        """How many tokens must be read before the pass that makes the first guess.
-
-        All but the last if more than `most` are missing or pictures are unread, else 0.
-        """
-        missing = len(seq.tokens) - self._cached[seq.id].num_text
-        return missing - 1 if missing > most or self._unseen(seq) is not None else 0
+        cached = self._cached.get(seq.id)
+        return max(seq.tokens[0 if cached is None else cached.num_text :], default=0) < self._model.num_ids
 
     def _unseen(self, seq: SequenceView) -> Pictures | None:
         """The sequence's pictures, if the draft sees and has not read them."""
-        return seq.task.pictures if self._sees and not self._cached[seq.id].num_text else None
+        cached = self._cached.get(seq.id)
+        return seq.task.pictures if self._sees and (cached is None or not cached.num_text) else None
 
-    def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
-        """Reads at most `chunk` more tokens of each text, in one pass."""
-        feeds = []
-        for seq in seqs:
-            cached, pictures = self._cached[seq.id], self._unseen(seq)
-            end = min(cached.num_text + chunk, self._end(seq)) if pictures is None else pictures.length
-            piece, length = seq.tokens[cached.num_text : end], len(seq.tokens)
-            work = Work(cached.cache_row, Tree.chain(piece), 0, len(piece), text_length=length, pictures=pictures)
-            feeds.append(Feed(cached, work))
-        self._run(feeds)
-        for feed in feeds:
-            feed.cached.num_text += feed.work.num_text
+    def _row(self, seq: SequenceView) -> CachedText:
+        """What the cache holds of a sequence; a new one gets an empty row."""
+        if (cached := self._cached.get(seq.id)) is None:
+            encoding = self._encoding(seq) if self._model.is_encoder_decoder else None
+            cached = self._cached[seq.id] = CachedText(self._session.add(encoding), seq, seq.tokens)
+        return cached
 
     def _end(self, seq: SequenceView) -> int:
         """How many tokens of the text may be read; the last one is fed with the first guess."""
@@ -228,37 +232,6 @@ class ModelProposer(Proposer):
         paths = [list(range(len(work.tree.tokens))) for work in works]
         self._session.commit([w.row for w in works], paths, num_texts=[w.num_text for w in works], final=final)
 
-    def _admit(self, seqs: Sequence[SequenceView]) -> set[int]:
-        """Gives new sequences rows of the cache, forked where another sequence has read the same.
-
-        Returns the ids of sequences that others wait for; those others get no row until it has read as much.
-        """
-        awaited: set[int] = set()
-        for seq in seqs:
-            if seq.id in self._cached:
-                continue
-            leader, count = self._leader(seq, {one.id for one in seqs}), len(seq.tokens) - 1
-            if leader is None:
-                encoding = self._encoding(seq) if self._model.is_encoder_decoder else None
-                self._cached[seq.id] = CachedText(self._session.add(encoding), seq, seq.tokens)
-            elif leader.num_text >= count:
-                cache_row = self._session.fork(leader.cache_row, count)
-                self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
-            else:
-                awaited.add(leader.seq.id)
-        return awaited
-
-    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
-        """What is cached of a sequence with the same source that has, or will have, read all but the last token."""
-        count = len(seq.tokens) - 1
-        if seq.task.source is None or not count:
-            return None
-        for other, cached in self._cached.items():
-            usable = cached.num_text >= count or (other in present and self._can_read(cached.seq))
-            if usable and cached.seq.task.source == seq.task.source and cached.tokens[:count] == seq.tokens[:count]:
-                return cached
-        return None
-
     def _encoding(self, seq: SequenceView) -> Encoding | None:
         """The output of the draft's encoder, or of the target's."""
         if self._shared_encoder:
@@ -269,12 +242,12 @@ class ModelProposer(Proposer):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
 
-    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Growth:
-        cached, usual, readable = self._cached[seq.id], seq.task.sampler.branches, self._model.vocab_size
-        if not usual or ((plan.branches or usual) == 1 and not seq.tree.tokens):
-            return ChainGrowth(plan, limit, cached, readable)
+    def _growth(self, seq: SequenceView, budget: Budget, limit: int) -> Growth:
+        cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.num_ids
+        if not usual or ((budget.branches or usual) == 1 and not seq.tree.tokens):
+            return ChainGrowth(budget, limit, cached, readable)
         can_read = max(seq.tree.tokens, default=0) < readable
-        return TreeGrowth(plan, limit if can_read else 0, cached, readable)
+        return TreeGrowth(budget, limit if can_read else 0, cached, readable)
 
     def _grow_in_one_call(self, works: Sequence[tuple[Growth, Work]]) -> bool:
         """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
@@ -308,7 +281,7 @@ class ModelProposer(Proposer):
                 for (growth, work), out in zip(works, outputs, strict=True)
                 if (following := growth.take(work, fit(out.logits, self._vocab_size))) is not None
             ]
-            if not pays([growth.plan for growth, _ in works], [growth.gain for growth, _ in works]):
+            if not pays([growth.budget for growth, _ in works], [growth.gain for growth, _ in works]):
                 return
             level += 1
 

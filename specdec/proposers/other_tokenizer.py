@@ -6,13 +6,15 @@ A guess is translated through text; a wrong translation is rejected by verificat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
+from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
 from specdec.proposers.chains import cut, known_tokens
@@ -74,14 +76,50 @@ class TextBridgeProposer(Proposer):
         self._inner, self._vocab_size = draft.inner.start(len(draft.draft_tokenizer)), vocab_size
         self._seqs: dict[int, DraftSequence] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        if not any(plan.limit > 0 for plan in plans):
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        if not any(budget.limit > 0 for budget in budgets):
             return [EMPTY] * len(seqs)
-        try:
+        with self._kept_whole(seqs):
             seqs = [best_branch(seq) for seq in seqs]
-            read = [self._read(seq) for seq in seqs]
-            guesses = self._inner.propose(read, plans)
-            return [self._translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
+            read = [self._view(seq) for seq in seqs]
+            guesses = self._inner.propose(read, budgets)
+            return [self._translate(*parts) for parts in zip(seqs, read, guesses, budgets, strict=True)]
+
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        if not any(budget.limit > 0 for budget in budgets):
+            return ()
+        with self._kept_whole(seqs):
+            return self._inner.readers([self._view(best_branch(seq)) for seq in seqs], budgets)
+
+    def unread(self, seq: SequenceView) -> int:
+        """In tokens of the draft."""
+        return self._inner.unread(self._view(best_branch(seq)))
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        with self._kept_whole(seqs):
+            self._inner.read([self._view(best_branch(seq)) for seq in seqs], most)
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Copies what both texts share in the draft's tokens; `length` counts the target's, and is returned."""
+        view = self._view(best_branch(seq))
+        if isinstance(source, SavedState):
+            tokens, inner = source.state
+        else:
+            tokens, inner = (self._seqs[source].tokens if source in self._seqs else []), source
+        shared = common_length(tokens, view.tokens[:-1])
+        return length if shared and self._inner.fork(view, inner, shared) else 0
+
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        if (view := self._seqs.get(seq.id)) is None:
+            return None
+        saved = self._inner.save(view, len(view.tokens))
+        return None if saved is None else SavedState(length, (view.tokens[: saved.length], saved), saved.bytes)
+
+    @contextmanager
+    def _kept_whole(self, seqs: Sequence[SequenceView]) -> Iterator[None]:
+        """An exception in it drops these sequences, which are read again."""
+        try:
+            yield
         except BaseException:
             self.drop([seq.id for seq in seqs])
             raise
@@ -94,7 +132,7 @@ class TextBridgeProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
-    def _read(self, seq: SequenceView) -> DraftSequence:
+    def _view(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
         own = self._seqs.get(seq.id)
         if own is None or not own.begins(seq.tokens):
@@ -127,7 +165,7 @@ class TextBridgeProposer(Proposer):
             else:
                 own.tokens = own.tokens[:start] + tokens
 
-    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, budget: Budget) -> Tree:
         """The draft's guess in the target's tokens."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
@@ -141,7 +179,7 @@ class TextBridgeProposer(Proposer):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
-        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge" if guess.tokens or guess.source else "")
+        return cut(tokens, [chance] * len(tokens), seq, budget, "bridge" if guess.tokens or guess.source else "")
 
     def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
         """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Draft, DraftTask, Plan, Proposer, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 
 
@@ -76,8 +77,24 @@ class TextAloneProposer(Proposer):
         self._inner, self._places = proposer, places
         self._views: dict[int, _TextAlone] = {}
 
-    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return self._inner.propose([self._view(seq) for seq in seqs], plans)
+    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return self._inner.propose([self._view(seq) for seq in seqs], budgets)
+
+    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+        return self._inner.readers([self._view(seq) for seq in seqs], budgets)
+
+    def unread(self, seq: SequenceView) -> int:
+        return self._inner.unread(self._view(seq))
+
+    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        self._inner.read([self._view(seq) for seq in seqs], most)
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Only texts without pictures, whose tokens have the same numbers in both."""
+        return self._inner.fork(seq, source, length) if seq.task.pictures is None else 0
+
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        return self._inner.save(seq, length) if seq.task.pictures is None else None
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:

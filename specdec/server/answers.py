@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from specdec.core.stats import Stats, total
+from specdec.generator.tokenizers import Spelling
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
 from specdec.server.tools import CallFormat, CallReader, whole_calls
@@ -145,11 +146,11 @@ class Answer:
             return None
         if self.is_chat:
             return {"content": [_chat_score(score) for score in scores], "refusal": None}
-        *offsets, self._scored[index] = accumulate((len(score.text) for score in scores), initial=self._scored[index])
+        *offsets, self._scored[index] = accumulate((score.length for score in scores), initial=self._scored[index])
         return {
-            "tokens": [score.text for score in scores],
+            "tokens": [score.spelling.text for score in scores],
             "token_logprobs": [score.log_prob for score in scores],
-            "top_logprobs": [None if score.top is None else dict(score.top) for score in scores],
+            "top_logprobs": [None if score.top is None else _by_text(score.top) for score in scores],
             "text_offset": offsets,
         }
 
@@ -162,14 +163,21 @@ class Answer:
 
 
 def _chat_score(score: TokenScore) -> dict[str, Any]:
-    own = {"token": score.text, "logprob": score.log_prob, "bytes": _bytes(score.text)}
-    top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in score.top or ()]
-    return {**own, "top_logprobs": top}
+    top = [{**_spelled(spelling), "logprob": value} for _, spelling, value in score.top or ()]
+    return {**_spelled(score.spelling), "logprob": score.log_prob, "top_logprobs": top}
 
 
-def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token; None for a part of a character, which its text does not show."""
-    return None if "\ufffd" in text else list(text.encode())
+def _spelled(spelling: Spelling) -> dict[str, Any]:
+    """A token with its bytes, which clients join to characters; None for one that is no text."""
+    return {"token": spelling.text, "bytes": None if spelling.data is None else list(spelling.data)}
+
+
+def _by_text(top: Sequence[tuple[int, Spelling, float]]) -> dict[str, float]:
+    """Log-probabilities by the tokens' texts; of tokens with the same text the less likely ones by their ids."""
+    found: dict[str, float] = {}
+    for token, spelling, value in top:
+        found.setdefault(spelling.text if spelling.text not in found else f"token_id:{token}", value)
+    return found
 
 
 def encoded(content: Any) -> bytes:

@@ -62,7 +62,7 @@ class Host:
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
         held = sum(row.length for row in rows)
-        budget, each = engine.budget, engine.model.kv_bytes
+        budget, each = engine.memory, engine.model.kv_bytes
         free = max(budget.limit // each - held, 0) if budget is not None and each else None
         return Load(self.turns.running, self.turns.waiting, held, free)
 

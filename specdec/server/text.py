@@ -19,7 +19,7 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import PIXELS, has_template
 from specdec.generator.inputs.prompts import read_messages
 from specdec.generator.job import Delta
-from specdec.generator.tokenizers import Detokenizer, decode
+from specdec.generator.tokenizers import Detokenizer, Spelling, decode
 from specdec.options.generate import Form, listed
 from specdec.options.resolve import refusing
 from specdec.server.cancellation import Cancel
@@ -34,14 +34,15 @@ LOG = logging.getLogger("specdec.server")
 
 @dataclass(frozen=True)
 class TokenScore:
-    """One token: its text, its log-probability under the target, and the most likely tokens with theirs.
+    """One token: its spelling, its log-probability under the target, and the most likely tokens with theirs.
 
-    A prompt's first token is not predicted, so both are None.
+    A prompt's first token is not predicted, so both are None. `length`: how many characters the text gained by it.
     """
 
-    text: str
+    spelling: Spelling
+    length: int
     log_prob: float | None = None
-    top: Sequence[tuple[str, float]] | None = None
+    top: Sequence[tuple[int, Spelling, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,10 @@ class TextModel:
         if self.is_encoder_decoder:
             message = f"{self.name!r} is an encoder-decoder, whose prompts have no `logprobs`: leave out `echo`"
             raise ApiError(400, message, param="echo")
-        first = TokenScore(self.tokenizer.decode(ids[:1]))
+        scorer = Scorer(self.tokenizer)
+        first = scorer.score(ids[0], last=len(ids) == 1)
         steps = scored(self.generator, ids, top, prompt.salt, cancel)
-        return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
+        return text, [first, *(scorer.score_of(step, last=step is steps[-1]) for step in steps)]
 
     def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
         """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
@@ -265,7 +267,7 @@ class _Row:
     ) -> None:
         request = prompt.request
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
-        self._text = Detokenizer(tokenizer, cut_before)
+        self._text, self._scorer = Detokenizer(tokenizer, cut_before), Scorer(tokenizer)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
@@ -286,7 +288,7 @@ class _Row:
         for place, (run, drafted) in enumerate(runs, 1):
             ids = [step.token for step, _ in run]
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
-        scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
+        scores = [self._scorer.score_of(step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
         reason = None if finish is None else openai_reason(finish)
         return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
@@ -296,10 +298,22 @@ class _Row:
         return replace(delta, text=text + delta.text, scores=[*scores, *delta.scores]) if text or scores else delta
 
 
-def score_of(tokenizer: Any, step: Step) -> TokenScore:
-    assert step.top is not None
-    top = [(tokenizer.decode([token]), _finite(value)) for token, value in zip(*step.top, strict=True)]
-    return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), top)
+class Scorer:
+    """Spells the tokens of one text, each after those before it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = Detokenizer(tokenizer)
+
+    def score(self, token: int, *, last: bool = False, **scores: Any) -> TokenScore:
+        """The score of the next token; `last`: no other follows."""
+        spelling = self._text.spell(token)
+        return TokenScore(spelling, len(self._text.push([token], last=last)), **scores)
+
+    def score_of(self, step: Step, *, last: bool = False) -> TokenScore:
+        """The score of a step's token."""
+        assert step.top is not None
+        top = [(token, self._text.spell(token), _finite(value)) for token, value in zip(*step.top, strict=True)]
+        return self.score(step.token, last=last, log_prob=_finite(step.log_prob), top=top)
 
 
 def openai_reason(finish: str) -> str:

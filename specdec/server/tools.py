@@ -115,6 +115,14 @@ class MarkedTokenizer:
     def __init__(self, tokenizer: Any, marks: Mapping[int, str]) -> None:
         self._tokenizer, self._marks = tokenizer, marks
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The tokens that texts leave out."""
+        return [token for token in self._tokenizer.all_special_ids if token not in self._marks]
+
     def decode(self, ids: Sequence[int], **how: Any) -> str:
         runs = [(mark, list(run)) for mark, run in groupby(ids, self._marks.get)]
         return "".join(mark * len(run) if mark else self._tokenizer.decode(run, **how) for mark, run in runs)

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
+from specdec.core.budget import pays
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, ScheduleSetup
-from specdec.core.draft_schedules.cost import WIDEST, CostPlan
+from specdec.core.draft_schedules.cost import WIDEST
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.draft_schedules.pause import Pause
 from specdec.core.draft_schedules.seconds import Seconds
-from specdec.core.drafts import pays
 from specdec.core.outcome import Round, SequenceRound
 from specdec.core.tree import Step
+
+
+def chance(acceptance: Acceptance, confidence: float) -> float:
+    return acceptance.budget(1, 0.0, 0.0).chance(confidence)
 
 
 @dataclass
@@ -36,7 +40,7 @@ def outcome(
 
 def limit(schedule: Any) -> int:
     """How many tokens are drafted next, for one row."""
-    return schedule.plan([Key(0)])[0].limit
+    return schedule.budgets([Key(0)])[0].limit
 
 
 def tried(schedule: Any, rounds: int, most: int, cost: float, accepted: int = 0, **more: Any) -> Any:
@@ -58,15 +62,15 @@ def waited(schedule: Any, seconds: float = 1.0) -> int:
     raise AssertionError("never")
 
 
-def goes_on(plan: Any, paths: list[list[float]], width: int = 1) -> bool:
+def goes_on(budget: Any, paths: list[list[float]], width: int = 1) -> bool:
     """Whether a sequence alone gets a further draft pass."""
-    return pays([plan], [plan.gain(paths, width)])
+    return pays([budget], [budget.gain(paths, width)])
 
 
-def chain(plan: Any, rows: int = 1, width: int = 1) -> list[float]:
-    """The confidences of a chain as long as the plan of all rows wants it, of a draft that is always as sure."""
+def chain(budget: Any, rows: int = 1, width: int = 1) -> list[float]:
+    """The confidences of a chain as long as the budget of all rows wants it, of a draft that is always as sure."""
     confidence: list[float] = []
-    while len(confidence) < plan.limit and pays([plan], rows * [plan.gain([confidence], width)]):
+    while len(confidence) < budget.limit and pays([budget], rows * [budget.gain([confidence], width)]):
         confidence.append(0.7)
     return confidence
 
@@ -85,7 +89,7 @@ def played(
 
     `hidden` seconds of a round with a draft are neither the draft's nor the pass's.
     """
-    confidence = chain(schedule.plan([Key(row) for row in range(rows)])[0], rows)
+    confidence = chain(schedule.budgets([Key(row) for row in range(rows)])[0], rows)
     k, shares = len(confidence), []
     for row in range(rows):
         accepted = next((i for i in range(k) if rng.random() >= acceptance), k)
@@ -106,7 +110,7 @@ def test_heuristic() -> None:
     assert lengths == [7, 9, 8, 7]
     for _ in range(20):
         schedule = schedule.after(outcome(5, 0))
-    assert [plan.limit for plan in schedule.after(outcome(0, 0)).plan([Key(0), Key(1)])] == [1, 5]
+    assert [budget.limit for budget in schedule.after(outcome(0, 0)).budgets([Key(0), Key(1)])] == [1, 5]
 
 
 def test_finished_rows_leave_the_heuristic() -> None:
@@ -128,13 +132,13 @@ def test_heuristic_trees_stop_growing() -> None:
 def test_constant_and_confidence() -> None:
     """A fixed length; and a draft that stops behind the first token it doubts."""
     assert limit(Constant(3).after(outcome(3, 3))) == 3
-    plan = Confidence(k=4, threshold=0.4).plan([Key(0)])[0]
-    assert goes_on(plan, [[]])
-    assert goes_on(plan, [[0.9, 0.4]])
-    assert not goes_on(plan, [[0.9, 0.39]])
-    assert not goes_on(plan, [[0.9] * 4])
-    assert plan.keep([0.9, 0.1])
-    assert not plan.keep([0.1, 0.9])
+    budget = Confidence(k=4, threshold=0.4).budgets([Key(0)])[0]
+    assert goes_on(budget, [[]])
+    assert goes_on(budget, [[0.9, 0.4]])
+    assert not goes_on(budget, [[0.9, 0.39]])
+    assert not goes_on(budget, [[0.9] * 4])
+    assert budget.keep([0.9, 0.1])
+    assert not budget.keep([0.1, 0.9])
 
 
 def simulate(
@@ -174,13 +178,13 @@ def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -
 def test_a_draft_pass_is_worth_its_cost(paths: int) -> None:
     """Its tokens count by the mean of what came true so deep: how sure the draft is of them is not known yet."""
     worth = paths * Acceptance().mean
-    assert goes_on(CostPlan(9, Acceptance(), 0.99 * worth, 0.0), [[]] * paths)
-    assert not goes_on(CostPlan(9, Acceptance(), 1.01 * worth, 0.0), [[]] * paths)
+    assert goes_on(Acceptance().budget(9, 0.99 * worth, 0.0), [[]] * paths)
+    assert not goes_on(Acceptance().budget(9, 1.01 * worth, 0.0), [[]] * paths)
     acceptance = Acceptance().after([(1.0, True)], 1).after([(1.0, True), (1.0, False)], 2)
-    worth = paths * acceptance.of(1.0) * acceptance.later
+    worth = paths * chance(acceptance, 1.0) * acceptance.later
     assert acceptance.later == pytest.approx(1.6 / 3)
-    assert goes_on(CostPlan(9, acceptance, 0.99 * worth, 0.0), [[1.0]] * paths)
-    assert not goes_on(CostPlan(9, acceptance, 1.01 * worth, 0.0), [[1.0]] * paths)
+    assert goes_on(acceptance.budget(9, 0.99 * worth, 0.0), [[1.0]] * paths)
+    assert not goes_on(acceptance.budget(9, 1.01 * worth, 0.0), [[1.0]] * paths)
 
 
 @pytest.mark.parametrize("hidden", [0.0, 1.0])
@@ -271,17 +275,17 @@ def test_chains_of_a_batch_end_together() -> None:
     """A draft pass takes as long for one row as for eight. (A row went on alone for fifteen, at an eighth of each.)"""
     acceptance = Acceptance().after([(0.75, i < 75) for i in range(100)], 100)
     cost = fitted(0.02, drafts={"model": LinearFit().add(1, 0.15).add(1, 0.15)}, acceptance=acceptance)
-    plan, *_ = cost.plan([Key(row) for row in range(8)])
-    gain = plan.gain([[0.75]])
+    budget, *_ = cost.budgets([Key(row) for row in range(8)])
+    gain = budget.gain([[0.75]])
     assert gain > 0
-    assert pays([plan], [gain] * 8)
-    assert not pays([plan], [gain])
-    (alone,) = cost.plan([Key(0)])
+    assert pays([budget], [gain] * 8)
+    assert not pays([budget], [gain])
+    (alone,) = cost.budgets([Key(0)])
     assert pays([alone], [alone.gain([[0.75]])])
 
 
 def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
-    """Rounding made it so where the seconds grow faster than the nodes, and the plan of a batch its logarithm."""
+    """Rounding made it so where the seconds grow faster than the nodes, and the budget of a batch its logarithm."""
     line = LinearFit(
         weight=6.731591374218749,
         nodes=17.220557748437496,
@@ -293,7 +297,7 @@ def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
     passes = LinearFit().add(3, 1.0).add(6, 1.01).add(3, 1.0)
     plain = LinearFit().add(3, 1.0).add(3, 1.0).add(3, 1.0)
     cost = Cost(seconds=Seconds(passes, plain, {"model": line}))
-    assert cost.plan([Key(0), Key(1), Key(2)])[0].limit > 0
+    assert cost.budgets([Key(0), Key(1), Key(2)])[0].limit > 0
 
 
 def test_cost_tries_again_when_passes_get_dearer() -> None:
@@ -374,11 +378,11 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     acceptance = Acceptance()
     for _ in range(20):
         acceptance = acceptance.after([(0.7, True), (0.06, False)], 1)
-    assert acceptance.of(0.06) > 0.03
-    assert acceptance.of(0.7) > 0.7
+    assert chance(acceptance, 0.06) > 0.03
+    assert chance(acceptance, 0.7) > 0.7
     for _ in range(20):
         acceptance = acceptance.after([(0.5, False)], 1)
-    assert acceptance.of(0.5) < 0.1
+    assert chance(acceptance, 0.5) < 0.1
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.6, 2, 8), (0.01, 40, 48)])
@@ -407,8 +411,8 @@ def test_drawn_guesses_hold_however_unlikely() -> None:
         confidence = 10 ** source.uniform(-5, 0)
         acceptance = acceptance.after([(confidence, source.random() < 0.4 + 0.5 * (confidence > 0.1))], 1)
     for confidence in (2e-5, 2e-4, 2e-3, 2e-2):
-        assert 0.25 < acceptance.of(confidence) < 0.6
-    assert acceptance.of(0.9) > 0.75
+        assert 0.25 < chance(acceptance, confidence) < 0.6
+    assert chance(acceptance, 0.9) > 0.75
 
 
 def test_a_sure_draft_goes_on() -> None:
@@ -427,10 +431,10 @@ def test_unlikely_guesses_that_hold_are_drafted() -> None:
     """
     source, schedule, drafted = random.Random(0), Cost(), 0
     for _ in range(200):
-        (plan,) = schedule.plan([Key(0)])
-        k = int(plan.limit > 0 and goes_on(plan, [[]]) and plan.keep([0.01]))
+        (budget,) = schedule.budgets([Key(0)])
+        k = int(budget.limit > 0 and goes_on(budget, [[]]) and budget.keep([0.01]))
         drafted += k
-        asked = 0.3 * (plan.limit > 0)
+        asked = 0.3 * (budget.limit > 0)
         made = outcome(k, int(source.random() < 0.5) * k, seconds=(asked, 1.0), confidence=[0.01] * k)
         schedule = schedule.after(made)
     assert drafted > 150
@@ -443,12 +447,12 @@ def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: 
     widths = []
     source, rates = random.Random(0), [0.69, *[0.05] * 4, *[0.01] * 8]
     for _ in range(40):
-        (plan,) = schedule.plan([Key(0)])
+        (budget,) = schedule.budgets([Key(0)])
         ends: list[list[float]] = [[]]
         nodes, depth, accepted, tested = 0, 0, 0, []
         alive = True
-        while ends and goes_on(plan, ends, len(ends)):
-            children = [[*end, rate] for end in ends for rate in rates if plan.keep([*end, rate])]
+        while ends and goes_on(budget, ends, len(ends)):
+            children = [[*end, rate] for end in ends for rate in rates if budget.keep([*end, rate])]
             if alive and children:  # whatever is right, is the child of the first
                 right = source.choices([*range(len(rates)), None], [*rates, 1 - sum(rates)])[0]
                 own = [path[-1] for path in children if path[:-1] == ends[0]]
@@ -472,7 +476,7 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
         schedule: Any = Cost()
         drafted = 0
         for _ in range(60):
-            confidence = chain(schedule.plan([Key(0)])[0], width=width)
+            confidence = chain(schedule.budgets([Key(0)])[0], width=width)
             depth = len(confidence)
             costs = {"seconds": (0.1 * depth, 1 + 0.1 * width * depth), "width": width}
             schedule = schedule.after(outcome(depth, min(depth, 1), confidence=confidence, **costs))
@@ -496,25 +500,25 @@ def fitted(node: float, drafts: Any = None, widest_nodes: float = 1.0, **more: A
 def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
     """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
     cost = fitted(node, widest=8, widest_nodes=100.0)
-    (plan,) = cost.plan([Key(0)])
-    assert plan.limit == 16
-    assert plan.branches == branches
-    (asked,) = cost.fresh(16, branches=3, widest=8).plan([Key(0)])
+    (budget,) = cost.budgets([Key(0)])
+    assert budget.limit == 16
+    assert budget.branches == branches
+    (asked,) = cost.fresh(16, branches=3, widest=8).budgets([Key(0)])
     assert asked.branches == 3
-    (search,) = cost.fresh(16).plan([Key(0)])
+    (search,) = cost.fresh(16).budgets([Key(0)])
     assert search.branches is None
 
 
 @pytest.mark.parametrize(("seen", "branches", "deep"), [(1.0, 2, 4), (5.0, 2, 10), (25.0, 6, 16), (400.0, WIDEST, 16)])
 def test_trees_grow_step_by_step(seen: float, branches: int, deep: int) -> None:
     """To four times the nodes of the widest pass of late. (The first tree had a thousand, or was 32 deep.)"""
-    (plan,) = fitted(0.001, widest=WIDEST, widest_nodes=seen).plan([Key(0)])
-    assert (plan.branches, plan.limit) == (branches, deep)
+    (budget,) = fitted(0.001, widest=WIDEST, widest_nodes=seen).budgets([Key(0)])
+    assert (budget.branches, budget.limit) == (branches, deep)
 
 
 def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
     """Before anything was measured, a draft for a target in memory stops sooner than one for weights on disk."""
-    (near,), (far,) = (Cost().fresh(32, offloaded=far).plan([Key(0)]) for far in (False, True))
+    (near,), (far,) = (Cost().fresh(32, offloaded=far).budgets([Key(0)]) for far in (False, True))
     assert len(chain(near)) < 4
     assert len(chain(far)) > 2 * len(chain(near))
 
@@ -522,8 +526,8 @@ def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
 def test_a_look_of_asked_branches_has_them_all() -> None:
     """A search goes on only where all of its beams were guessed. (Looks had one branch, and never found anything.)"""
     cost = fitted(0.001, branches=8, acceptance=Acceptance(levels=200.0))
-    (plan,) = cost.plan([Key(0)])
-    assert (plan.limit, plan.branches) == (1, 8)
+    (budget,) = cost.budgets([Key(0)])
+    assert (budget.limit, budget.branches) == (1, 8)
 
 
 def test_wide_passes_are_no_stalls() -> None:
@@ -608,9 +612,9 @@ def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
     for _ in range(20):
         cost = cost.fresh(32)
         for drafted, accepted in [(8, 8), (8, 7), *[(1, 0)] * 20]:
-            (plan,) = cost.plan([Key(0)])
+            (budget,) = cost.budgets([Key(0)])
             lost += cost.pause.is_suspension
-            right = (drafted, accepted) if plan.limit else (0, 0)
+            right = (drafted, accepted) if budget.limit else (0, 0)
             cost = cost.after(outcome(*right, seconds=(0.2 * right[0], 1.0)))
     assert lost == 0
 

@@ -20,7 +20,7 @@ from specdec.decoding.strategies import BeamSearch, Block, Coupled, Greedy, Matc
 from specdec.decoding.strategies.beam_scoring import Beams
 from tests.decoding.toys import NOTHING, Table, logits_of, propose, sprout, table, verify, walk
 from tests.matrix import in_pairs
-from tests.proposers.fakes import FakePlan, FakeSequence
+from tests.proposers.fakes import FakeBudget, FakeSequence
 
 V = 40
 TARGET, DRAFT = table(21, V), table(22, V)
@@ -161,7 +161,7 @@ def test_a_draft_that_overflowed_has_no_guess(
 def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
     """The likeliest children are found together; those of one end are drawn without looking."""
     ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]
-    found = STRATEGIES[name](WARPED).sampler.expand(FakeSequence([0]), ends, logits, FakePlan(3, branches=3))
+    found = STRATEGIES[name](WARPED).sampler.expand(FakeSequence([0]), ends, logits, FakeBudget(3, branches=3))
     assert len(found) >= 3
     assert len(looks) == 1
 

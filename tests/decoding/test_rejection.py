@@ -30,7 +30,7 @@ from tests.decoding.toys import (
     wrong,
 )
 from tests.matrix import in_pairs
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence
 
 V = 3
 TARGET = table(1, V)
@@ -89,7 +89,7 @@ def test_law_with_a_draft_of_another_tokenizer(monkeypatch, kind) -> None:
         proposer = bridge.start(V)
 
         def guesses(row, k):
-            [tree] = proposer.propose([row], [FakePlan(k)])
+            [tree] = proposer.propose([row], [FakeBudget(k)])
             sizes.add(len(tree))
             return tree
 
@@ -191,7 +191,7 @@ def continued(law, target, length) -> dict[tuple[int, ...], float]:
 
 
 def test_draws_that_do_not_pay_are_not_made() -> None:
-    """A plan may forbid a draw by its odds alone; no drawn node is missing from the tree."""
+    """A budget may forbid a draw by its odds alone; no drawn node is missing from the tree."""
     sampler, row = Rejection(NOTHING, 0, width=V).sampler, FakeSequence([0])
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.0)) == 3

@@ -12,7 +12,7 @@ from specdec.core.drafts import Branch
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
-from tests.proposers.fakes import FakePlan, FakeSequence
+from tests.proposers.fakes import FakeBudget, FakeSequence
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -51,7 +51,7 @@ def sprout(sampler: Any, row: FakeSequence, draft: Table, k: int, branches: int,
     ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
     for _ in range(k):
         logits = torch.stack([draft(row.tokens + end.tokens) for end in ends])
-        found = sampler.expand(row, ends, logits, FakePlan(k, drop=least, branches=branches))
+        found = sampler.expand(row, ends, logits, FakeBudget(k, drop=least, branches=branches))
         if not found:
             break
         parents += [at[end] for end, _ in found]

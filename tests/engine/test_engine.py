@@ -163,7 +163,7 @@ def noting(heard: list[SequenceRound]) -> Constant:
 class Unsure(OwnProposer):
     """Guesses, and keeps nothing."""
 
-    def propose(self, rows: Any, plans: Any) -> list[Tree]:
+    def propose(self, rows: Any, budgets: Any) -> list[Tree]:
         return [Tree([], [], source="unsure") for _ in rows]
 
 
@@ -185,8 +185,8 @@ def test_a_draft_that_waited_reads_what_it_missed() -> None:
     heard: list[SequenceRound] = []
 
     class Waits(type(noting(heard))):  # type: ignore[misc]
-        def plan(self, seqs: Any) -> Any:
-            return Constant.plan(self if len(seqs[0].tokens) not in range(5, 30) else Constant(0), seqs)
+        def budgets(self, seqs: Any) -> Any:
+            return Constant.budgets(self if len(seqs[0].tokens) not in range(5, 30) else Constant(0), seqs)
 
     generator = SpecGenerator(tiny("llama"), ModelDraft(LanguageModel(tiny("llama"))), schedule=Waits(1))
     generator.generate([[5, 9, 12]], **endless(40))
@@ -220,7 +220,7 @@ def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloade
     ("proposed", "words"),
     [
         (lambda n: [Tree.chain([1] * 50)] * n, "'Fixed' proposed 50 tokens in a row, but the text may only grow by"),
-        (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its plan allows 3"),
+        (lambda n: [Tree.chain([1] * 9, source="x")] * n, "'x' proposed 9 tokens in a row, but its budget allows 3"),
         (lambda n: [Tree.chain([1, 2, 3], [0.5])] * n, "3 tokens, 3 parents and 1 confidences"),
         (lambda n: [Tree.chain([1], [math.nan])] * n, r"the confidences \[nan\]: give each token one from 0 to 1"),
         (lambda n: [Tree([1, 2], [-1])] * n, "2 tokens, 1 parents and None confidences"),
@@ -238,23 +238,23 @@ def test_a_first_token_waits_for_the_draft_of_an_offloaded_target_alone(offloade
     ],
 )
 def test_a_wrong_proposal_is_refused(proposed: Callable[[int], Any], words: str) -> None:
-    """It names the draft, or its proposer, and what is wrong. (A longer chain than its plan's was measured as the
-    plan's; a short confidence crashed once a guess was right; the others were bare errors.)
+    """It names the draft, or its proposer, and what is wrong. (A longer chain than its budget's was measured as the
+    budget's; a short confidence crashed once a guess was right; the others were bare errors.)
     """
 
     class Fixed(OwnProposer):
-        def propose(self, rows: Any, plans: Any) -> Any:
+        def propose(self, rows: Any, budgets: Any) -> Any:
             return proposed(len(rows))
 
     with pytest.raises(DraftError, match=words):
         SpecGenerator(tiny("llama"), Fixed(), schedule=Constant(3)).generate([[5, 9]], **COMMON)
 
 
-@pytest.mark.parametrize("plans", [lambda seqs: [5] * len(seqs), lambda seqs: [], lambda seqs: None])
-def test_a_schedule_without_plans_ends_its_own_request_alone(plans: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("budgets", [lambda seqs: [5] * len(seqs), lambda seqs: [], lambda seqs: None])
+def test_a_schedule_without_plans_ends_its_own_request_alone(budgets: Callable[[Any], Any]) -> None:
     class Odd(Constant):
-        def plan(self, seqs: Any) -> Any:
-            return plans(seqs)
+        def budgets(self, seqs: Any) -> Any:
+            return budgets(seqs)
 
     generator = SpecGenerator(tiny("llama"), "suffix")
     sound, odd = submit(generator, [[5, 9]]), submit(generator, [[6, 7]], schedule=Odd())

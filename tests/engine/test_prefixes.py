@@ -49,6 +49,34 @@ def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> Non
         assert out.sequences.tolist() == alone(model, prompt, **how)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}])
+@pytest.mark.parametrize("copying", [False, True])
+def test_the_draft_of_the_next_turn_reads_what_is_new(name: str, how: dict[str, Any], *, copying: bool) -> None:
+    """A chat so far is not read again by a draft model. (The target continued, and the draft read all of it.)"""
+    target, draft = tiny(name), tiny(name, seed=1)
+    generator = SpecGenerator(target, ("suffix", draft) if copying else draft, schedule="constant")
+    with shapes(draft) as read:
+        so_far = generator.generate(FIRST, **COMMON, **how).sequences.tolist()
+        for turn in range(3):
+            prompt = [[*so_far[0], 9, 10 + turn, 11]]
+            out = generator.generate(prompt, **COMMON, **how)
+            assert out.stats.cached_prompt_tokens >= 40
+            assert out.sequences.tolist() == alone(target, prompt, **how)
+            so_far = out.sequences.tolist()
+    assert read
+    assert sum(nodes for _, nodes in read if nodes > 35) < len(so_far[0])
+
+
+def test_samples_of_a_prompt_are_read_once_by_a_draft() -> None:
+    """Copies of a prompt continue what the first of them has read, in the draft as in the target."""
+    target, draft = tiny("llama"), tiny("llama", seed=1)
+    prompt = [[(5 * i) % 50 + 5 for i in range(100)]]
+    with shapes(draft) as read:
+        SpecGenerator(target, draft).generate(prompt, do_sample=True, num_return_sequences=4, seed=1, **COMMON)
+    assert sum(rows * nodes for rows, nodes in read if nodes > 20) <= 100
+
+
 def test_a_shared_beginning_is_enough() -> None:
     """A system prompt serves other questions; what differs is read."""
     model = tiny("llama")
@@ -386,7 +414,7 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5).engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5).engine.memory.limit <= free_bytes(torch.device("cpu"))
 
 
 def test_a_budget_has_room_for_what_is_drafted() -> None:
@@ -430,7 +458,7 @@ def test_a_budget_counts_the_frames_of_both_models() -> None:
     for length in (10, 110):
         ids = torch.full((2, length), 5)
         jobs = [(own, own.submit(input_ids=ids, **COMMON)) for own in (plain, assisted)]
-        needed.append([own.engine.budget.bytes([job.call.request]) for own, job in jobs])
+        needed.append([own.engine.memory.bytes([job.call.request]) for own, job in jobs])
     (short, short_both), (long, long_both) = needed
     assert long - short == 2 * 100 * LanguageModel(model).kv_bytes
     assert long_both - short_both == long - short + 2 * 100 * draft.kv_bytes

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from specdec import OptionError, SpecGenerator
-from specdec.core.drafts import Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import EMPTY, Tree
+from specdec.generator.inputs.prompts import read_prompts, with_predictions
+from specdec.models import LanguageModel
+from specdec.options.resolve import resolve
 from tests.folders import byte_tokenizer, saved_model
 from tests.matrix import endless, some
 from tests.proposers.fakes import OwnProposer
@@ -108,7 +113,7 @@ def test_a_draft_that_says_nothing_of_itself() -> None:
     """Predictions and trees are refused, not ignored, until it says that it uses them."""
 
     class Silent(OwnProposer):
-        def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
             return [EMPTY] * len(seqs)
 
     generator = SpecGenerator(tiny("llama"), Silent())
@@ -116,3 +121,18 @@ def test_a_draft_that_says_nothing_of_itself() -> None:
         generator.generate(IDS[:1], **RUN, prediction=[1, 2])
     with pytest.raises(OptionError, match="`num_assistant_branches`=2 asks for trees"):
         generator.generate(IDS[:1], **RUN, num_assistant_branches=2)
+
+
+class TwoSided(PreTrainedTokenizerFast):
+    """A tokenizer with words of its own for answers, as Marian's."""
+
+    def __call__(self, text: Any = None, text_target: Any = None, **_: Any) -> Any:
+        return {"input_ids": [5, 6, 7] if text_target is None else [8, 9]}
+
+
+def test_a_prediction_is_text_of_the_answers_side() -> None:
+    """It was encoded as a source, whose vocabulary may be another one."""
+    tokenizer = TwoSided(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    target = LanguageModel(tiny("bart"))
+    prompts = read_prompts([[5, 6]], None, {}, resolve({"decoder_start_token_id": 1}), target, tokenizer)
+    assert with_predictions(prompts, "x", target, tokenizer).rows[0].prediction == [8, 9]

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec import SpecGenerator, kernels
-from specdec.core.drafts import ChainRule, Choice, Filter, Until
+from specdec.core.budget import Budget
+from specdec.core.drafts import ChainRule, Choice, Filter
 from specdec.core.work import Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
@@ -62,6 +64,9 @@ def compiled(model: nn.Module) -> CompiledForward:
     made = LanguageModel(model, backend="compiled").ragged.compiled
     made.wait(600)
     return made
+
+
+CONFIDENT = Budget(9, edges=(2.0,), bases=(0.0, 0.0), rates=(1.0, 1.0))  # guesses are as good as the draft believes
 
 
 def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
@@ -378,13 +383,13 @@ class TestCode:
         whole = [(token, sure) for token, sure, _ in self.picked(twin, row, text, 6, pick)]
         passes = session.passes
         for most in (1, 6):
-            assert same_guesses(chained(session, row, text, ChainRule(most, 64)), whole[:most])
+            assert same_guesses(chained(session, row, text, ChainRule(most, 64, budget=CONFIDENT)), whole[:most])
         assert session.passes == passes + 7
-        assert chained(session, row, text, ChainRule(6, 64, confident=False)) == [(token, 1.0) for token, _ in whole]
+        assert chained(session, row, text, ChainRule(6, 64)) == [(token, 1.0) for token, _ in whole]
         tokens, sure = zip(*whole, strict=True)
         # The chances of the first two are enough, of three not.
         at_least = math.prod(sure[:2]) * 0.9999
-        assert len(chained(session, row, text, ChainRule(6, 64, until=Until(least=at_least)))) == 3
+        assert len(chained(session, row, text, ChainRule(6, 64, budget=replace(CONFIDENT, node_cost=at_least)))) == 3
         last = tokens.index(tokens[2])
         assert len(chained(session, row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
         assert all(token < 9 for token, _ in chained(session, row, text, ChainRule(6, 9)))
@@ -397,10 +402,10 @@ class TestCode:
         session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
         drawn = Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3)
         rules = [
-            ChainRule(5, 64),
-            ChainRule(1, 64, confident=False),
-            ChainRule(7, 64, drawn),
-            ChainRule(6, 60, until=Until((0.5,), (0.1, 0.0), (0.7, 1.0), 0.2)),
+            ChainRule(5, 64, budget=CONFIDENT),
+            ChainRule(1, 64),
+            ChainRule(7, 64, drawn, CONFIDENT),
+            ChainRule(6, 60, budget=Budget(6, None, (0.5,), (0.1, 0.0), (0.7, 1.0), node_cost=0.2)),
             ChainRule(6, 64, ends={*range(0, 64, 2)}),
         ]
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
@@ -415,12 +420,12 @@ class TestCode:
         anew = session.draft_chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
         assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
         session.truncate(rows, [len(text) for text in twin.texts])
-        firsts = session.draft_chain(rows, texts, [ChainRule(1, 64)] * 5).guesses
+        firsts = session.draft_chain(rows, texts, [ChainRule(1, 64, budget=CONFIDENT)] * 5).guesses
         together = sum(sure for [(_, sure)] in firsts)  # what they gain
         for share, longest in ((0.9, 2), (1.1, 1)):
             session.truncate(rows, [len(text) for text in twin.texts])
-            until = Until(pass_cost=share * together)
-            shared = session.draft_chain(rows, texts, [ChainRule(2, 64, until=until)] * 5).guesses
+            budget = replace(CONFIDENT, pass_cost=share * together)
+            shared = session.draft_chain(rows, texts, [ChainRule(2, 64, budget=budget)] * 5).guesses
             assert {*map(len, shared)} == {longest}
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
@@ -434,7 +439,8 @@ class TestCode:
         fake = FakeSequence([*range(9), *text], prompt_length=4)
         for confident in (True, False):
             whole = self.picked(twin, row, text, 6, partial(sampler.pick, fake, confident=confident))
-            given = ChainRule(6, 64, sampler.choice(fake), confident=confident, needs_q=sampler.needs_q)
+            budget = CONFIDENT if confident else Budget(9)
+            given = ChainRule(6, 64, sampler.choice(fake), budget, needs_q=sampler.needs_q)
             [found], [drawn_from] = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
             assert same_guesses(found, [(token, sure) for token, sure, _ in whole])
@@ -486,7 +492,7 @@ class TestCode:
             kept = weight[33].clone()
             weight[33] = math.nan
             try:
-                [[token, sure]] = chained(twin.session, twin.rows[0], [7], ChainRule(6, 64))
+                [[token, sure]] = chained(twin.session, twin.rows[0], [7], ChainRule(6, 64, budget=CONFIDENT))
             finally:
                 weight[33] = kept
         assert token == 0

@@ -1,16 +1,17 @@
-"""Stand-ins for a row, a plan, a sampler and a language model whose logits are a hash of the whole prefix."""
+"""Stand-ins for a row, a budget, a sampler and a language model whose logits are a hash of the whole prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from specdec.core.drafts import Commit, Draft, DraftTask, Plan, Proposer, Sampler, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Commit, Draft, DraftTask, Proposer, Sampler, SequenceView
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, Top
@@ -20,16 +21,14 @@ from specdec.models.cache.session import Session
 from specdec.proposers.views import ReadSequence
 
 
-@dataclass
-class FakePlan(Plan):
+@dataclass(frozen=True)
+class FakeBudget(Budget):
     """`doubt` is the confidence below which no pass follows, `drop` the one below which a node is not kept."""
 
     limit: int = 5
     doubt: float = 0.0
     drop: float = 0.0
-    branches: int | None = None
-    needs_confidence: bool = True
-    pass_cost: float = 0.0
+    needs_confidence: ClassVar[bool] = True
     asked: list[list[float]] = field(default_factory=list)
 
     def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
@@ -111,6 +110,7 @@ class FakeModel:
         session: type[FakeSession] | None = None,
     ) -> None:
         self.vocab_size, self.is_encoder_decoder, self.max_positions = vocab_size, is_encoder_decoder, max_positions
+        self.num_ids = vocab_size
         self.session_kind = session or FakeSession
         self.sessions: list[FakeSession] = []
         self.encoded = 0
@@ -233,7 +233,7 @@ class FakeSession:
 
 def one(session: Proposer, row: FakeSequence, limit: int = 5) -> list[int]:
     """The tokens proposed for a single row."""
-    return session.propose([row], [FakePlan(limit)])[0].tokens
+    return session.propose([row], [FakeBudget(limit)])[0].tokens
 
 
 def take(session: Proposer, row: FakeSequence, tree: Tree, path: Sequence[int], *new: int) -> None:

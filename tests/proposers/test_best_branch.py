@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import FunctionDraft, ModelDraft, TextBridge, best_branch
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, one
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, one
 from tests.proposers.test_other_tokenizer import Oracle, tokenizer
 
 
@@ -21,7 +21,7 @@ def test_the_best_branch_is_the_text(seed: int) -> None:
     known: dict[int, list[int]] = {0: [], 1: []}
     for turn in range(12):
         views: list[SequenceView] = [best_branch(row) for row in rows]
-        trees = session.propose(views, [FakePlan(2)] * 2)
+        trees = session.propose(views, [FakeBudget(2)] * 2)
         for view, tree, fed in zip(views, trees, model.fed[2 * turn], strict=True):
             assert tree.tokens == model.greedy(view.tokens, 2)
             before = known[view.id]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.core.draft_schedules.fixed import Limit
+from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Proposer, Sampler
 from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Logits, Work
@@ -15,7 +15,6 @@ from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
-from specdec.proposers import model as module
 from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
 
@@ -30,21 +29,21 @@ def log_probs(model: PreTrainedModel, text: list[int]) -> list[float]:
     return torch.log_softmax(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1], -1).tolist()
 
 
-def best_tree(model: PreTrainedModel, text: list[int], plan: Limit) -> dict[Path, float]:
+def best_tree(model: PreTrainedModel, text: list[int], budget: Budget) -> dict[Path, float]:
     """Every path of the tree and its log-probability, by the definition: `branches` ends a level, two children each."""
-    assert plan.branches is not None
+    assert budget.branches is not None
     found: dict[Path, float] = {}
     ends: list[Path] = [()]
-    for _ in range(plan.limit):
+    for _ in range(budget.limit):
         children = {
             (*end, token): found.get(end, 0.0) + score
             for end in ends
             for token, score in enumerate(log_probs(model, [*text, *end]))
         }
-        level = sorted(children, key=lambda path: -children[path])[: 2 * plan.branches]
+        level = sorted(children, key=lambda path: -children[path])[: 2 * budget.branches]
         found |= {path: children[path] for path in level}
-        ends = level[: plan.branches]
-    best = sorted(found, key=lambda path: -found[path])[: plan.branches * plan.limit]
+        ends = level[: budget.branches]
+    best = sorted(found, key=lambda path: -found[path])[: budget.branches * budget.limit]
     return {path: found[path] for path in best}
 
 
@@ -96,9 +95,9 @@ def test_trees_are_the_best_nodes(name: str) -> None:
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (1, 4, 9)]
     session = ModelDraft(LanguageModel(model)).start(64)
     for turn in range(3):
-        plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
-        for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
-            expected = best_tree(model, row.tokens, plan)
+        budgets = [Budget.sure(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
+        for row, budget, tree in zip(rows, budgets, session.propose(rows, budgets), strict=True):
+            expected = best_tree(model, row.tokens, budget)
             found = paths(tree)
             assert found.keys() == expected.keys()
             for path, score in expected.items():
@@ -113,25 +112,25 @@ def test_trees_are_the_best_nodes(name: str) -> None:
 def test_what_was_accepted_is_not_read_again(name: str) -> None:
     """A path that the draft has fed becomes text; so much is fed as came after it."""
     session, row = ModelDraft(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
-    plan = Limit(3, branches=2)
-    [tree] = session.propose([row], [plan])
+    budget = Budget.sure(3, branches=2)
+    [tree] = session.propose([row], [budget])
     deepest = tree.path(max(range(len(tree)), key=depths_of(tree.parents).__getitem__))
     take(session, row, tree, deepest, 11)
     session._settle([row])
     [slot] = [cached.cache_row for cached in session._cached.values()]
     assert session._session.length(slot) == 3 + 2
-    [tree] = session.propose([row], [plan])
-    assert paths(tree).keys() == best_tree(tiny(name), row.tokens, plan).keys()
+    [tree] = session.propose([row], [budget])
+    assert paths(tree).keys() == best_tree(tiny(name), row.tokens, budget).keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_silence_and_rewinding(name: str) -> None:
     """A tree of which nothing was heard is forgotten, and so is text from where it was written anew."""
-    model, plan = tiny(name), Limit(3, branches=2)
+    model, budget = tiny(name), Budget.sure(3, branches=2)
     session, row = ModelDraft(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
     for turn in range(5):
-        [tree] = session.propose([row], [plan])
-        assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
+        [tree] = session.propose([row], [budget])
+        assert paths(tree).keys() == best_tree(model, row.tokens, budget).keys()
         if turn == 1:
             row.tokens += [9]
         if turn == 2:
@@ -146,40 +145,20 @@ def test_branches_settle(name: str) -> None:
     session = ModelDraft(model).start(64)
     rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (2, 7)]
     for _ in range(8):
-        plans = [Limit(rng.choice([0, 1, 2, 2]), branches=2) for _ in rows]
-        trees = session.propose(rows, plans)
-        anew = ModelDraft(model).start(64).propose(rows, plans)
+        budgets = [Budget.sure(rng.choice([0, 1, 2, 2]), branches=2) for _ in rows]
+        trees = session.propose(rows, budgets)
+        anew = ModelDraft(model).start(64).propose(rows, budgets)
         for row, tree, expected in zip(rows, trees, anew, strict=True):
             assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             assert tree.confidence == pytest.approx(expected.confidence, abs=1e-3)
             search_on(session, row, tree, rng)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
-    monkeypatch.setattr(module, "CHUNK", 4)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 3)
-    model, plan = tiny(name), Limit(3, branches=2)
-    rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
-    session = ModelDraft(LanguageModel(model)).start(64)
-    silent = []
-    for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
-        for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
-            silent.append(not tree.tokens)
-            if tree.tokens:
-                assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
-        rows[0].tokens += more
-        rows[1].tokens += [3]
-    assert sum(silent) < 5
-    assert not any(silent[1::2])
-
-
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
     row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
     session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
-    session.propose([row], [Limit(1, branches=2)])
+    session.propose([row], [Budget.sure(1, branches=2)])
     fed, inner = [], session._session
     run = inner.run
 
@@ -190,9 +169,9 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(inner, "run", counting)
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
     session.update([Commit(row, [0, 1], 0)])
-    [tree] = session.propose([row], [Limit(1, branches=2)])
+    [tree] = session.propose([row], [Budget.sure(1, branches=2)])
     assert fed == [1]
-    assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
+    assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Budget.sure(1, branches=2)).keys()
 
 
 def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
@@ -201,7 +180,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
     def guess(**more: frozenset[int]) -> set[Path]:
         row = FakeSequence([5, 6, 7], task=task(SAMPLER, **more))
         session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
-        return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
+        return set(paths(session.propose([row], [Budget.sure(4, branches=3)])[0]))
 
     end = max(guess(), key=len)[0]
     found = guess(ends=frozenset({end}))
@@ -213,7 +192,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
     session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
-    [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
+    [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Budget.sure(4, branches=3)])
     assert len(tree) == 12
     assert tree.depth <= session._session.passes <= tree.depth + 1
 
@@ -225,15 +204,15 @@ def test_chains_and_trees_in_turn(name: str) -> None:
     rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
     session = ModelDraft(LanguageModel(model)).start(64)
     for turn, branches in enumerate((1, 1, 3, 1, 2, 2, 1)):
-        plan = Limit(3, branches=branches)
-        for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
+        budget = Budget.sure(3, branches=branches)
+        for row, tree in zip(rows, session.propose(rows, [budget] * len(rows)), strict=True):
             if branches == 1:
                 assert tree.is_chain
                 alone = FakeSequence(list(row.tokens), task=task(SAMPLER))
-                [chain] = ModelDraft(LanguageModel(model)).start(64).propose([alone], [plan])
+                [chain] = ModelDraft(LanguageModel(model)).start(64).propose([alone], [budget])
                 assert tree.tokens == chain.tokens
             else:
-                assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
+                assert paths(tree).keys() == best_tree(model, row.tokens, budget).keys()
             take(session, row, tree, tree.path(min(turn, len(tree)) - 1), 11)
         if turn == 3:
             session.drop([rows.pop(0).id])
@@ -243,8 +222,10 @@ def test_chains_and_trees_in_turn(name: str) -> None:
 def test_a_tree_begins_as_the_chain_does(sampler: Sampler) -> None:
     """With the same node, also where guesses repeat the target's noise."""
     draft = ModelDraft(LanguageModel(tiny("llama")))
-    plans = [Limit(3, branches=branches) for branches in (1, 2)]
-    chain, tree = (draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [plan])[0] for plan in plans)
+    budgets = [Budget.sure(3, branches=branches) for branches in (1, 2)]
+    chain, tree = (
+        draft.start(64).propose([FakeSequence([5, 6, 7], task=task(sampler))], [budget])[0] for budget in budgets
+    )
     assert tree.tokens[0] == chain.tokens[0]
 
 
@@ -256,10 +237,10 @@ def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
         FakeSequence([3, 55, 4], 2, task=TASK),
     ]
     session = ModelDraft(LanguageModel(tiny("llama", vocab=50))).start(64)
-    plans = [Limit(2, branches=2)] * 3
-    assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]
+    budgets = [Budget.sure(2, branches=2)] * 3
+    assert list(map(len, session.propose(rows, budgets))) == [4, 4, 0]
     rows[0].tokens += [55, 6]
     for tree, count in ((Tree.chain([55, 6]), 0), (Tree.chain([6]), 4)):
         rows[1].tree, rows[1].leaves = tree, (len(tree) - 1,)
         session.update([Commit(row, [], 0) for row in rows])
-        assert list(map(len, session.propose(rows, plans))) == [0, count, 0]
+        assert list(map(len, session.propose(rows, budgets))) == [0, count, 0]

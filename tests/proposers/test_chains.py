@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
-from specdec.core.draft_schedules.cost import CostPlan
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.draft_schedules.fixed import Limit
-from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
+from specdec.core.drafts import Chained, ChainRule, Choice, Filter
 from specdec.core.tree import EMPTY
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, Timestamps, Top
@@ -26,14 +25,18 @@ from specdec.proposers import ModelDraft
 from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
-PLANS = [
-    Limit(5),
-    Limit(1),
-    Limit(20, 0.1),
-    CostPlan(12, Acceptance(), 0.05, 0.02, 1),
-    CostPlan(12, Acceptance().after(TESTED, 7), 0.01, 0.002, 1),
-    CostPlan(32, Acceptance().after(TESTED, 7), 0.0, 0.0, 1),
+BUDGETS = [
+    Budget.sure(5),
+    Budget.sure(1),
+    Budget.sure(20, 0.1),
+    Acceptance().budget(12, 0.05, 0.02, 1),
+    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.002, 1),
+    Acceptance().after(TESTED, 7).budget(32, 0.0, 0.0, 1),
 ]
+
+
+def cost(rule: ChainRule) -> float:
+    return rule.budget.pass_cost / rule.budget.later
 
 
 class Chaining(FakeSession):
@@ -46,7 +49,7 @@ class Chaining(FakeSession):
         found = [([], []) for _ in rows]
         chains = [self.grow(*given) for given in zip(rows, texts, rules, found, strict=True)]
         live = [(chain, rule, math.inf) for chain, rule in zip(chains, rules, strict=True)]
-        while live and sum(gain for *_, gain in live) >= max(rule.until.pass_cost for _, rule, _ in live):
+        while live and sum(gain for *_, gain in live) >= max(cost(rule) for _, rule, _ in live):
             live = [(chain, rule, gain) for chain, rule, _ in live if (gain := next(chain, None)) is not None]
         q = [torch.stack(own) if rule.needs_q else None for rule, (_, own) in zip(rules, found, strict=True)]
         return Chained([guesses for guesses, _ in found], q)
@@ -55,20 +58,21 @@ class Chaining(FakeSession):
         self, row: int, text: list[int], rule: ChainRule, into: tuple[list[tuple[int, float]], list[Tensor]]
     ) -> Iterator[float]:
         """Guesses one token after the other `into` a list, with its q; returns the gain of a next one, if any."""
-        until, (found, q) = rule.until, into
+        budget, (found, q) = rule.budget, into
+        least = budget.node_cost / budget.later
         chance, fed = 1.0, text
         while True:
             self.held[row] += fed
             logits = self.model.logits(self.held[row], self.encodings[row])[: rule.width]
             q.append(logits.softmax(-1))
             token = int((logits + noise_of(rule.choice, len(found), len(logits))).argmax())
-            sure = float(q[-1][token]) if rule.confident else 1.0
+            sure = float(q[-1][token]) if budget.needs_confidence else 1.0
             found.append((token, sure))
-            b = bisect_right(until.edges, sure)
-            chance *= min(until.bases[b] + until.rates[b] * sure, 1.0)
-            if len(found) == rule.most or not chance >= until.least or token in rule.ends:
+            b = bisect_right(budget.edges, sure)
+            chance *= min(budget.bases[b] + budget.rates[b] * sure, 1.0)
+            if len(found) == rule.most or not chance > least or token in rule.ends:
                 return
-            yield chance - until.least
+            yield chance - least
             fed = [token]
 
 
@@ -87,8 +91,8 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("plan", PLANS)
-def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_as_pass_by_pass(budget: Budget, sampler: GreedySampler) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
     chance = random.Random(4)
     models = FakeModel(), FakeModel(session=Chaining)
@@ -96,7 +100,7 @@ def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
     rows = [FakeSequence([7, 3, 9], task=replace(task(sampler), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
     for _ in range(60):
-        trees = [session.propose([row], [plan])[0] for session, row in zip(sessions, rows, strict=True)]
+        trees = [session.propose([row], [budget])[0] for session, row in zip(sessions, rows, strict=True)]
         one, other = trees
         assert one.tokens == other.tokens
         assert one.confidence == pytest.approx(other.confidence)
@@ -112,14 +116,14 @@ def test_as_pass_by_pass(plan: Plan, sampler: GreedySampler) -> None:
             follow(session, row, tree.tokens, accepted, bonus)
     assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
-    assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
+    assert len(lengths) > 1 or budget.limit == 1 or not budget.needs_confidence
 
 
 def test_several_rows_at_once() -> None:
-    """Rows with plans and samplers of their own: the proposals of passes, and one call a round as long as all
+    """Rows with budgets and samplers of their own: the proposals of passes, and one call a round as long as all
     allow it.
     """
-    samplers, plans = SAMPLERS.values(), [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
+    samplers, budgets = SAMPLERS.values(), [Budget.sure(5), Budget.sure(2), Acceptance().budget(12, 0.05, 0.02, 1)]
     models = FakeModel(), FakeModel(session=Chaining)
     sessions = [ModelDraft(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
@@ -132,7 +136,7 @@ def test_several_rows_at_once() -> None:
     ]
     chance = random.Random(1)
     for turn in range(30):
-        trees = [session.propose(own, plans) for session, own in zip(sessions, rows, strict=True)]
+        trees = [session.propose(own, budgets) for session, own in zip(sessions, rows, strict=True)]
         for number, (one, other) in enumerate(zip(*trees, strict=True)):
             assert one.tokens == other.tokens
             assert one.confidence == pytest.approx(other.confidence)
@@ -142,8 +146,8 @@ def test_several_rows_at_once() -> None:
         assert models[1].sessions[-1].calls == turn + 1
     assert [*models[0].sessions[-1].held.values()] == [*models[1].sessions[-1].held.values()]
     assert not models[1].sessions[-1].fed
-    asked, *_ = sessions[1].propose(rows[1], [Impatient(5), *plans[1:]])  # one who must be asked after every guess
-    assert len(asked) == 2
+    rows[1][0].task = task(Contrary(Processors(), 50))  # one that must be asked after every guess
+    sessions[1].propose(rows[1], budgets)
     assert models[1].sessions[-1].calls == 30
 
 
@@ -158,17 +162,10 @@ def test_no_guess() -> None:
 
     session = ModelDraft(FakeModel(session=Overflowing)).start(50)
     row = FakeSequence([7, 3], task=task(GreedySampler(Processors(), 50)))
-    [tree] = session.propose([row], [Limit(5)])
+    [tree] = session.propose([row], [Budget.sure(5)])
     assert tree.tokens == [5]
     follow(session, row, tree.tokens, 1, 8)
-    assert session.propose([row], [Limit(5)])[0].tokens == [5]
-
-
-class Impatient(Limit):
-    """A limit that asks for something else."""
-
-    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
-        return float(max(map(len, paths)) < 2)
+    assert session.propose([row], [Budget.sure(5)])[0].tokens == [5]
 
 
 class Contrary(GreedySampler):
@@ -196,7 +193,7 @@ def test_who_must_be_asked(sampler: GreedySampler | None) -> None:
     model = FakeModel(session=Chaining)
     session = ModelDraft(model).start(50)
     row = FakeSequence([7, 3], task=task(sampler)) if sampler else FakeSequence([7, 3])
-    assert session.propose([row], [Limit(5)])[0] is not EMPTY
+    assert session.propose([row], [Budget.sure(5)])[0] is not EMPTY
     assert not model.sessions[-1].calls
 
 

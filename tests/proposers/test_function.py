@@ -8,7 +8,7 @@ import torch
 
 from specdec.errors import DraftError, OptionError
 from specdec.proposers import FunctionDraft
-from tests.proposers.fakes import FakePlan, FakeSequence, one
+from tests.proposers.fakes import FakeBudget, FakeSequence, one
 
 
 class Echo:
@@ -31,12 +31,12 @@ def test_kinds_of_token_lists(value: object) -> None:
 
 
 def test_longer_proposals_are_cut() -> None:
-    """Tokens beyond k, beyond the end of the text, and beyond what the plan keeps are left out."""
+    """Tokens beyond k, beyond the end of the text, and beyond what the budget keeps are left out."""
     session = FunctionDraft(lambda tokens, k: range(20)).start(50)
     assert one(session, FakeSequence([1]), 3) == [0, 1, 2]
     assert one(session, FakeSequence([1], remaining=3), 9) == [0, 1]
     assert one(FunctionDraft(lambda tokens, k: count()).start(50), FakeSequence([1]), 3) == [0, 1, 2]
-    assert not session.propose([FakeSequence([1])], [FakePlan(5, drop=2.0)])[0].tokens
+    assert not session.propose([FakeSequence([1])], [FakeBudget(5, drop=2.0)])[0].tokens
 
 
 def test_is_not_asked_for_nothing() -> None:

@@ -9,7 +9,7 @@ from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from specdec.proposers import hybrid as module
-from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, OwnProposer, follow
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, OwnProposer, follow
 
 
 class Clock:
@@ -57,7 +57,7 @@ def run(model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignor
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row, trees = FakeSequence([1, 2, 3, 4, 5]), []
     for _ in range(rounds):
-        [tree] = session.propose([row], [FakePlan(5)])
+        [tree] = session.propose([row], [FakeBudget(5)])
         trees.append(tree)
         accepted, new = 0, next_token(row.tokens)
         while accepted < len(tree) and tree.tokens[accepted] == new:
@@ -88,7 +88,7 @@ def test_a_wait_between_two_calls_is_no_gap_between_rounds(model: SlowModel, clo
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
     row = FakeSequence([1, 2, 3, 4, 5])
     for wait in (1.0, 1.0, 60.0, 1.0):
-        session.propose([row], [FakePlan(5)])
+        session.propose([row], [FakeBudget(5)])
         clock.now += wait
     assert session._odds.gap is not None
     assert session._odds.gap < 2
@@ -101,17 +101,17 @@ def test_skipped_rounds_leave_the_model_exact(model: SlowModel, clock: Clock) ->
     rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
     sources = set()
     for _ in range(40):
-        plans = [FakePlan(rng.choice([0, 2, 5])) for _ in rows]
-        for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
+        budgets = [FakeBudget(rng.choice([0, 2, 5])) for _ in rows]
+        for row, budget, tree in zip(rows, budgets, session.propose(rows, budgets), strict=True):
             sources.add(tree.source)
-            assert len(tree) <= plan.limit
+            assert len(tree) <= budget.limit
             if tree.source == "model":
-                assert tree.tokens == model.greedy(row.tokens, plan.limit)
+                assert tree.tokens == model.greedy(row.tokens, budget.limit)
             follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
         clock.now += 1.0
     assert {"model", "suffix"} <= sources
     session.drop([1])
-    assert len(session.propose([rows[0], rows[2]], [FakePlan(2)] * 2)) == 2
+    assert len(session.propose([rows[0], rows[2]], [FakeBudget(2)] * 2)) == 2
 
 
 def test_decides_before_the_model_draws(clock: Clock) -> None:
@@ -119,14 +119,14 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     drawn: list[Tree] = []
 
     class Watched(OwnProposer):
-        def propose(self, rows: list[SequenceView], plans: list[FakePlan]) -> list[Tree]:
-            drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
+        def propose(self, rows: list[SequenceView], budgets: list[FakeBudget]) -> list[Tree]:
+            drawn.extend(Tree.chain([9] * budget.limit) for budget in budgets)
             return drawn[-len(rows) :]
 
     session = HybridDraft(SuffixDraft(), Watched()).start(50)
     row, used = FakeSequence([1, 2, 1]), 0
     for step in range(30):
-        [tree] = session.propose([row], [FakePlan(2)])
+        [tree] = session.propose([row], [FakeBudget(2)])
         used += any(tree is other for other in drawn)
         row.tokens.append(step % 3)
         clock.now += 1.0

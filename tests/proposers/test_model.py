@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from specdec.proposers import ModelDraft
-from specdec.proposers import model as module
-from tests.proposers.fakes import FakeEncoding, FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
+from tests.proposers.fakes import FakeBudget, FakeEncoding, FakeModel, FakeSequence, Greedy, follow, one, task
 
 
 def test_proposes_the_models_own_continuation() -> None:
     """Greedy guesses are what the draft model would have said, with its confidence, one pass per guess."""
     model, row = FakeModel(), FakeSequence([1, 2, 3])
-    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4)])
+    [tree] = ModelDraft(model).start(50).propose([row], [FakeBudget(4)])
     assert tree.tokens == model.greedy(row.tokens, 4)
     assert tree.is_chain
     assert tree.q is None
@@ -30,10 +29,10 @@ def test_catching_up_equals_a_fresh_start(seed: int) -> None:
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([rng.randrange(50) for _ in range(rng.randint(1, 6))], key) for key in range(4)]
     for turn in range(25):
-        plans = [FakePlan(rng.choice([0, 1, 3, 6])) for _ in rows]
-        trees = session.propose(rows, plans)
-        for row, plan, tree in zip(rows, plans, trees, strict=True):
-            assert tree.tokens == model.greedy(row.tokens, plan.limit)
+        budgets = [FakeBudget(rng.choice([0, 1, 3, 6])) for _ in rows]
+        trees = session.propose(rows, budgets)
+        for row, budget, tree in zip(rows, budgets, trees, strict=True):
+            assert tree.tokens == model.greedy(row.tokens, budget.limit)
             new = [rng.randrange(50) for _ in range(rng.randint(0, 2))]
             if rng.random() < 0.2:
                 row.tokens += new
@@ -85,12 +84,12 @@ def test_text_that_was_written_anew_is_read_again() -> None:
 
 
 def test_no_pass_without_a_plan() -> None:
-    """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
+    """Limits of 0, the last token to come and a budget that does not go on cost nothing; the rows catch up later."""
     model, row = FakeModel(), FakeSequence([1, 2])
     session = ModelDraft(model).start(50)
-    assert not session.propose([row], [FakePlan(0)])[0].tokens
+    assert not session.propose([row], [FakeBudget(0)])[0].tokens
     row.remaining = 1
-    assert not session.propose([row], [FakePlan(5)])[0].tokens
+    assert not session.propose([row], [FakeBudget(5)])[0].tokens
     row.remaining = 3
     assert model.passes == 0
     assert one(session, row, 5) == model.greedy(row.tokens, 2)
@@ -99,14 +98,14 @@ def test_no_pass_without_a_plan() -> None:
 def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
     """`gain` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
     model, row = FakeModel(), FakeSequence([1, 2])
-    plan = FakePlan(4, doubt=2.0)
-    [tree] = ModelDraft(model).start(50).propose([row], [plan])
+    budget = FakeBudget(4, doubt=2.0)
+    [tree] = ModelDraft(model).start(50).propose([row], [budget])
     assert len(tree) == 1
-    assert plan.asked == [[], tree.confidence]
-    [tree] = ModelDraft(model).start(50).propose([row], [FakePlan(4, drop=2.0)])
+    assert budget.asked == [[], tree.confidence]
+    [tree] = ModelDraft(model).start(50).propose([row], [FakeBudget(4, drop=2.0)])
     assert not tree.tokens
     drawn = FakeSequence([1, 2], task=task(Greedy(needs_q=True)))
-    [tree] = ModelDraft(model).start(50).propose([drawn], [FakePlan(4, drop=2.0)])
+    [tree] = ModelDraft(model).start(50).propose([drawn], [FakeBudget(4, drop=2.0)])
     assert len(tree) == 4
 
 
@@ -115,7 +114,7 @@ def test_padded_vocabularies(target_vocab: int) -> None:
     """The sampler sees logits at the target's width, and no guess lies outside either vocabulary."""
     sampler, model = Greedy(needs_q=True), FakeModel(50)
     row = FakeSequence([1, 2], task=task(sampler))
-    [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakePlan(8)])
+    [tree] = ModelDraft(model).start(target_vocab).propose([row], [FakeBudget(8)])
     assert sampler.widths == {target_vocab}
     assert tree.q.shape == (8, target_vocab)
     assert max(tree.tokens) < min(target_vocab, 50)
@@ -178,95 +177,12 @@ def test_a_failure_leaves_the_session_usable() -> None:
     assert one(session, row) == model.greedy(row.tokens, 5)
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("READ_ALONG", 4)):
-        monkeypatch.setattr(module, name, size)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_long_prompts_are_read_a_chunk_per_round() -> None:
-    """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
-    model = FakeModel()
-    session = ModelDraft(model).start(50)
-    rows = [FakeSequence([1, 2], 0), FakeSequence(list(range(30)), 1), FakeSequence(list(range(20)), 2)]
-    silent = []
-    for _ in range(16):
-        before = model.passes
-        trees = session.propose(rows, [FakePlan(2)] * 3)
-        silent.append([not tree.tokens for tree in trees])
-        assert model.passes <= before + 3
-        for row, tree in zip(rows, trees, strict=True):
-            assert tree.tokens in ([], model.greedy(row.tokens, 2))
-            if tree.tokens:
-                follow(session, row, tree.tokens, 1, 7)
-    assert silent == [[False, True, True]] * 6 + [[False, False, True]] * 4 + [[False] * 3] * 6
-    assert max(map(max, model.fed)) <= 4
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
-    """Small ones are for those who would have to wait."""
-    model, row = FakeModel(), FakeSequence(list(range(21)))
-    session = ModelDraft(model).start(50)
-    assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
-    assert model.fed == [[8], [8], [5]]
-
-
-def test_rows_of_one_source_read_it_once() -> None:
-    """Samples of one prompt continue copies of what the first has read; another prompt and a changed one do not."""
-    model = FakeModel()
-    session = ModelDraft(model).start(50)
-    ours, theirs = task(source="ours"), task(source="theirs")
-    early = FakeSequence([4, 4, 4], 9, task=theirs)
-    follow(session, early, one(session, early), 2, 8)
-    text = list(range(20))
-    rows = [
-        early,
-        *(FakeSequence(list(text), k, task=ours) for k in range(3)),
-        FakeSequence([*text[:9], 7], 3, task=ours),
-    ]
-    before = sum(map(sum, model.fed))
-    for _ in range(3):
-        trees = session.propose(rows, [FakePlan(2)] * len(rows))
-        for row, tree in zip(rows, trees, strict=True):
-            assert tree.tokens == model.greedy(row.tokens, 2)
-            follow(session, row, tree.tokens, row.id % 3, 30 + row.id)
-    read = sum(map(sum, model.fed)) - before
-    assert read < 2 * 20 + 10 + 5 * 3 * 4
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_rows_of_one_long_source_read_it_once() -> None:
-    """The others wait while the first reads its chunks."""
-    model = FakeModel()
-    session, ours = ModelDraft(model).start(50), task(source="ours")
-    rows = [FakeSequence(list(range(30)), k, task=ours) for k in range(3)]
-    for _ in range(3):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
-    while not all(trees):
-        trees = session.propose(rows, [FakePlan(1)] * 3)
-    assert [tree.tokens for tree in trees] == [model.greedy(rows[0].tokens, 1)] * 3
-    assert sum(map(sum, model.fed)) < 29 + 3 * 5
-
-
-def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
-    """Also where the one that read it has gone on meanwhile."""
-    model = FakeModel()
-    session, ours = ModelDraft(model).start(50), task(source="ours")
-    first, second = (FakeSequence(list(range(30)), k, task=ours) for k in range(2))
-    follow(session, first, one(session, first), 2, 7)
-    before = sum(map(sum, model.fed))
-    assert one(session, second, 1) == model.greedy(second.tokens, 1)
-    assert sum(map(sum, model.fed)) == before + 1
-
-
 def test_release_frees_the_cache_and_readmits() -> None:
     """Released rows leave the session; an unknown key is nothing, and a key that comes back starts anew."""
     model = FakeModel()
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([k + 1], k) for k in range(3)]
-    session.propose(rows, [FakePlan(2)] * 3)
+    session.propose(rows, [FakeBudget(2)] * 3)
     session.drop([1, 99])
     assert len(model.sessions[0].held) == 2
     session.drop([0, 2])
@@ -280,11 +196,11 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [1, 1]])}
     session = ModelDraft(model).start(50)
     rows = [FakeSequence([0], k, task=task(inputs=inputs, encoder_row=k)) for k in range(3)]
-    session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
+    session.propose(rows, [FakeBudget(0), FakeBudget(2), FakeBudget(0)])
     session.drop([1])
-    session.propose(rows[:1], [FakePlan(2)])
+    session.propose(rows[:1], [FakeBudget(2)])
     late = FakeSequence([0], 3, task=task(inputs={"input_ids": torch.tensor([[20, 3]])}))
-    trees = session.propose([rows[0], rows[2], late], [FakePlan(2)] * 3)
+    trees = session.propose([rows[0], rows[2], late], [FakeBudget(2)] * 3)
     assert [tree.tokens for tree in trees] == [model.greedy([0], 2, value) for value in (11, 2, 23)]
     assert model.encoded in (2, 3)  # again where nobody was there to keep it
 

@@ -12,7 +12,7 @@ from specdec.errors import OptionError
 from specdec.proposers import NgramDraft, SuffixDraft
 from specdec.proposers.copying import Calibration, TextDraft
 from specdec.proposers.suffix import SuffixAutomaton
-from tests.proposers.fakes import FakePlan, FakeSequence, one, task
+from tests.proposers.fakes import FakeBudget, FakeSequence, one, task
 
 Make = type[NgramDraft] | type[SuffixDraft]
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -42,21 +42,21 @@ def test_reading_in_pieces_equals_reading_at_once(make: Make) -> None:
     for _ in range(40):
         for row in rows:
             row.tokens += [rng.randrange(4) for _ in range(rng.randint(1, 4))]
-        limits = [FakePlan(rng.choice([0, 1, 7])) for _ in rows]
-        for row, plan, tree in zip(rows, limits, session.propose(rows, limits), strict=True):
-            assert tree.tokens == one(make().start(50), row, plan.limit)
+        limits = [FakeBudget(rng.choice([0, 1, 7])) for _ in rows]
+        for row, budget, tree in zip(rows, limits, session.propose(rows, limits), strict=True):
+            assert tree.tokens == one(make().start(50), row, budget.limit)
             assert len(tree.confidence or ()) == len(tree)
             assert tree.q is None
 
 
 def test_cuts_to_the_plan_and_to_the_end(make: Make) -> None:
-    """No more than the limit, than the tokens that may come but one, and than what the plan keeps."""
+    """No more than the limit, than the tokens that may come but one, and than what the budget keeps."""
     text = list(range(9)) * 3
     assert one(make().start(50), FakeSequence(text), 4) == [0, 1, 2, 3]
     assert one(make().start(50), FakeSequence(text, remaining=3), 9) == [0, 1]
     assert one(make().start(50), FakeSequence(text, remaining=1), 9) == []
     assert one(make().start(50), FakeSequence(text), 0) == []
-    assert not make().start(50).propose([FakeSequence(text)], [FakePlan(5, drop=2.0)])[0].tokens
+    assert not make().start(50).propose([FakeSequence(text)], [FakeBudget(5, drop=2.0)])[0].tokens
 
 
 def test_a_prediction_begins_where_the_prompt_ends(make: Make) -> None:
@@ -121,7 +121,7 @@ def test_a_text_draft_needs_an_index_only() -> None:
         def index(self) -> SuffixAutomaton:
             return SuffixAutomaton()
 
-    [tree] = Mine().start(50).propose([FakeSequence([1, 2, 1, 2])], [FakePlan(2)])
+    [tree] = Mine().start(50).propose([FakeSequence([1, 2, 1, 2])], [FakeBudget(2)])
     assert (tree.tokens, tree.source) == ([1, 2], "Mine")
 
 
@@ -144,8 +144,8 @@ def test_confidence_rises_for_a_text_that_repeats() -> None:
     session, row = draft.start(50), FakeSequence([1, 2, 3, 4, 5])
     for _ in range(30):
         row.tokens.append(row.tokens[-5])
-        session.propose([row], [FakePlan(3)])
-    confidence = session.propose([row], [FakePlan(3)])[0].confidence
+        session.propose([row], [FakeBudget(3)])
+    confidence = session.propose([row], [FakeBudget(3)])[0].confidence
     assert min(confidence) > 0.8
     assert draft.start(50).guess(FakeSequence([1, 1]), 1)[1][0] > 0.5
 

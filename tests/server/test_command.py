@@ -200,7 +200,7 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     settings = ModelSettings(name="m", target=folder, draft="suffix", options=options, context=99)
     model = load(settings, Limits(), 0.25)
     assert isinstance(model, TextModel)
-    assert 0 < model.generator.engine.budget.limit <= virtual_memory().total / 4
+    assert 0 < model.generator.engine.memory.limit <= virtual_memory().total / 4
     assert model.generator.options(max_new_tokens=1).schedule == "constant"
     assert model.context == 99
     with asking(app(model)) as c:

@@ -230,7 +230,8 @@ def test_log_probabilities(stream: bool) -> None:
     content = [one for part in chat for one in part["logprobs"]["content"]]
     assert len(content) == 8
     assert all(len(one["top_logprobs"]) == 2 for one in content)
-    assert all(one["bytes"] is None or bytes(one["bytes"]).decode() == one["token"] for one in content)
+    whole = [one for one in content if one["bytes"] is not None and not one["token"].startswith("bytes:")]
+    assert all(bytes(one["bytes"]).decode() == one["token"] for one in whole)
 
 
 def test_what_a_draft_did() -> None:

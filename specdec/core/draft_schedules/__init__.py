@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.core.draft_schedules.cost import Cost, CostPlan
+from specdec.core.budget import Budget
+from specdec.core.draft_schedules.cost import Cost
 from specdec.core.draft_schedules.fixed import (
     Confidence,
     Constant,
     Heuristic,
-    Limit,
     NamedSchedule,
     Schedule,
     ScheduleSetup,
@@ -40,12 +40,15 @@ class Auto(Cost):
     def of(cls, setup: ScheduleSetup) -> Auto:
         return replace(super().of(replace(setup, tokens=None)), heuristic=Heuristic(setup.tokens_or(Heuristic.k)))
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
-        plans = super().plan(seqs)
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+        budgets = super().budgets(seqs)
         if self.is_measured:
-            return plans
-        lengths = [own.limit for own in self.heuristic.plan(seqs)]
-        return [plan.up_to(length) for plan, length in zip(plans, lengths, strict=True)]
+            return budgets
+        lengths = [own.limit for own in self.heuristic.budgets(seqs)]
+        return [
+            replace(budget, limit=min(budget.limit, length)) if budget.branches in (None, 1) else budget
+            for budget, length in zip(budgets, lengths, strict=True)
+        ]
 
     def after(self, round: Round) -> Auto:
         learned = super().after(round)
@@ -108,7 +111,6 @@ def kind_of(options: Any) -> type[NamedSchedule] | None:
 
 __all__ = [
     "SCHEDULES",
-    "Limit",
     "Schedule",
     "kind_of",
     "make_schedule",

@@ -8,11 +8,11 @@ and where drafting lost though it was to pay, it waits (`Pause`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.core.draft_schedules.pause import Pause
@@ -21,7 +21,7 @@ from specdec.core.draft_schedules.seconds import Seconds, everyone_in, is_notice
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from specdec.core.drafts import SequenceView, Until
+    from specdec.core.drafts import SequenceView
     from specdec.core.outcome import Round, SequenceRound
 
 WIDEST = 32
@@ -50,58 +50,6 @@ _IN_MEMORY = _Prior(0.3, 0.1, 0.02, 1.0, 100)
 # A pass over offloaded weights hardly takes longer for more nodes, and its seconds vary too much to conclude otherwise
 # from a few passes.
 _OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
-
-
-@dataclass(frozen=True)
-class CostPlan:
-    """One sequence's plan: `limit` tokens on a path, `branches` that one draft pass continues.
-
-    `pass_cost` of a draft pass over no nodes, for all of its sequences, and `node_cost` of one more node in the passes
-    of draft and target: in tokens that decoding makes in the same seconds.
-    """
-
-    limit: int
-    acceptance: Acceptance
-    pass_cost: float
-    node_cost: float
-    branches: int | None = None
-    needs_confidence: ClassVar[bool] = True
-    _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def up_to(self, length: int) -> CostPlan:
-        """The plan for a chain of at most `length` tokens; a tree's stays as it is."""
-        shorter = length < self.limit and self.branches in (None, 1)
-        return replace(self, limit=length) if shorter else self
-
-    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
-        """The tokens, of unknown confidence, that the next draft pass brings beyond those that its nodes cost."""
-        if max(map(len, paths)) >= self.limit:
-            return 0.0
-        mean = self.acceptance.later if any(paths) else self.acceptance.mean
-        return sum(map(self._chance, paths)) * mean - width * self.node_cost
-
-    @property
-    def until(self) -> Until:
-        """The same for a chain, in numbers."""
-        from specdec.core.drafts import Until
-
-        own = self.acceptance
-        return Until(own.edges, *own.chances, self.node_cost / own.later, self.pass_cost / own.later)
-
-    def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether a drafted token is worth verifying, or its chance worth knowing; its draft pass is done."""
-        is_trial = len(confidence) == 1 and self.branches in (None, 1) and self.acceptance.is_unknown(confidence[0])
-        return is_trial or self._chance(confidence) >= self.node_cost
-
-    def _chance(self, path: Sequence[float]) -> float:
-        """The chance that a whole path is accepted."""
-        if not path:
-            return 1.0
-        whole = tuple(path)
-        if whole not in self._chances:
-            before = self._chances.get(whole[:-1]) or math.prod(map(self.acceptance.of, whole[:-1]))
-            self._chances[whole] = before * self.acceptance.of(whole[-1])
-        return self._chances[whole]
 
 
 @dataclass(frozen=True)
@@ -167,37 +115,37 @@ class Cost:
 
     # deciding
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[CostPlan]:
-        """One plan per sequence: with limit 0 while drafting waits, and 1 where it is tried again."""
-        return [self._plan_of(len(seqs))] * len(seqs)
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+        """One budget per sequence: with limit 0 while drafting waits, and 1 where it is tried again."""
+        return [self._budget_of(len(seqs))] * len(seqs)
 
-    def _plan_of(self, seqs: int) -> CostPlan:
+    def _budget_of(self, seqs: int) -> Budget:
         seconds, pause = self.seconds, self.pause
         everyone, drafting = seconds.shared(seqs)
         if not self.is_measured:
             draft_cost, node_cost = self._prior.draft_cost, self._prior.verify_cost
             if self.acceptance.mean < draft_cost + node_cost:  # so far, as while prompts are read
-                return self._plan(1, 0.0, 0.0)  # to measure costs: the draft may be free
-            return self._plan(self.k, everyone * draft_cost, node_cost)
+                return self._budget(1, 0.0, 0.0)  # to measure costs: the draft may be free
+            return self._budget(self.k, everyone * draft_cost, node_cost)
         if pause.skips_rule or pause.is_suspension or seconds.wants_plain_round(self.acceptance.mean):
-            return self._plan(0, 0.0, 0.0)
+            return self._budget(0, 0.0, 0.0)
         if not self._pays(seqs):
-            return self._plan(int(pause.is_over), 0.0, 0.0)
+            return self._budget(int(pause.is_over), 0.0, 0.0)
         gain = max(self.tokens / self.plain_tokens if self.plain_tokens else 1.0, 1.0)
         rate = gain * everyone / seconds.plain_round(everyone)
         # Only the slowest source asks before each pass; text drafts have no passes.
         dearest = max(seconds.drafts.values(), key=lambda line: line.at(drafting))
-        return self._plan(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
+        return self._budget(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
 
-    def _plan(self, limit: int, pass_cost: float, node_cost: float) -> CostPlan:
+    def _budget(self, limit: int, pass_cost: float, node_cost: float) -> Budget:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
-            return CostPlan(limit, self.acceptance, pass_cost, node_cost, branches)
+            return self.acceptance.budget(limit, pass_cost, node_cost, branches)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.seconds.widest_nodes)
         branches = min(self.widest, max(2, nodes // limit))
-        return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, pass_cost, node_cost, branches)
+        return self.acceptance.budget(min(limit, max(nodes // branches, 4)), pass_cost, node_cost, branches)
 
     @property
     def _nodes_are_cheap(self) -> bool:

@@ -6,7 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
+
+from specdec.core.budget import Budget
 
 _EDGES = (0.0001, 0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
@@ -28,7 +30,6 @@ class Acceptance:
     levels: float = 0.0
     later_accepted: float = 0.0
     later_levels: float = 0.0
-    edges: ClassVar[tuple[float, ...]] = _EDGES
 
     @cached_property
     def mean(self) -> float:
@@ -68,15 +69,15 @@ class Acceptance:
         base = goal - slope * mean
         return (base, slope) if base > 0 else (0.0, goal / mean)
 
-    def of(self, confidence: float) -> float:
-        """The chance of a guess of this confidence."""
-        bases, slopes = self.chances
-        b = _bin(confidence)
-        return min(bases[b] + slopes[b] * confidence, 1.0)
+    @cached_property
+    def untested(self) -> frozenset[int]:
+        """The bins in which hardly a guess was tested."""
+        return frozenset(number for number, (tested, _, _) in enumerate(self.bins) if tested < _TRIALS)
 
-    def is_unknown(self, confidence: float) -> bool:
-        """Whether hardly a guess of about this confidence was tested."""
-        return self.bins[_bin(confidence)][0] < _TRIALS
+    def budget(self, limit: int, pass_cost: float, node_cost: float, branches: int | None = None) -> Budget:
+        """A budget whose chances are these."""
+        bases, rates = self.chances
+        return Budget(limit, branches, _EDGES, bases, rates, self.mean, self.later, node_cost, pass_cost, self.untested)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from specdec.core.budget import Budget
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
-    from specdec.core.drafts import Plan, SequenceView, Until
+    from specdec.core.drafts import SequenceView
     from specdec.core.outcome import Round
 
 MOST_NODES = 1024
@@ -19,7 +20,7 @@ MOST_NODES = 1024
 class Schedule(Protocol):
     """Decides how much every sequence may draft; a value: `after` returns the next one.
 
-    `max_tokens`: the largest `Plan.limit`. `max_branches`: the largest number of `Plan.branches`, 1 where all are None.
+    `max_tokens`: the largest `Budget.limit`. `max_branches`: the largest `Budget.branches`, 1 where all are None.
     """
 
     @property
@@ -28,8 +29,8 @@ class Schedule(Protocol):
     @property
     def max_branches(self) -> int: ...
 
-    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
-        """One plan per sequence for the coming round."""
+    def budgets(self, seqs: Sequence[SequenceView]) -> Sequence[Budget]:
+        """One budget per sequence for the coming round."""
 
     def after(self, round: Round) -> Schedule:
         """The schedule after this round."""
@@ -73,38 +74,6 @@ class ScheduleSetup:
         return self.tokens or max(min(usual, MOST_NODES // (self.branches or 1)), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A plan with a fixed length; with a `threshold`, no node follows one of lower confidence."""
-
-    limit: int
-    threshold: float = 0.0
-    branches: int | None = None
-    pass_cost: ClassVar[float] = 0.0
-
-    @property
-    def needs_confidence(self) -> bool:
-        """Only a threshold needs it."""
-        return self.threshold > 0
-
-    def gain(self, paths: Sequence[Sequence[float]], width: int = 1) -> float:
-        """1 if a node may follow any of these paths, else 0."""
-        return float(any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths))
-
-    @property
-    def until(self) -> Until | None:
-        """The same in numbers: a guess below the threshold has chance 0. None for a subclass with its own `gain`."""
-        from specdec.core.drafts import Until
-
-        if type(self).gain is not Limit.gain:
-            return None
-        return Until((self.threshold,), (0.0, 1.0), (0.0, 0.0), 0.5) if self.threshold > 0 else Until()
-
-    def keep(self, confidence: Sequence[float]) -> bool:
-        """Keeps all nodes of a path up to the first one of lower confidence than the threshold, that one included."""
-        return len(confidence) < 2 or confidence[-2] >= self.threshold
-
-
 def check_nodes(tokens: int, branches: int) -> None:
     """Raises OptionError for trees of more than `MOST_NODES` nodes."""
     if branches > 1 and tokens * branches > MOST_NODES:
@@ -145,8 +114,8 @@ class Constant:
     def max_branches(self) -> int:
         return self.branches or 1
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
-        return [Limit(self.k, self.threshold, self.branches)] * len(seqs)
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+        return [Budget.sure(self.k, self.threshold, self.branches)] * len(seqs)
 
     def after(self, round: Round) -> Constant:
         return self
@@ -173,8 +142,8 @@ class Heuristic(Constant):
     def max_tokens(self) -> int:
         return max(MOST_NODES // self.max_branches, self.k)
 
-    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
-        return [Limit(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
+    def budgets(self, seqs: Sequence[SequenceView]) -> list[Budget]:
+        return [Budget.sure(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:
         """With the lengths after this round; sequences without a proposal keep theirs."""

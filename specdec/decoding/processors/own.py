@@ -179,9 +179,26 @@ class RowPrefix:
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these."""
+    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these.
+
+    Ids beyond `width`, which the decoder cannot write, need none.
+    """
 
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
 
+    def __init__(self, penalty: float, ids: Tensor, width: float = math.inf) -> None:
+        super().__init__(penalty, ids[ids < width][None])
+
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
+
+
+class EncoderNgrams(stock.EncoderNoRepeatNGramLogitsProcessor):  # type: ignore[misc]
+    """transformers' ban of the encoder's n-grams, without those that end in ids beyond `width`, which never follow."""
+
+    stands_for = stock.EncoderNoRepeatNGramLogitsProcessor
+
+    def __init__(self, size: int, ids: Tensor, width: float = math.inf) -> None:
+        super().__init__(size, ids)
+        for ngrams in self.generated_ngrams:
+            ngrams.update({begin: [token for token in ends if token < width] for begin, ends in ngrams.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from specdec.decoding.processors.own import (
+    EncoderNgrams,
     EncoderPenalty,
     MinLength,
     MinNewTokens,
@@ -33,7 +35,8 @@ class ProcessorSetup:
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`: of
+    the logits, which an encoder's ids may exceed.
     """
 
     options: Any
@@ -45,6 +48,7 @@ class ProcessorSetup:
     row: int = 0
     device: torch.device | str = "cpu"
     vocab_size: int = 0
+    width: float = math.inf
 
     @property
     def own_length(self) -> int:
@@ -102,7 +106,7 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_repetition_penalty",
         EncoderPenalty,
-        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids),
+        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids, r.width),
     ),
     ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
@@ -110,8 +114,8 @@ PROCESSORS: tuple[Entry, ...] = (
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
     (
         "encoder_no_repeat_ngram_size",
-        stock.EncoderNoRepeatNGramLogitsProcessor,
-        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids),
+        EncoderNgrams,
+        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
     ("min_length", MinLength, lambda r, v: (max(v - r.padding, 0), r.eos_ids) if v > 0 and r.eos_ids else None),

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding import device_reads, noise
@@ -72,9 +73,9 @@ class BeamSearch(Scoring):
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return Advance(after, leaves, [found.tokens[i] for i in chosen], step, after.finish)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts."""
-        ahead = self.ahead(plan)
+        ahead = self.ahead(budget)
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:

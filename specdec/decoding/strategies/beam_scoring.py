@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import View
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import GreedySampler, fit
@@ -166,7 +167,7 @@ class Scoring(StrategyBase):
     def sampler(self) -> SearchSampler:
         return SearchSampler(self.processors.drafting, self.width, branches=LOOK * self.num_beams, search=self)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The search's step on a draft's logits (`Sampler.expand`)."""
         raise NotImplementedError
 
@@ -174,9 +175,9 @@ class Scoring(StrategyBase):
         """How many continuations to consider, so that `beams` go on even if the best ones end."""
         return max(2, 1 + len(self.stop.eos_ids)) * beams
 
-    def ahead(self, plan: Plan) -> int:
+    def ahead(self, budget: Budget) -> int:
         """How many branches a draft considers."""
-        return plan.branches or self.sampler.branches
+        return budget.branches or self.sampler.branches
 
     def horizon(self, length: int) -> int:
         """The length at which a live beam of `length` tokens is judged."""
@@ -247,8 +248,8 @@ class SearchSampler(GreedySampler):
 
     search: Scoring = field(kw_only=True)
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        return self.search.expand(seq, ends, logits, plan)
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
+        return self.search.expand(seq, ends, logits, budget)
 
 
 def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:
@@ -261,7 +262,7 @@ def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], c
     return Candidates([float(total[pair]) for pair in pairs], [beam for beam, _ in pairs], tokens)
 
 
-def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branch]]:
+def branches(found: Candidates, ends: Sequence[Branch]) -> Level:
     """Candidates as a draft's next level, best first."""
     finite = [
         (parent, Branch([*ends[parent].tokens, token], score, math.exp(min(score - ends[parent].score, 0.0))))

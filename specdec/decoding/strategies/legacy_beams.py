@@ -14,7 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Branch, Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding.strategies.base import StrategySetup
@@ -161,7 +162,7 @@ class GroupSearch(PoolSearch):
         penalty = setup.options.diversity_penalty or 0.0
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """Every group's beams by the draft's scores, by default twice the target's, without ended texts.
 
         A branch's `groups` holds the groups that it serves.
@@ -181,7 +182,7 @@ class GroupSearch(PoolSearch):
             for token in chosen:
                 scores[:, token] -= self.diversity_penalty
             total = totals(scores, [ends[i].score for i in mine])
-            best = best_totals(total, max(self.ahead(plan) // self.groups, 1))
+            best = best_totals(total, max(self.ahead(budget) // self.groups, 1))
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
                 place = (mine[i], branch.tokens[-1])
@@ -261,9 +262,9 @@ class ConstrainedSearch(PoolSearch):
             (fulfilled if progress.fulfilled else others).append(beam)
         return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
 
-    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts, with forced tokens."""
-        ahead = self.ahead(plan)
+        ahead = self.ahead(budget)
         total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
         generated = seq.tokens[seq.prompt_length :]
         progress = [self.progress.after([*generated, *end.tokens]) for end in ends]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
-from specdec.models import PICTURES, Encoding, LanguageModel, read_pictures
+from specdec.models import PICTURES, EncoderOutput, Encoding, LanguageModel, read_pictures
 from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
 from specdec.options.resolve import warn_of_idle
@@ -27,10 +29,15 @@ MASKS = {
 }
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 # inputs of encoders other than ids -> dimensions
-FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
+FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4, "flattened_patches": 3}
 NAMES = frozenset(
     {"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *PICTURES, *MASKS, *MASKS.values()}
 ) - {"prompt"}
+_OF_PASSES = {  # arguments of forwards that no caller of `generate` passes
+    *("labels", "use_cache", "past_key_values", "cache", "cache_position", "return_dict", "logits_to_keep"),
+    *("args", "kwargs", "position_ids", "head_mask", "cross_attn_head_mask", "output_router_logits"),
+    "mm_encoder_outputs",
+}
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any] | Tensor | None
 
 
@@ -109,7 +116,7 @@ def read_prompts(
     if isinstance(first, Mapping) and "role" in first:
         raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
     if isinstance(prompt, Mapping):
-        given, prompt = _unpacked(prompt, given), None
+        given, prompt = _unpacked(prompt, given, target), None
     is_guided = options.guidance_scale not in (None, 1)
     if not is_guided and (idle := [name for name in _NEGATIVES if name in given]):
         warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
@@ -136,9 +143,25 @@ def read_prompts(
     return _with_negatives(prompts, given, target) if is_guided else prompts
 
 
-def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def main_input(target: LanguageModel) -> str:
+    """The argument that an encoder reads: ids, or features."""
+    name = str(target.model.main_input_name)
+    if name == "inputs":  # of a composite, whose encoder has a name for them
+        name = str(getattr(target.model.get_encoder(), "main_input_name", name))
+    return name
+
+
+def beside_inputs(target: LanguageModel) -> frozenset[str]:
+    """The arguments of a target's encoder, or of the model that makes its input, beside those of `NAMES`."""
+    if not target.is_encoder_decoder:
+        return frozenset()
+    names = {name for name in target.input_names if not name.startswith("decoder_")} | target.source_names
+    return frozenset(names - NAMES - _OF_PASSES - Options.model_fields.keys())
+
+
+def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any], target: LanguageModel) -> dict[str, Any]:
     """The keyword arguments with those of a mapping; raises OptionError for unknown names and names in both."""
-    if odd := sorted(map(str, set(prompt) - NAMES)):
+    if odd := sorted(map(str, set(prompt) - NAMES - beside_inputs(target))):
         raise OptionError(f"the prompt is a mapping with {odd}, which no model input is called: leave that out")
     if twice := sorted(set(prompt) & set(given)):
         raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
@@ -148,7 +171,7 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
     """Raises OptionError for a prompt given twice, UnsupportedError for inputs that the target does not read."""
     sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
-    features = FEATURES if target.is_encoder_decoder else ()
+    features = FEATURES if target.is_encoder_decoder and main_input(target) != "input_ids" else ()
     sources += [name for name in ("inputs", "input_ids", *features) if name in given]
     if len(sources) > 1:
         raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
@@ -229,7 +252,7 @@ def _encoder_decoder(
     Where an encoder's positions count columns (BART and similar), padding on the left changes its output, as in
     transformers. Drafts and processors see its ids without padding.
     """
-    main = target.model.main_input_name
+    main = main_input(target)
     if main in FEATURES and value is not None:
         if isinstance(value[0] if isinstance(value, list | tuple) and value else value, str):
             raise OptionError(
@@ -237,7 +260,7 @@ def _encoder_decoder(
                 "specdec.Transcriber and `specdec transcribe`"
             )
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
-    features = next((name for name in FEATURES if name in given), None)
+    features = None if main == "input_ids" else next((name for name in FEATURES if name in given), None)
     ids, encoder = None, {}
     if features is not None:
         encoder = _features(features, given)
@@ -246,6 +269,8 @@ def _encoder_decoder(
         encoder = _as_given(ids, options, target)
     elif "encoder_outputs" not in given:
         raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
+    if encoder:
+        encoder |= _beside(given, encoder, target)
     encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
     encoding = _encoding(given, encoder, target)
     count = len(next(iter(encoder.values()))) if encoding is None else len(encoding)
@@ -255,6 +280,31 @@ def _encoder_decoder(
         return prompts
     rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
     return replace(prompts, rows=rows, is_text=ids.is_text)
+
+
+def _beside(given: Mapping[str, Any], encoder: Mapping[str, Tensor], target: LanguageModel) -> dict[str, Tensor]:
+    """What the encoder reads beside its ids or features, with one entry per row: pictures, boxes, further masks."""
+    count = len(next(iter(encoder.values())))
+    found = {}
+    for name in sorted(given.keys() & (beside_inputs(target) | FEATURES.keys()) - encoder.keys()):
+        if name not in target.input_names | target.source_names:
+            raise UnsupportedError(f"{type(target.model).__name__} does not read `{name}`: leave it out")
+        found[name] = tensor = _tensor(name, given[name])
+        if not tensor.dim() or len(tensor) != count:
+            raise OptionError.of(name, f"one entry for each of {count} rows", list(tensor.shape))
+    return found
+
+
+def _moved(output: ModelOutput, target: LanguageModel) -> Any:
+    """The caller's encoder output on the target's device, in its type."""
+    return type(output)(
+        **{
+            name: value.to(target.device, target.dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in output.items()
+        }
+    )
 
 
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
@@ -270,8 +320,9 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
                 "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
             )
         mask = inputs.get("attention_mask", given.get("attention_mask"))
-        layers = outputs if isinstance(outputs, ModelOutput) else {}
-        outputs = Encoding.of(hidden.to(target.device, target.dtype), mask, layers)
+        if not isinstance(outputs, ModelOutput) or "last_hidden_state" not in outputs:
+            outputs = EncoderOutput(last_hidden_state=hidden)
+        outputs = target.encoding_of(_moved(outputs, target), mask)
     config = getattr(target.model.get_encoder(), "config", target.config)
     width = getattr(config, "d_model", None) or config.hidden_size
     if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:
@@ -288,7 +339,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: Language
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
     if "negative_prompt_ids" in given:
-        negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target).kept
+        negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target.num_ids).kept
         negatives = negatives * count if len(negatives) == 1 else negatives
     if len(negatives) != count:
         raise OptionError.of("negative_prompt_ids", f"one row, or one for each of {count} prompts", len(negatives))
@@ -313,9 +364,11 @@ def pad_id(options: Options) -> int:
 def _as_given(ids: Ids, options: Options, target: LanguageModel) -> dict[str, Tensor]:
     """An encoder's ids and mask `[rows, length]`; shorter rows are padded on the right."""
     width, pad = max(map(len, ids.given)), options.pad_token_id or 0
-    known = [[token if 0 <= token < target.vocab_size else pad for token in row] for row in ids.given]
+    most = math.inf if target.num_source_ids is None else target.num_source_ids
+    pad = pad if pad < most else 0  # the decoder's may be none of the encoder's ids, and is never read
+    masked = [[token if 0 <= token < most else pad for token in row] for row in ids.given]
     return {
-        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in known]),
+        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in masked]),
         "attention_mask": torch.tensor([[*map(int, row)] + [0] * (width - len(row)) for row in ids.mask]),
     }
 
@@ -353,8 +406,8 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     if "decoder_input_ids" not in given:
         if not starts:
             raise OptionError("the model has neither `decoder_start_token_id` nor `bos_token_id`: pass one of them")
-        return read_ids("decoder_input_ids", [[start] for start in starts], {}, target)
-    ids = read_ids("decoder_input_ids", given["decoder_input_ids"], given, target)
+        return read_ids("decoder_start_token_id", [[start] for start in starts], {}, target.num_ids)
+    ids = read_ids("decoder_input_ids", given["decoder_input_ids"], given, target.num_ids)
     if len(ids.given) != count:
         raise OptionError.of("decoder_input_ids", f"{count} rows, one per encoder input", len(ids.given))
     started = target.config.model_type == "whisper" or any(
@@ -362,6 +415,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     )
     if started or not starts:
         return ids
+    read_ids("decoder_start_token_id", [starts], {}, target.num_ids)
     given_rows, kept = ([[start, *row] for start, row in zip(starts, rows, strict=True)] for rows in ids[:2])
     return Ids(given_rows, kept, [[True, *row] for row in ids.mask])
 
@@ -369,6 +423,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
     """The prompt's ids: of text, as given, or the start id without a prompt or for an empty text."""
     start = [options.bos_token_id] if isinstance(options.bos_token_id, int) else []
+    size = target.num_source_ids if target.is_encoder_decoder else target.num_ids
     if value is None:
         if not start:
             raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")
@@ -377,13 +432,13 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         # As in transformers, only a tensor that came without its mask, and not for an encoder, is searched for padding.
         pad = options.pad_token_id if isinstance(value, Tensor) and not target.is_encoder_decoder else None
-        return read_ids("prompt", value, given, target, None if pad in options.eos_ids else pad)
+        return read_ids("prompt", value, given, size, None if pad in options.eos_ids else pad)
     if tokenizer is None:
         raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
     if "attention_mask" in given:
         raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
     rows = [ids_of(tokenizer, text) or start for text in texts]
-    return read_ids("prompt", rows, {}, target)._replace(is_text=True)
+    return read_ids("prompt", rows, {}, size)._replace(is_text=True)
 
 
 def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
@@ -394,7 +449,7 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
     mixed = isinstance(prediction, list | tuple) and any(item is None or isinstance(item, str) for item in prediction)
     items = prediction if mixed else [prediction]
     if not mixed and not isinstance(prediction, str):
-        items = read_ids("prediction", prediction, {}, target).kept
+        items = read_ids("prediction", prediction, {}, target.vocab_size).kept
     if len(items) != len(prompts.rows):
         expected = f"one text or list of ids for each of {len(prompts.rows)} prompts"
         raise OptionError.of("prediction", expected, len(items), "pass None for a prompt without one")
@@ -405,18 +460,24 @@ def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, t
 
 def _prediction(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
     if not isinstance(item, str):
-        [ids] = read_ids("prediction", item, {}, target).kept
+        [ids] = read_ids("prediction", item, {}, target.vocab_size).kept
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
-    ids = list(tokenizer.encode(item, add_special_tokens=False))
+    if target.is_encoder_decoder and isinstance(tokenizer, PreTrainedTokenizerBase):  # may have words for each side
+        ids = list(tokenizer(text_target=item, add_special_tokens=False)["input_ids"])
+    else:
+        ids = list(tokenizer.encode(item, add_special_tokens=False))
     if not ids:
         raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
     return ids
 
 
-def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
-    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding."""
+def read_ids(name: str, value: Any, given: Mapping[str, Any], size: int | None, pad: int | None = None) -> Ids:
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding.
+
+    `size`: how many ids the side of the target has that reads these rows; None if it reads any.
+    """
     rows = _lists(value)
     if rows is None or not all(map(is_whole, itertools.chain(*rows))):
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -432,10 +493,12 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
     for r, row in enumerate(kept):
         if not row:
             raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
-        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+        most = math.inf if size is None else size
+        wrong = next((token for token in (min(row), max(row)) if not 0 <= token < most), None)
         if wrong is not None:
+            ids = "ids from 0" if size is None else f"0 to {size - 1}"
             raise OptionError(
-                f"row {r} of `{name}` holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+                f"row {r} of `{name}` holds token {wrong}, but the target knows {ids} there: "
                 "was it encoded by another tokenizer?"
             )
     return Ids(rows, kept, keep)

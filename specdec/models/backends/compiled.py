@@ -298,6 +298,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
     filters, address, first = rule.choice
     noise = [] if address is None else [kernels.signed(address), first]
     chosen = [(name, [*map(float, numbers)]) for name, numbers in filters], noise
-    *bins, least, pass_cost = rule.until
-    until = [*rule.ends], *([*own] for own in bins), float(least), float(pass_cost)
-    return *chosen, rule.most, rule.width, *until, rule.confident, rule.needs_q
+    budget = rule.budget
+    bins = [*budget.edges], [*budget.bases], [*budget.rates]
+    costs = budget.node_cost / budget.later, budget.pass_cost / budget.later
+    return *chosen, rule.most, rule.width, [*rule.ends], *bins, *costs, budget.needs_confidence, rule.needs_q

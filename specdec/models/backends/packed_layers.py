@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
+from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, trial_ids
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
@@ -94,7 +95,7 @@ def _linears(model: Any) -> dict[str, Any]:
     Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    tried = encoder is None or type(encoder) is WhisperEncoder or encoder.main_input_name == "input_ids"
+    tried = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
     left = set() if encoder is None or tried else set(encoder.modules())
     return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
 
@@ -267,14 +268,15 @@ def _seconds(model: Any) -> float:
 @torch.no_grad()
 def _logits(model: Any, width: int = _WIDTHS[-1], *, encodes: bool = False) -> Tensor:
     """The logits of a pass over `width` tokens; `encodes`: through the encoder, if it reads ids."""
-    known = model.get_input_embeddings().num_embeddings
-    ids = (torch.arange(width) + known // 2)[None] % known  # far from special tokens
-    given: dict[str, Any] = {"use_cache": False, "input_ids": ids}
-    if model.config.is_encoder_decoder:
+    ids, given = trial_ids(num_ids(model), width), dict[str, Any]()
+    if not model.config.is_encoder_decoder:
+        given["input_ids"] = ids
+    else:
         given["decoder_input_ids"] = ids
-        if not encodes or model.get_encoder().main_input_name != "input_ids":
-            hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
-            given |= {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
-            del given["input_ids"]
-    logits: Tensor = model(**given).logits
+        if encodes and reads_ids_alone(model):
+            given["input_ids"] = trial_ids(num_source_ids(model), width)
+        else:
+            hidden = torch.ones(1, 8, source_width(model), dtype=model.dtype)
+            given["encoder_outputs"] = EncoderOutput(last_hidden_state=hidden)
+    logits: Tensor = model(**given, use_cache=False).logits
     return logits.float()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
@@ -23,6 +22,7 @@ from specdec.models.cache.layout import ColumnMap
 from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
+from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
 
 _TRIED = 12  # tokens of the trial
@@ -99,15 +99,14 @@ class RaggedForward:
     def _agrees(self) -> bool:
         """Whether a text in two passes gives the model's own logits; notes the shapes of keys and values."""
         language, own = self._language, self._language.model
-        known = own.get_input_embeddings().num_embeddings
-        ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
+        ids = trial_ids(language.num_ids, _TRIED).to(language.device)
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {CACHE: text}
         given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
         encoding = trial_encoding(language)
         if encoding is not None:
             given[CACHE] = EncoderDecoderCache(text, frames)
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
+            given["encoder_outputs"] = encoding.output
         returns = gives_hidden_states(language.decoder)
         output = own(**given, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.capability import ModelSpec
+from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
@@ -150,7 +150,7 @@ class RaggedModel(nn.Module):
             inputs[CACHE] = EncoderDecoderCache(text, projected)
             # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
-            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
+            inputs["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
         with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions):
             output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         logits = output.logits if self._keeps else output.logits[:, given.kept]

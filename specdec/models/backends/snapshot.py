@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
@@ -317,9 +316,11 @@ class ReplaySession(Session):
         if row.cache is not None and self._cache_name is not None:
             inputs[self._cache_name] = row.cache
         if row.encoding is not None:
-            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=row.encoding.hidden)
-            if row.encoding.mask is not None and "attention_mask" in language.input_names:
-                inputs["attention_mask"] = row.encoding.mask
+            inputs["encoder_outputs"] = row.encoding.output
+            if row.encoding.input_mask is not None and "attention_mask" in language.input_names:
+                inputs["attention_mask"] = row.encoding.input_mask
+            if not inputs["use_cache"] and "input_ids" in language.source_names:
+                inputs["input_ids"] = ids  # never read: without them, FSMT's tokens see later ones
         if row.embeds is not None and row.num_cached < len(row.embeds):
             hidden = language.model.get_input_embeddings()(ids).clone()
             given = row.embeds[row.num_cached : row.num_cached + len(tokens)]

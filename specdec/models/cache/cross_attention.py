@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvBuffers
@@ -67,11 +66,11 @@ class CrossAttention:
         for encoder_row in sorted(unread):
             alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in alike.items():
-            hidden = torch.cat([self._encodings[encoder_row].hidden for encoder_row in encoder_rows])
+            joined = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
             self._language.model(
-                decoder_input_ids=torch.zeros(len(hidden), 1, dtype=torch.long, device=self._language.device),
-                encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+                decoder_input_ids=torch.zeros(len(joined), 1, dtype=torch.long, device=self._language.device),
+                encoder_outputs=joined.output,
                 **{CACHE: cache},
                 use_cache=True,
             )
@@ -112,7 +111,9 @@ class CrossAttention:
     def kind(self, index: int) -> tuple[Any, ...]:
         """Rows can share a padded pass if their kinds are equal: frames of different lengths need a mask."""
         encoding = self._encodings[self.encoder_rows[index]]
-        return () if self._pads else (encoding.hidden.shape[1], encoding.mask is None)
+        if self._pads and not encoding.fields:
+            return ()
+        return encoding.hidden.shape[1], encoding.mask is None, encoding.input_mask is None
 
     def inputs(self, first: int, last: int, text: KvBuffers) -> dict[str, Any]:
         """Arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
@@ -121,9 +122,9 @@ class CrossAttention:
             encodings = [self._encodings[encoder_row] for encoder_row in encoder_rows]
             joined = encodings[0] if len(encoder_rows) == 1 else Encoding.joined(encodings)
             self._selected, frames = encoder_rows, joined.hidden.shape[1]
-            self._joined = {"encoder_outputs": BaseModelOutput(last_hidden_state=joined.hidden)}
-            if joined.mask is not None and self._takes_mask:
-                self._joined["attention_mask"] = joined.mask
+            self._joined = {"encoder_outputs": joined.output}
+            if joined.input_mask is not None and self._takes_mask:
+                self._joined["attention_mask"] = joined.input_mask
             first = encoder_rows[0]
             alone = encoder_rows == tuple(range(first, first + len(encoder_rows)))  # a view of them costs nothing
             rows = slice(first, first + len(encoder_rows)) if alone else list(encoder_rows)
@@ -134,7 +135,7 @@ class CrossAttention:
         """What nodes of this row see, as in the tables of `specdec.models.backends.ragged_inputs`."""
         encoder_row = self.encoder_rows[index]
         encoding = self._encodings[encoder_row]
-        if encoding.mask is None or not self._takes_mask:
+        if encoding.mask is None:
             return [encoder_row, 0, 0, encoding.hidden.shape[1]]
         if encoder_row not in self._tables:
             self._tables[encoder_row] = seen_columns(encoding.mask[0].bool().cpu().numpy())

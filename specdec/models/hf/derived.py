@@ -89,11 +89,12 @@ def _cut(config: Any, total: int, layers: int) -> None:
 
 
 def on_encoder_of(target: Any, draft: Any) -> Any:
-    """A `WhisperForCausalLM` draft joined to the target's encoder, sharing all weights; any other draft unchanged.
+    """A `WhisperForCausalLM` draft joined to a target's encoder, sharing all weights; any other draft unchanged.
 
     Raises OptionError if the decoder's width differs from the encoder's.
     """
-    if type(draft).__name__ != "WhisperForCausalLM" or target.config.model_type != "whisper":
+    hears = target.config.model_type == "whisper" and target.config.is_encoder_decoder  # unlike a decoder alone
+    if type(draft).__name__ != "WhisperForCausalLM" or not hears:
         return draft
     from transformers import WhisperForConditionalGeneration
 

@@ -15,7 +15,7 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
-from specdec.generator.tokenizers import before_stop, ids_of
+from specdec.generator.tokenizers import decode, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
@@ -243,8 +243,7 @@ class Summarizer:
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return before_stop(text, plan.options.cut_before)
+        return decode(self._tokenizer, ids, plan.options.cut_before)
 
     def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
         """The call's options; lengths count the summary alone."""

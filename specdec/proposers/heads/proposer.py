@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Commit, Draft, Hidden, Plan, SavedState, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import Commit, Draft, Hidden, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import CHUNK, Logits, Work
 from specdec.decoding.samplers import fit
@@ -55,6 +56,7 @@ class HeadDraft(Draft):
                 language.ragged.compiled = None
             self.models.append(language)
         self.vocab_size, self.device = self.models[0].vocab_size, self.models[0].device
+        self.num_ids = self.models[0].num_ids
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
         self.feature_width = stages[0].width
 
@@ -149,10 +151,12 @@ class HeadProposer(ModelProposer):
         self._known: dict[int, _KnownText] = {}
         self._blank = torch.zeros(draft.feature_width, dtype=draft.dtype, device=draft.device)
 
-    def _propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def _readers(
+        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
+    ) -> list[tuple[SequenceView, Budget, int]]:
         """As any model's; of a sequence that may have no guess, it reads nothing."""
-        self._catch_up([seq for seq, plan in zip(seqs, plans, strict=True) if plan.limit > 0])
-        return super()._propose(seqs, plans)
+        self._catch_up([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.limit > 0])
+        return super()._readers(seqs, budgets)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what was read of the other text, except the last token, whose feature is not kept."""
@@ -201,7 +205,8 @@ class HeadProposer(ModelProposer):
     def _catch_up(self, seqs: Sequence[SequenceView]) -> None:
         """Takes in the features of these sequences' texts and forgets guesses; much text is read at once."""
         seqs = [seq for seq in seqs if seq.id in self._known]
-        self._admit(seqs)
+        for seq in seqs:
+            self._row(seq)
         for known in [self._known[seq.id] for seq in seqs]:
             if known.unheard:
                 states = [hidden.states for _, _, hidden in known.unheard]
@@ -229,7 +234,7 @@ class HeadProposer(ModelProposer):
         """Reads the texts of these sequences as far as their features are known."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
         while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].num_text]:
-            self._read(behind, CHUNK)
+            self.read(behind, CHUNK)
 
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
         self._session.first = 0
@@ -239,14 +244,10 @@ class HeadProposer(ModelProposer):
         """Those that were fed with the target's features, unless later stages need more of them."""
         return cached.num_own if len(self._session.stages) == 1 else 0
 
-    def _leader(self, seq: SequenceView, present: set[int]) -> CachedText | None:
-        """None: a sequence forks another one in `fork` alone."""
-        return None
-
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
         known = self._known.get(seq.id)
         complete = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
-        return super()._limit(seq, plan) if complete and self._is_continuous(seq) else 0
+        return super()._limit(seq, budget) if complete and self._is_continuous(seq) else 0
 
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
@@ -331,8 +332,8 @@ class BlockProposer(HeadProposer):
         assert self._head.block is not None
         return self._head.block
 
-    def _limit(self, seq: SequenceView, plan: Plan) -> int:
-        return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
+        return 0 if seq.tree.tokens else min(super()._limit(seq, budget), self._block.guesses)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from specdec.core.drafts import Plan, SequenceView
+from specdec.core.budget import Budget
+from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.heads.proposer import HeadProposer
 from tests.heads import PEAGLE, Proposals, dflash_folder, eagle_folder, target
@@ -37,8 +38,8 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     seen: Proposals = []
     propose = HeadProposer.propose
 
-    def spied(self: HeadProposer, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, seqs, plans)
+    def spied(self: HeadProposer, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        trees = propose(self, seqs, budgets)
         pairs = zip(seqs, trees, strict=True)
         seen.extend((list(seq.tokens), tree) for seq, tree in pairs if tree.tokens and not seq.tree.tokens)
         return trees

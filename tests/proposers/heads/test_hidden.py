@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator, UnsupportedError
-from specdec.core.drafts import Commit, Draft, Plan, Proposer, SequenceView, path_limit
+from specdec.core.budget import Budget
+from specdec.core.drafts import Commit, Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from tests.matrix import endless, some
@@ -41,8 +42,8 @@ class Listening(Proposer):
         self.text: dict[int, Tensor] = {}
         self.branches: dict[int, list[Tensor]] = {}
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        return [self._guess(row, path_limit(row, plan)) for row, plan in zip(rows, plans, strict=True)]
+    def propose(self, rows: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
+        return [self._guess(row, path_limit(row, budget)) for row, budget in zip(rows, budgets, strict=True)]
 
     def _guess(self, row: SequenceView, limit: int) -> Tree:
         """After every leaf a right chain, and a wrong token beside its first one."""

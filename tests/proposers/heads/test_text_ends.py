@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.core.draft_schedules import Limit
+from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Hidden, SequenceView
 from specdec.core.outcome import Round
 from specdec.proposers import HybridDraft, SuffixDraft
@@ -38,7 +38,7 @@ def guesses_anew(draft: Any, tokens: Sequence[int], states: Tensor) -> list[int]
     """What a new session guesses after a text that it reads at once; `states` of all tokens but the last."""
     session, seq = draft.start(64), FakeSequence(list(tokens))
     session.update([Commit(seq, [], 0, Hidden(0, 0, states[: len(tokens) - 1].unbind(1)))])
-    tokens = session.propose([seq], [Limit(LIMIT)])[0].tokens
+    tokens = session.propose([seq], [Budget.sure(LIMIT)])[0].tokens
     assert tokens
     return tokens
 
@@ -106,7 +106,9 @@ class Play:
         """A round of all sequences, in which only some ask this head, and any draft's nodes may be accepted."""
         asked = [one for one in self.played if self.rng.random() < 0.6]
         limits = [self.rng.choice([0, LIMIT, LIMIT]) for _ in asked]
-        trees = self.session.propose([one.seq for one in asked], [Limit(limit) for limit in limits]) if asked else []
+        trees = (
+            self.session.propose([one.seq for one in asked], [Budget.sure(limit) for limit in limits]) if asked else []
+        )
         for one, limit, tree in zip(asked, limits, trees, strict=True):
             if not (limit and one.ready):
                 assert not tree.tokens
@@ -164,7 +166,9 @@ def test_beside_a_draft_that_copies(
     head = SpecGenerator(model, draft).draft
     assert head is not None
     generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
-    monkeypatch.setattr(HybridProposer, "_prefers_model", lambda _, seq, plan, __: len(seq.tokens) % 3 and plan.limit)
+    monkeypatch.setattr(
+        HybridProposer, "_prefers_model", lambda _, seq, budget, __: len(seq.tokens) % 3 and budget.limit
+    )
     run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
     greedily = 0
     for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
@@ -184,8 +188,8 @@ class Late:
     max_tokens: ClassVar[int] = 3
     max_branches: ClassVar[int] = 1
 
-    def plan(self, rows: Sequence[SequenceView]) -> list[Limit]:
-        return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
+    def budgets(self, rows: Sequence[SequenceView]) -> list[Budget]:
+        return [Budget.sure(3 if len(row.tokens) >= self.length else 0) for row in rows]
 
     def after(self, round: Round) -> Late:
         return self
@@ -266,12 +270,12 @@ def test_a_failure_takes_no_features(way: str, made: Make, monkeypatch: pytest.M
 
     calls = {
         "fork": lambda: session.fork(FakeSequence(tokens, 1), seq.id, 50),
-        "propose": lambda: session.propose([seq], [Limit(LIMIT)]),
+        "propose": lambda: session.propose([seq], [Budget.sure(LIMIT)]),
     }
     with monkeypatch.context() as patch:
         patch.setattr(*((HeadDraft, "features") if way == "fork" else (HeadProposer, "_keep")), fail)
         with pytest.raises(ZeroDivisionError):
             calls[way]()
-    assert session.propose([seq], [Limit(LIMIT)])[0].tokens == guesses_anew(draft, tokens, states)
+    assert session.propose([seq], [Budget.sure(LIMIT)])[0].tokens == guesses_anew(draft, tokens, states)
     (cached,) = session._cached.values()
     assert session._session.length(cached.cache_row) == len(tokens) + len(cached.guesses)

@@ -1,0 +1,93 @@
+"""The two sides of a model: what its encoder and its decoder read, each of which may be any module."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_READ_IDS_ALONE: dict[type, bool] = {}  # by the class of the encoder
+
+
+def input_names(side: Any) -> frozenset[str]:
+    """The arguments of a side's class; a side need not be a `PreTrainedModel`, which has `main_input_name`."""
+    return frozenset(inspect.signature(type(side).forward).parameters)
+
+
+def encoder_inputs(model: Any) -> frozenset[str]:
+    """The arguments of a model's encoder; none without an encoder."""
+    return input_names(model.get_encoder()) if model.config.is_encoder_decoder else frozenset()
+
+
+def num_ids(model: Any) -> int | None:
+    """How many ids a model's text may hold: the size of the embedding that its decoder reads; None if it has none."""
+    return _num_ids(model.get_decoder() if model.config.is_encoder_decoder else model)
+
+
+def num_source_ids(model: Any) -> int | None:
+    """How many ids a model's encoder reads; None without an encoder, or if that looks up no ids."""
+    return _num_ids(model.get_encoder()) if "input_ids" in encoder_inputs(model) else None
+
+
+def _num_ids(side: Any) -> int | None:
+    embedding = getattr(side, "embed_tokens", None)
+    with suppress(AttributeError, NotImplementedError):  # of modules, and of models that look up hashes of ids
+        embedding = side.get_input_embeddings()
+    count = getattr(embedding, "num_embeddings", None)
+    return None if count is None else int(count)
+
+
+@torch.no_grad()
+def reads_ids_alone(model: Any) -> bool:
+    """Whether a model's encoder reads ids, and needs nothing beside them, as UDOP's needs boxes."""
+    encoder = model.get_encoder()
+    if type(encoder) not in _READ_IDS_ALONE:
+        reads = "input_ids" in encoder_inputs(model)
+        if reads:
+            try:
+                encoder(input_ids=trial_ids(num_source_ids(model), 2).to(model.device))
+            except Exception:  # whatever a family says
+                reads = False
+        _READ_IDS_ALONE[type(encoder)] = reads
+    return _READ_IDS_ALONE[type(encoder)]
+
+
+def source_width(model: Any) -> int:
+    """The width of what a model's encoder returns."""
+    config = getattr(model.get_encoder(), "config", model.config)
+    return int(getattr(config, "d_model", None) or config.hidden_size)
+
+
+def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:
+    """Which frames `[rows, frames]` of an encoder's output the decoder sees, as the model's forward says; None: all.
+
+    Encoders of text have a frame for each input. Those of sound have fewer, and say which in their output or by a
+    private method.
+    """
+    hidden = output["last_hidden_state"]
+    if isinstance(mask := output.get("attention_mask"), Tensor):
+        return mask
+    if not isinstance(input_mask, Tensor):
+        return None
+    if input_mask.shape == hidden.shape[:2]:
+        return input_mask
+    encoder, frames = model.get_encoder(), hidden.shape[1]
+    owner: Any
+    for owner in (encoder, getattr(encoder, "prenet", None)):  # Speech2Text, Wav2Vec2 and its kin; SpeechT5
+        if hasattr(owner, "_get_feature_vector_attention_mask"):
+            found: Tensor = owner._get_feature_vector_attention_mask(frames, input_mask)
+            return found
+    for owner in (model, encoder):  # SeamlessM4T
+        if hasattr(owner, "_compute_sub_sample_lengths_from_attention_mask"):
+            lengths = owner._compute_sub_sample_lengths_from_attention_mask(input_mask)
+            return (torch.arange(frames, device=hidden.device) < lengths.to(hidden.device)[:, None]).long()
+    return None
+
+
+def trial_ids(count: int | None, length: int) -> Tensor:
+    """Ids `[1, length]` of `count`, far from special tokens, which stand at the ends."""
+    most = count or length
+    return (torch.arange(length) + most // 2)[None] % most

@@ -1,0 +1,174 @@
+"""Who reads how much of a text in a draft model, and when: chunks, copies, and texts that grew meanwhile."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from specdec.core.budget import Budget
+from specdec.core.drafts import Draft
+from specdec.core.tree import EMPTY, Tree
+from specdec.engine import scheduler as module
+from specdec.engine.drafts import OpenDrafts
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.scheduler import Scheduler
+from specdec.models import LanguageModel
+from specdec.proposers import ModelDraft
+from specdec.proposers.other_tokenizer import TextBridge
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, follow, task
+from tests.proposers.test_branching import TASK, best_tree, paths
+from tests.proposers.test_other_tokenizer import ours, theirs
+from tests.tiny import tiny
+
+
+class Text(FakeSequence):
+    """A sequence with what the scheduler asks for."""
+
+    num_embeds_only, context, embeds, unconditional = 0, None, None, None
+    __hash__ = object.__hash__
+
+    @property
+    def text_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class Reader:
+    """A draft whose texts a scheduler has read, as the engine does in each round."""
+
+    def __init__(self, draft: Draft, vocab_size: int = 50) -> None:
+        model = LanguageModel(tiny("llama", vocab=vocab_size))
+        drafts = OpenDrafts(model, {}, lambda seqs: nullcontext())  # type: ignore[arg-type,return-value]
+        self.scheduler = Scheduler(model, PrefixCache(0), drafts)
+        drafts.start(draft)
+        [self.opened] = drafts.open.values()
+        drafts.of = lambda seq: self.opened  # type: ignore[method-assign]
+        self.proposer = self.opened.proposer
+
+    def propose(self, rows: Sequence[Any], budgets: Sequence[Budget]) -> list[Tree]:
+        self.scheduler._keys.update({row: row.task.source for row in rows})
+        wanted = {row.id for row in self.proposer.readers(rows, budgets)}
+        waiting = wanted - self.scheduler.catch_up(self.opened, [row for row in rows if row.id in wanted])
+        ready = [(row, budget) for row, budget in zip(rows, budgets, strict=True) if row.id not in waiting]
+        trees = self.proposer.propose([row for row, _ in ready], [budget for _, budget in ready]) if ready else []
+        found = {row.id: tree for (row, _), tree in zip(ready, trees, strict=True)}
+        return [found.get(row.id, EMPTY) for row in rows]
+
+
+def one(reader: Reader, row: Text, limit: int = 5) -> list[int]:
+    return reader.propose([row], [FakeBudget(limit)])[0].tokens
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("READ_ALONG", 4)):
+        monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_long_prompts_are_read_a_chunk_per_round() -> None:
+    """Nothing is proposed for a row until it is nearly read, and the others wait for no more than a small chunk."""
+    model = FakeModel()
+    session = Reader(ModelDraft(model))
+    rows = [Text([1, 2], 0), Text(list(range(30)), 1), Text(list(range(20)), 2)]
+    silent = []
+    for _ in range(16):
+        before = model.passes
+        trees = session.propose(rows, [FakeBudget(2)] * 3)
+        silent.append([not tree.tokens for tree in trees])
+        assert model.passes <= before + 3
+        for row, tree in zip(rows, trees, strict=True):
+            assert tree.tokens in ([], model.greedy(row.tokens, 2))
+            if tree.tokens:
+                follow(session.proposer, row, tree.tokens, 1, 7)
+    assert silent == [[False, True, True]] * 6 + [[False, False, True]] * 4 + [[False] * 3] * 6
+    assert max(map(max, model.fed)) <= 4
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
+    """Small ones are for those who would have to wait."""
+    model, row = FakeModel(), Text(list(range(21)))
+    session = Reader(ModelDraft(model))
+    assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
+    assert model.fed == [[8], [8], [5]]
+
+
+def test_rows_of_one_source_read_it_once() -> None:
+    """Samples of one prompt continue copies of what the first has read; another prompt and a changed one do not."""
+    model = FakeModel()
+    session = Reader(ModelDraft(model))
+    ours, theirs = task(source="ours"), task(source="theirs")
+    early = Text([4, 4, 4], 9, task=theirs)
+    follow(session.proposer, early, one(session, early), 2, 8)
+    text = list(range(20))
+    rows = [
+        early,
+        *(Text(list(text), k, task=ours) for k in range(3)),
+        Text([*text[:9], 7], 3, task=ours),
+    ]
+    before = sum(map(sum, model.fed))
+    for _ in range(3):
+        trees = session.propose(rows, [FakeBudget(2)] * len(rows))
+        for row, tree in zip(rows, trees, strict=True):
+            assert tree.tokens == model.greedy(row.tokens, 2)
+            follow(session.proposer, row, tree.tokens, row.id % 3, 30 + row.id)
+    read = sum(map(sum, model.fed)) - before
+    assert read < 2 * 20 + 10 + 5 * 3 * 4
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_of_one_long_source_read_it_once() -> None:
+    """The others wait while the first reads its chunks."""
+    model = FakeModel()
+    session, ours = Reader(ModelDraft(model)), task(source="ours")
+    rows = [Text(list(range(30)), k, task=ours) for k in range(3)]
+    for _ in range(3):
+        trees = session.propose(rows, [FakeBudget(1)] * 3)
+    while not all(trees):
+        trees = session.propose(rows, [FakeBudget(1)] * 3)
+    assert [tree.tokens for tree in trees] == [model.greedy(rows[0].tokens, 1)] * 3
+    assert sum(map(sum, model.fed)) < 29 + 3 * 5
+
+
+def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
+    """Also where the one that read it has gone on meanwhile."""
+    model = FakeModel()
+    session, ours = Reader(ModelDraft(model)), task(source="ours")
+    first, second = (Text(list(range(30)), k, task=ours) for k in range(2))
+    follow(session.proposer, first, one(session, first), 2, 7)
+    before = sum(map(sum, model.fed))
+    assert one(session, second, 1) == model.greedy(second.tokens, 1)
+    assert sum(map(sum, model.fed)) == before + 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
+    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(module, "SHARED_CHUNK", 3)
+    model, budget = tiny(name), Budget.sure(3, branches=2)
+    rows = [Text([5, 6, 7], 0, task=TASK), Text([8, 9], 1, task=TASK)]
+    session = Reader(ModelDraft(LanguageModel(model)), 64)
+    silent = []
+    for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
+        for row, tree in zip(rows, session.propose(rows, [budget] * 2), strict=True):
+            silent.append(not tree.tokens)
+            if tree.tokens:
+                assert paths(tree).keys() == best_tree(model, row.tokens, budget).keys()
+        rows[0].tokens += more
+        rows[1].tokens += [3]
+    assert sum(silent) < 5
+    assert not any(silent[1::2])
+
+
+def test_a_draft_that_still_reads_says_so() -> None:
+    """Through the bridge as without it. (Its rounds counted as slow, wrong guesses.)"""
+    session = Reader(TextBridge(ModelDraft(FakeModel(len(theirs))), ours, theirs), len(ours))
+    rows = [Text(ours.encode("the quick brown fox " * 400), 0), Text(ours.encode("a lazy"), 1)]
+    sources = [[tree.source for tree in session.propose(rows, [FakeBudget(3)] * 2)] for _ in range(2)]
+    assert sources[0] == ["", "bridge"]

@@ -1,0 +1,98 @@
+"""What an encoder reads and returns reaches the decoder: masks, pictures, boxes, fields of its own output class."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.git import GitConfig, GitForCausalLM
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from tests.models.encoders import IDS, MADE, Made, loud
+from tests.oracle import oracle
+
+COMMON: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+made = cache(lambda name: MADE[name]())
+
+
+def own_text(model: Any, inputs: dict[str, torch.Tensor], **how: Any) -> list[list[int]]:
+    return model.generate(**inputs, **COMMON, **how).tolist()
+
+
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+@pytest.mark.parametrize("name", MADE)
+def test_batches_of_two_lengths(name: str, backend: str, built: None) -> None:
+    """Greedy and with beams, alone and with drafts that are right, half right and wrong: the model's own text.
+
+    (Moonshine, Pix2Struct, Florence-2 and the two with experts raised, LED's and UDOP's inputs were refused, and rows
+    of Speech2Text saw the padding of longer ones: another text.)
+    """
+    model, inputs = made(name)
+    for how in ({}, {"num_beams": 3}):
+        expected = own_text(model, inputs, **how)
+        for kind in (None, "perfect", "half", "wrong"):
+            draft = kind and oracle(kind, expected, 64)
+            out = SpecGenerator(model, draft, backend=backend).generate(**inputs, **COMMON, **how)
+            assert out.sequences.tolist() == expected
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_rows_that_come_again(name: str) -> None:
+    """A second call continues what the first has read, samples fork it, and rows alone are as in their batch."""
+    model, inputs = made(name)
+    generator = SpecGenerator(model, "suffix", prefix_cache=True)
+    expected = own_text(model, inputs)
+    for _ in range(2):
+        assert generator.generate(**inputs, **COMMON).sequences.tolist() == expected
+    repeated = {key: value.repeat_interleave(2, 0) for key, value in inputs.items()}
+    assert generator.generate(**repeated, **COMMON).sequences[::2].tolist() == expected
+    for row in range(2):
+        alone = {key: value[row : row + 1] for key, value in inputs.items()}
+        text = generator.generate(**alone, **COMMON).sequences[0].tolist()
+        assert text == expected[row][: len(text)]
+
+
+def test_inputs_of_a_composite_may_be_sound() -> None:
+    """As transformers' first argument, by either name. (They were taken for ids.)"""
+    model, inputs = made("speech_composite")
+    named = {"input_values": inputs["inputs"], "attention_mask": inputs["attention_mask"]}
+    generator = SpecGenerator(model)
+    assert generator.generate(**named, **COMMON).sequences.tolist() == own_text(model, inputs)
+    out = generator.generate(inputs["inputs"], attention_mask=inputs["attention_mask"], **COMMON)
+    assert out.sequences.tolist() == own_text(model, inputs)
+
+
+def test_the_encoders_own_output_is_taken() -> None:
+    """With the mask of its frames in it."""
+    model, inputs = made("moonshine")
+    with torch.no_grad():
+        heard = model.get_encoder()(inputs["input_values"], attention_mask=inputs["attention_mask"])
+    out = SpecGenerator(model).generate(encoder_outputs=heard, **COMMON)
+    assert out.sequences.tolist() == own_text(model, inputs)
+
+
+def test_inputs_that_do_not_fit() -> None:
+    """An argument that the encoder lacks, and one with another number of rows."""
+    model, inputs = made("led")
+    generator = SpecGenerator(model)
+    with pytest.raises(OptionError, match="`global_attention_mask` must be one entry for each of 2 rows"):
+        generator.generate(**{**inputs, "global_attention_mask": inputs["attention_mask"][:1]}, **COMMON)
+    with pytest.raises(UnsupportedError, match="LEDForConditionalGeneration does not read `pixel_values`"):
+        generator.generate(**inputs, pixel_values=torch.zeros(2, 3, 4, 4), **COMMON)
+    with pytest.raises(OptionError, match="`bbox` is not an option of generate"):
+        generator.generate(**inputs, bbox=torch.zeros(2, 12, 4), **COMMON)
+
+
+def git() -> Made:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    eyes = {**sizes, "image_size": 16, "patch_size": 8}
+    ids = {name: number for name, number in IDS.items() if name != "decoder_start_token_id"}
+    model = loud(GitForCausalLM, GitConfig(vocab_size=64, vision_config=eyes, **sizes, **ids))
+    return model, {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+
+
+def test_pictures_without_places_are_refused_truly() -> None:
+    """GIT reads a picture before the text. (The advice was to write placeholders, which it does not have.)"""
+    model, inputs = git()
+    with pytest.raises(UnsupportedError, match="GitForCausalLM has no tokens for a picture's places"):
+        SpecGenerator(model).generate(**inputs, **COMMON)
