@@ -99,7 +99,7 @@ def prompts(model: PreTrainedModel) -> Iterator[list[dict[str, Tensor]]]:
     shapes = {
         "pixel_values": [(3, sizes["image_size"] or 32, sizes["image_size"] or 32)],
         "input_values": [(400,), (4000,), (16000,)],
-        "flattened_patches": [(6, 2 + 3 * (_number(model.config, "patch_size") or 0) ** 2)],
+        "flattened_patches": [(6, 2 + (_number(model.config, "patch_embed_hidden_size") or 0))],
         "input_features": [
             (width, frames) if turned else (frames, width)
             for width in [size for name, size in sizes.items() if size and name != "image_size"]

@@ -59,8 +59,8 @@ class Encoding:
 
     @property
     def output(self) -> Any:
-        """What the model takes as `encoder_outputs`."""
-        return self.kind(last_hidden_state=self.hidden, **self.fields)
+        """What the model takes as `encoder_outputs`: a copy, to which MoonshineStreaming adds positions in place."""
+        return self.kind(last_hidden_state=self.hidden.clone(), **self.fields)
 
     def select(self, rows: Sequence[int]) -> Encoding:
         """These rows in this order; a row may be repeated."""

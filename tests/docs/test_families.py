@@ -13,26 +13,10 @@ MADE_WITH = "5.23.0"  # transformers' release that the page speaks of
 QUICK = ["ApertusForCausalLM", "BertLMHeadModel", "BartForConditionalGeneration", "Speech2TextForConditionalGeneration"]
 # Mistakes that are not mended yet
 OPEN = {
-    "CohereAsrForConditionalGeneration",
     "CpmAntForCausalLM",
-    "DeepseekV4ForCausalLM",
-    "FSMTForConditionalGeneration",
-    "FlaubertWithLMHeadModel",
-    "MoonshineForConditionalGeneration",
-    "MoonshineStreamingForConditionalGeneration",
-    "NllbMoeForConditionalGeneration",
     "PPFormulaNetForConditionalGeneration",
     "ProphetNetForCausalLM",
     "ProphetNetForConditionalGeneration",
-    "SeamlessM4TForSpeechToSpeech",
-    "SeamlessM4TTextToUnitForConditionalGeneration",
-    "SeamlessM4Tv2ForSpeechToSpeech",
-    "SeamlessM4Tv2TextToUnitForConditionalGeneration",
-    "SwitchTransformersForConditionalGeneration",
-    "UdopForConditionalGeneration",
-    "WhisperForCausalLM",
-    "XLMWithLMHeadModel",
-    "XLNetLMHeadModel",
 }
 
 
