@@ -7,7 +7,9 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.models.hf.tiny_models import VOCABULARY, WINDOW, shaken
@@ -74,6 +76,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
 }  # fmt: skip
+
+
+def class_named(name: str) -> Any:
+    """The class of this name; the test is skipped where transformers does not have it yet."""
+    return getattr(transformers, name, None) or pytest.skip(f"transformers {transformers.__version__} has no {name}")
 
 
 def tiny_of(kind: Any) -> PreTrainedModel:

@@ -45,6 +45,8 @@ class Encoding:
     def of(cls, output: Mapping[str, Any], input_mask: Any, mask: Tensor | None) -> Encoding:
         """What an encoder returned for inputs with `input_mask`; `mask` of its frames."""
         hidden: Tensor = output["last_hidden_state"]
+        if hidden.dim() > 3:  # a map of a picture, whose pooled form the decoder reads
+            hidden = output["pooler_output"]
         fields = {
             name: value
             for name, value in output.items()

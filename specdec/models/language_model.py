@@ -30,7 +30,15 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
-from specdec.models.hf.sides import encoder_inputs, frame_mask, input_names, num_ids, num_source_ids
+from specdec.models.hf.sides import (
+    encoder_inputs,
+    frame_mask,
+    input_names,
+    num_ids,
+    num_source_ids,
+    text_config,
+    text_embedding,
+)
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
@@ -87,10 +95,7 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
-        parts = ("decoder", "generator", "text_config")
-        is_flat = self.is_encoder_decoder and not any(hasattr(model.config, name) for name in parts)
-        self.config: Any = model.config if is_flat else model.config.get_text_config(decoder=True)
+        self.config: Any = text_config(model)
         if self.config.model_type in AT_MASKS:
             way_out = "call `model.generate`"
             raise UnsupportedError(
@@ -107,7 +112,7 @@ class LanguageModel:
             boundary=rope_boundary(self.config),
             cache_reset_length=cache_reset_length(self.config),
         )
-        self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
+        self.device, self.dtype = execution_device(text_embedding(model)), model.dtype
         self.model = in_backend(model, backend, owned=owned)
         self._asked, self._is_packed = backend, is_packed(self.model)
         style, boundary = self.capability.positions, self.capability.boundary
@@ -195,7 +200,7 @@ class LanguageModel:
         if self.backend != "eager":
             return state, state.changed(made_of)
         same = {
-            "device": execution_device(source.get_input_embeddings()) == self.device,
+            "device": execution_device(text_embedding(source)) == self.device,
             "dtype": source.dtype == self.dtype,
             "attention implementation": attention_of(self.config) == self._attention,
         }
@@ -351,7 +356,7 @@ class LanguageModel:
     @property
     def input_embeddings(self) -> Any:
         """The token embedding, as drafts use it."""
-        return self.model.get_input_embeddings()
+        return text_embedding(self.model)
 
     @property
     def output_embeddings(self) -> Any:

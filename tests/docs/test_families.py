@@ -14,7 +14,6 @@ QUICK = ["ApertusForCausalLM", "BertLMHeadModel", "BartForConditionalGeneration"
 # Mistakes that are not mended yet
 OPEN = {
     "CpmAntForCausalLM",
-    "PPFormulaNetForConditionalGeneration",
     "ProphetNetForCausalLM",
     "ProphetNetForConditionalGeneration",
 }

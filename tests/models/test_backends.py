@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import UdopForConditionalGeneration
+from transformers import Blip2ForConditionalGeneration
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.models.backends import packed_layers
@@ -193,7 +193,7 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_models_that_read_no_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not packed, as no trial can tell whether that is right. (The load ended in the model's own error.)"""
     monkeypatch.setattr(packed_layers, "_LEAST", 1)
-    model = tiny_of(UdopForConditionalGeneration)
+    model = tiny_of(Blip2ForConditionalGeneration)
     assert not is_packed(packed_layers.in_backend(model, "auto", owned=True))
     with pytest.raises(UnsupportedError, match="or no ids alone: leave out `backend`='packed'"):
         packed_layers.in_backend(model, "packed", owned=False)

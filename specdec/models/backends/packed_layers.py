@@ -24,7 +24,7 @@ from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, trial_ids
+from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, text_embedding, trial_ids
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
@@ -82,7 +82,7 @@ def why_not_packed(model: Any) -> str | None:
     """Why no layer of a model can be packed; None if some can."""
     if is_offloaded(model):
         return "has weights that are read for each pass"
-    if execution_device(model.get_input_embeddings()).type != "cpu":
+    if execution_device(text_embedding(model)).type != "cpu":
         return "does not compute on the CPU, for which weights are packed"
     if not (_linears(model) or is_packed(model)):
         return f"has no linear layers in {' or '.join(sorted(kernels.FLOATS))}"
