@@ -240,7 +240,7 @@ class Call:
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=row,
             device=device,
-            vocab_size=self.target.model.config.get_text_config().vocab_size,
+            vocab_size=self.target.config.vocab_size,
             width=self.target.vocab_size,
         )
         setup = StrategySetup(

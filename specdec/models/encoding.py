@@ -45,6 +45,8 @@ class Encoding:
     def of(cls, output: Mapping[str, Any], input_mask: Any, mask: Tensor | None) -> Encoding:
         """What an encoder returned for inputs with `input_mask`; `mask` of its frames."""
         hidden: Tensor = output["last_hidden_state"]
+        if hidden.dim() > 3:  # a map of a picture, whose pooled form the decoder reads
+            hidden = output["pooler_output"]
         fields = {
             name: value
             for name, value in output.items()
@@ -59,8 +61,8 @@ class Encoding:
 
     @property
     def output(self) -> Any:
-        """What the model takes as `encoder_outputs`."""
-        return self.kind(last_hidden_state=self.hidden, **self.fields)
+        """What the model takes as `encoder_outputs`: a copy, to which MoonshineStreaming adds positions in place."""
+        return self.kind(last_hidden_state=self.hidden.clone(), **self.fields)
 
     def select(self, rows: Sequence[int]) -> Encoding:
         """These rows in this order; a row may be repeated."""

@@ -29,16 +29,16 @@ from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
-from specdec.models.hf.private_api import attention_of, gives_hidden_states
-from specdec.models.hf.sides import encoder_inputs, frame_mask, num_ids, num_source_ids
-from specdec.models.hf.wrappers import (
-    decoder_of,
-    is_composite,
-    model_inputs,
-    position_padding,
+from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
+from specdec.models.hf.sides import (
+    encoder_inputs,
+    frame_mask,
+    num_ids,
+    num_source_ids,
     text_config,
     text_embedding,
 )
+from specdec.models.hf.wrappers import decoder_of, is_composite, model_inputs, position_padding
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
 from specdec.options.fields import is_list, is_whole
@@ -95,7 +95,7 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.config: Any = text_config(model.config)
+        self.config: Any = text_config(model)
         if self.config.model_type in AT_MASKS:
             way_out = "call `model.generate`"
             raise UnsupportedError(
@@ -421,10 +421,11 @@ class LanguageModel:
 
 def _logits_width(model: Any, config: Any) -> int:
     head: nn.Module | None = model.get_output_embeddings()
-    if head is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no language head: load it as AutoModelForCausalLM or AutoModelForSeq2SeqLM"
-        )
+    if head is None or isinstance(head, nn.ModuleList):
+        several = "" if head is None else f"{len(head)} heads for the codes of a sound, and "
+        auto_class = text_class(model) if head is None else None
+        way_out = "call `model.generate`" if auto_class is None else f"load it as {auto_class}"
+        raise UnsupportedError(f"{type(model).__name__} has {several}no language head: {way_out}")
     width = getattr(head, "outputs" if isinstance(head, PackedLinear) else "out_features", None)
     return int(width) if width is not None else int(config.vocab_size)
 

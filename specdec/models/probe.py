@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
+from specdec.errors import UnsupportedError
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import (
     REPLAY,
@@ -30,7 +31,7 @@ from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.sides import source_width
 from specdec.models.hf.tiny_models import tiny_alike, tiny_model
-from specdec.models.hf.wrappers import position_padding, text_config
+from specdec.models.hf.wrappers import decoder_config, position_padding
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
@@ -73,7 +74,7 @@ def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
             return False
         with suppress(Exception):  # whatever the library raises where it cannot build one
             wrapper = tiny_alike(language.model, small)
-            return _agrees(language, wrapper, known(text_config(wrapper.config)) or found)
+            return _agrees(language, wrapper, known(decoder_config(wrapper.config)) or found)
     return False
 
 
@@ -83,10 +84,14 @@ def _warn(what: str) -> None:
 
 
 def probe(language: ModelSpec) -> Capability:
-    """The best capability that reproduces the logits of `language`'s model."""
+    """The best capability that reproduces the logits of `language`'s model.
+
+    Raises UnsupportedError where that continues no text alone.
+    """
     model = language.model
     if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
+    _check_text(language)
     for candidate in _candidates(language):
         if _agrees(language, model, candidate):
             return candidate
@@ -94,6 +99,20 @@ def probe(language: ModelSpec) -> Capability:
     if _agrees(language, model, whole):
         return whole
     return replace(whole, chunks=False, reason="its logits change with later tokens, so each has a pass of its own")
+
+
+def _check_text(language: ModelSpec) -> None:
+    """Raises UnsupportedError for a model whose forward fails on ids alone; encoders check what they read."""
+    if language.is_encoder_decoder:
+        return
+    kind: Any = type(language)
+    try:
+        reference(kind(language.model, capability=Capability("none")), [1, 1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever an architecture raises
+        name = type(language.model).__name__
+        raise UnsupportedError(f"{name} reads no text alone ({error}): call `model.generate`") from error
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:

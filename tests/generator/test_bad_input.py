@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CompileConfig, EosTokenCriteria, GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    IdeficsForVisionText2Text,
+    LlamaModel,
+    MusicgenForCausalLM,
+    MusicgenForConditionalGeneration,
+    ParakeetForCTC,
+    WatermarkingConfig,
+)
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, VocabularyError
@@ -23,6 +34,7 @@ from specdec.proposers import SuffixDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
 from tests.matrix import endless
+from tests.shrink import tiny_of
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
@@ -349,6 +361,23 @@ def test_wrong_models(target: Any, draft: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message) as found:
         SpecGenerator(target, draft)
     assert isinstance(found.value, VocabularyError) == ("vocabulary" in message)
+
+
+NO_TEXT: dict[Any, str] = {
+    LlamaModel: "LlamaModel has no language head: load it as AutoModelForCausalLM",
+    ParakeetForCTC: "ParakeetForCTC has no language head: call `model.generate`",  # named an impossible class
+    MusicgenForCausalLM: "has 4 heads for the codes of a sound, and no language head: call",  # was a RuntimeError
+    MusicgenForConditionalGeneration: "has 4 heads for the codes of a sound, and no language head: call",
+    IdeficsForVisionText2Text: r"reads no text alone \(Exactly 1 of pixel_values.*\): call",  # was a ValueError
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_models_that_continue_no_text(kind: Any, backend: str) -> None:
+    """They are refused when the generator is made. (Some calls ended in an error of the model's forward.)"""
+    with pytest.raises(UnsupportedError, match=NO_TEXT[kind]):
+        SpecGenerator(tiny_of(kind), backend=backend)
 
 
 @pytest.mark.parametrize("kind", [SpecGenerator, Summarizer, Transcriber])

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers.models.git import GitConfig, GitForCausalLM
 
-from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
+from tests.families import verdicts
 from tests.models.encoders import IDS, MADE, Made, loud
 from tests.oracle import oracle
+from tests.shrink import class_named, tiny_of
 
 COMMON: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 made = cache(lambda name: MADE[name]())
@@ -69,6 +71,30 @@ def test_the_encoders_own_output_is_taken() -> None:
         heard = model.get_encoder()(inputs["input_values"], attention_mask=inputs["attention_mask"])
     out = SpecGenerator(model).generate(encoder_outputs=heard, **COMMON)
     assert out.sequences.tolist() == own_text(model, inputs)
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "perfect"])
+def test_a_decoder_may_change_what_it_reads(draft: str | None) -> None:
+    """MoonshineStreaming's adds positions to its encoder's output in place. (Each pass added them again.)"""
+    model = tiny_of(class_named("MoonshineStreamingForConditionalGeneration"))
+    inputs = {"input_values": torch.rand(1, 400, generator=torch.Generator().manual_seed(0))}
+    expected = own_text(model, inputs)
+    guess = oracle("perfect", expected, 64) if draft == "perfect" else draft
+    generator = SpecGenerator(model, guess, prefix_cache=True)
+    for _ in range(2):
+        assert generator.generate(**inputs, **COMMON).sequences.tolist() == expected
+    assert LanguageModel(model).capability.cache_kind != "none"
+
+
+@pytest.mark.parametrize("name", ["Canary", "PPFormulaNet", "T5Gemma2"])
+def test_sides_with_names_of_their_own(name: str, built: None) -> None:
+    """Configs and embeddings are the decoder's, and what is read of a picture may be its pooled form.
+
+    (Canary had no number of layers, PPFormulaNet no embedding, and T5Gemma2 read its whole text in every pass.)
+    """
+    found = verdicts(class_named(f"{name}ForConditionalGeneration"))
+    assert {verdict.kind for verdict in found.values()} == {"equal"}
+    assert {verdict.words for verdict in found.values()} <= {"kv", "replay"}
 
 
 def test_inputs_that_do_not_fit() -> None:

@@ -24,7 +24,7 @@ from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, trial_ids
+from specdec.models.hf.sides import num_ids, num_source_ids, reads_ids_alone, source_width, text_embedding, trial_ids
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
@@ -69,7 +69,7 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     if backend == "packed":
         model = model if owned or reason else shallow_copy(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
-            reason = "reads weights of its layers by itself"
+            reason = "reads weights of its layers by itself, or no ids alone"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
     elif reason is None and sum(m.weight.nbytes for m in _linears(model).values()) >= _LEAST and kernels.available():
@@ -82,7 +82,7 @@ def why_not_packed(model: Any) -> str | None:
     """Why no layer of a model can be packed; None if some can."""
     if is_offloaded(model):
         return "has weights that are read for each pass"
-    if execution_device(model.get_input_embeddings()).type != "cpu":
+    if execution_device(text_embedding(model)).type != "cpu":
         return "does not compute on the CPU, for which weights are packed"
     if not (_linears(model) or is_packed(model)):
         return f"has no linear layers in {' or '.join(sorted(kernels.FLOATS))}"
@@ -203,9 +203,15 @@ def tied_embeddings(model: Any) -> dict[str, list[str]]:
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
     """Applies `change`, which returns its undoing, to a model; returns that undoing.
 
-    Returns None, with the change undone, if the model then fails or gives other logits.
+    Returns None, with the change undone, if the model then fails or gives other logits, and for models that read no
+    ids alone, which cannot be compared.
     """
-    expected = _logits(model, encodes=True)
+    try:
+        expected = _logits(model, encodes=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever an architecture raises
+        return None
     undo = change()
     with suppress(Exception):  # models that read weights of replaced layers, or that give these other dtypes
         # Roundings may grow in half precision, but a layer used in another way gives quite other logits.
@@ -234,7 +240,12 @@ def _pack_if_faster(model: Any) -> None:
     what += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in _linears(model).values())
 
     def faster() -> bool:
-        before = _seconds(model)
+        try:
+            before = _seconds(model)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as in `changed`
+            return False
         undo = changed(model, partial(_pack, model))
         if undo is None:
             return False

@@ -17,7 +17,7 @@ from torch import nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import settled
 from specdec.models.hf.private_api import attention_of, class_of, set_attention
-from specdec.models.hf.wrappers import decoder_of, text_config
+from specdec.models.hf.wrappers import decoder_config, decoder_of
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
 _CONFIGS = ("vision_config", "audio_config")
@@ -79,7 +79,7 @@ def _path_to_layers(model: Any, total: int) -> list[str]:
 
 def _cut(config: Any, total: int, layers: int) -> None:
     """Lets a config describe fewer layers."""
-    text = text_config(config)
+    text = decoder_config(config)
     # Not by the setters, which check counts against lists before both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):

@@ -68,9 +68,8 @@ def _relative_bias(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) 
     return module.relative_attention_bias(bucket).permute(0, 3, 1, 2)
 
 
-def _alibi(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
+def _alibi(module: Any, query: Tensor, key: Tensor, _: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """Bloom's bias `[rows * heads, 1, end]`: a slope per head times the key's position."""
-    heads, dtype = module.num_heads, module.word_embeddings.weight.dtype
     ones = torch.ones(1, 2, dtype=torch.long, device=execution_device(module.word_embeddings))
     slopes = type(module).build_alibi_tensor(module, ones, heads, torch.float32)[:, 0, 1]
     bias = slopes[None, :, None] * key.to(slopes.device)[:, None]

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import modeling_gguf_pytorch_utils, utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    modeling_gguf_pytorch_utils,
+    utils,
+)
 from transformers.masking_utils import create_causal_mask
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -82,6 +90,13 @@ def forget_outputs(model: Any) -> None:
 def class_of(auto_class: Any, config: Any) -> Any:
     """The class of an `AutoModelFor…` class for this config; None if it has none."""
     return auto_class._model_mapping.get(type(config), None)
+
+
+def text_class(model: Any) -> str | None:
+    """The `AutoModelFor…` class that makes another class than a model's of its config, with a language head."""
+    kinds = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
+    made = {kind.__name__: class_of(kind, model.config) for kind in [*kinds, AutoModelForMultimodalLM]}
+    return next((name for name, kind in made.items() if kind not in (None, type(model))), None)
 
 
 def skipped_keys(model: Any) -> Any:

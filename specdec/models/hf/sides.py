@@ -9,12 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.errors import UnsupportedError
+
 _READ_IDS_ALONE: dict[type, bool] = {}  # by the class of the encoder
 
 
 def input_names(side: Any) -> frozenset[str]:
     """The arguments of a side's class; a side need not be a `PreTrainedModel`, which has `main_input_name`."""
     return frozenset(inspect.signature(type(side).forward).parameters)
+
+
+def text_config(model: Any) -> Any:
+    """The config of a model's text: that of its decoder, unless one class describes both sides.
+
+    Of a config for both the library would build a renamed copy, with defaults for what is missing.
+    """
+    if not model.config.is_encoder_decoder:
+        return model.config.get_text_config(decoder=True)
+    config = getattr(model.get_decoder(), "config", model.config)
+    return model.config if type(config) is type(model.config) else config
+
+
+def text_embedding(model: Any) -> Any:
+    """The embedding of the text's tokens, which is the decoder's; UnsupportedError for a model that names none."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    for side in (decoder, model):
+        with suppress(AttributeError, NotImplementedError):  # of modules, and of classes without a name for it
+            return side.get_input_embeddings()
+    raise UnsupportedError(f"{type(model).__name__} has no embedding of tokens: call `model.generate`")
 
 
 def encoder_inputs(model: Any) -> frozenset[str]:
@@ -59,7 +81,7 @@ def source_width(model: Any) -> int:
     """The width of what a model's encoder returns."""
     config = getattr(model.get_encoder(), "config", model.config)
     width = getattr(model, "encoder_output_dim", None) or getattr(config, "d_model", None)  # speech with adapters
-    return int(width or config.hidden_size)
+    return int(width or getattr(config, "hidden_size", None) or config.get_text_config().hidden_size)
 
 
 def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:

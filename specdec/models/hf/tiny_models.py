@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from specdec.models.hf.derived import eyes
-from specdec.models.hf.wrappers import text_config
+from specdec.models.hf.wrappers import decoder_config
 
 VOCABULARY = 64
 WINDOW = 12  # tokens that sliding and chunked layers of these models see
@@ -88,9 +89,14 @@ def built(config: Any, seed: int = 0) -> Any:
     """A model of this config, with large random weights in float32, in eval mode."""
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
+    return shaken(lambda: kind.from_config(config, dtype=torch.float32), seed)
+
+
+def shaken(make: Callable[[], Any], seed: int = 0) -> Any:
+    """The model that `make` makes, with large random weights on the CPU, in eval mode."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = kind.from_config(config, dtype=torch.float32)
+        model = make()
         shake(model)
     return model.eval()
 
@@ -103,7 +109,7 @@ def tiny_alike(model: Any, family: Any) -> Any:
     """
     if type(model) is type(family):
         return family
-    part = text_config(model.config)
+    part = decoder_config(model.config)
     tiny = deepcopy(family.config)
     vars(tiny).update({name: value for name in _ROLE if (value := getattr(part, name, None)) is not None})
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

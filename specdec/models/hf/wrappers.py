@@ -17,7 +17,7 @@ def is_composite(config: Any) -> bool:
     return bool(config.is_encoder_decoder) and isinstance(getattr(config, "decoder", None), PreTrainedConfig)
 
 
-def text_config(config: Any) -> Any:
+def decoder_config(config: Any) -> Any:
     """The text decoder's part of a model's config; a flat config for both sides as it is.
 
     Of that the library would build a renamed copy, with defaults for what is missing.
@@ -33,11 +33,6 @@ def model_inputs(model: Any) -> frozenset[str]:
     if is_composite(model.config):
         names |= {f"decoder_{name}" for name in inspect.signature(model.get_decoder().forward).parameters}
     return names
-
-
-def text_embedding(model: Any) -> Any:
-    """The embedding of the text's tokens; an `EncoderDecoderModel` calls its encoder's embedding its own."""
-    return (model.get_decoder() if is_composite(model.config) else model).get_input_embeddings()
 
 
 def position_padding(decoder: Any) -> int | None:

@@ -1,0 +1,43 @@
+"""Every generative class of transformers writes what `model.generate` writes, or is refused in words."""
+
+import pytest
+import transformers
+
+from docs.make import families
+from tests.families import mapped
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # missing kernels, odd configs
+
+PAGE = families.PAGE.read_text(encoding="utf-8")
+MADE_WITH = "5.23.0"  # transformers' release that the page speaks of
+QUICK = ["ApertusForCausalLM", "BertLMHeadModel", "BartForConditionalGeneration", "Speech2TextForConditionalGeneration"]
+# Mistakes that are not mended yet
+OPEN = {
+    "CpmAntForCausalLM",
+    "ProphetNetForCausalLM",
+    "ProphetNetForConditionalGeneration",
+}
+
+
+def test_the_page_lists_every_class() -> None:
+    """Also those that transformers' mappings for text name, and no line is a mistake but the open ones."""
+    lines = families.lines_of(PAGE)
+    assert mapped() <= lines.keys() or transformers.__version__ != MADE_WITH
+    assert {name for name, line in lines.items() if "| differs: " in line or "| fails: " in line} == OPEN
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_class_is_what_the_page_says(name: str) -> None:
+    """Some of all kinds, in seconds."""
+    assert families.lines(families.tried([name]))[name] == families.lines_of(PAGE)[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_class_is_equal_or_refused() -> None:
+    """`python -m docs.make.families` would change nothing, and no call ends in another text or in Python's words."""
+    found = families.all_tried()
+    wrong = {name for name, by in found.items() if {one.kind for one in by.values()} & {"differs", "fails"}}
+    assert wrong <= OPEN, {name: found[name] for name in wrong - OPEN}
+    if transformers.__version__ == MADE_WITH:
+        assert families.with_table(PAGE, families.lines(found)) == PAGE, "run python -m docs.make.families"
