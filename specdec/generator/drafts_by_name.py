@@ -14,12 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.drafts import Draft, Drafter, refuse_argument
-from specdec.errors import DraftError, OptionError, VocabularyError
+from specdec.errors import DraftError, OptionError, VocabularyError, closest_name
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
-from specdec.models.hf.load_errors import closest_name
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import PASSES, Loading
 from specdec.parallel.load import load

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError, model_validator
 
-from specdec.errors import OptionError
-from specdec.models.hf.load_errors import closest_name
+from specdec.errors import OptionError, closest_name
 from specdec.server.errors import Place, place_of, predicate
 
 Count = Annotated[int, Field(ge=1, le=2**20)]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
+from specdec.errors import closest_name
 from specdec.models import load
-from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import Int8Linear
 from specdec.proposers.heads import kind_of
