@@ -28,7 +28,7 @@ LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 
 
 @flags.takes(
-    "draft_model method num_draft_tokens schedule",
+    "draft num_draft_tokens schedule",
     "dtype quantization gguf_file backend device_map offload offload_folder tp_plan trust_remote_code quiet",
 )
 def serve(
@@ -108,20 +108,19 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     if not params["target"]:
-        own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
+        own = ("name", "draft", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
         refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     target = params["target"]
-    _, draft = choose_draft(params, {}, target, {})
     options = {FLAGS[name]: value for name, value in passed(params, ("num_draft_tokens", "schedule")).items()}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
-        "draft": draft,
+        "draft": choose_draft(params, {}, target, {}),
         "loading": passed(params),
         "options": options,
         "context": params["context"],
