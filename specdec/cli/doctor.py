@@ -213,7 +213,7 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
             "estimate", "speed", "measured for models that read text alone: see specdec transcribe --stats", "note"
         )
         return
-    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer, prefix_cache=False)
     watch = Watch()
     runs = list(_duels(generator, plain, texts or [prompt(seed) for seed in range(PROMPTS)], seconds, watch))
     speedup = median(one.speedup for one in runs)
@@ -294,7 +294,7 @@ def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request)
+        generator: SpecGenerator = load(request, prefix_cache=False)  # every measured run reads its prompt
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return

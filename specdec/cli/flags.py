@@ -120,9 +120,14 @@ def _shared(
     tp_plan: str | None = Option(
         None, metavar="auto", help="Share the target among the processes that torchrun started."
     ),
-    trust_remote_code: bool = Option(False, "--trust-remote-code", help="Run the model's own code."),
+    trust_remote_code: bool | None = Option(None, "--trust-remote-code", help="Run the model's own code."),
+    prefix_cache: bool | None = Option(
+        None,
+        "--prefix-cache/--no-prefix-cache",
+        help="Continue what earlier prompts have in common with a new one (default), or read every prompt in full.",
+    ),
     # all else
-    config: Path | None = Option(None, help="YAML file of target, draft and options; flags win."),
+    config: Path | None = Option(None, help="YAML file of target, draft, loading and options; flags win."),
     set_: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable."
     ),

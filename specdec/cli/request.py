@@ -38,6 +38,7 @@ FLAGS = {
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 NAMED = ("target", "draft")
+GENERATOR = (*LOADING, "prefix_cache")  # arguments of `from_pretrained`
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
 
@@ -87,7 +88,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     file = read_yaml(path)
-    known = {*NAMED, *LOADING, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
+    known = {*NAMED, *GENERATOR, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
     known |= {"draft_options", "num_assistant_tokens_schedule"}
     if unknown := [name for name in file if name not in known]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
@@ -99,7 +100,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
-    own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
+    own = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
     given = passed(params)
     if "max_memory" in given:
         memory = [(text, *text.partition("=")) for text in given["max_memory"]]
@@ -116,10 +117,10 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
     return loading, {name: value for name, value in file.items() if name not in own}
 
 
-def passed(params: Mapping[str, Any], names: Iterable[str] = LOADING) -> dict[str, Any]:
-    """Those of the flags, by default those of loading, that were given."""
+def passed(params: Mapping[str, Any], names: Iterable[str] = GENERATOR) -> dict[str, Any]:
+    """Those of the flags, by default those of a generator, that were given."""
     values = {name: params.get(name) for name in names}
-    return {name: value for name, value in values.items() if value is not False and value not in (None, [], ())}
+    return {name: value for name, value in values.items() if value not in (None, [], ())}
 
 
 def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:
@@ -228,7 +229,7 @@ def load(request: Request, **more: Any) -> SpecGenerator:
     with loading(f"loading {request.target}", downloads=not are_here(request.target, request.draft)):
         from specdec.generator.generator import SpecGenerator
 
-        return SpecGenerator.from_pretrained(request.target, request.draft, **request.loading, **more)
+        return SpecGenerator.from_pretrained(request.target, request.draft, **{**request.loading, **more})
 
 
 def are_here(target: str | None, draft: str | None) -> bool:

@@ -25,7 +25,7 @@ ZOO = "zoo:python-summary"
 
 
 @flags.takes(
-    "draft num_draft_tokens schedule dtype quantization backend exactness device_map trust_remote_code",
+    "draft num_draft_tokens schedule dtype quantization backend exactness device_map trust_remote_code prefix_cache",
     "config set_ stats quiet",
 )
 def summarize(

@@ -31,7 +31,7 @@ Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
 
-@flags.takes("draft num_draft_tokens schedule dtype backend exactness device_map stats quiet")
+@flags.takes("draft num_draft_tokens schedule dtype backend exactness device_map prefix_cache stats quiet")
 def transcribe(
     ctx: typer.Context,
     files: list[str] | None = Argument(

@@ -51,9 +51,10 @@ class SpecGenerator:
     defaults of every `generate` call. `task` names settings in the checkpoint's `task_specific_params`, which then
     override its generation config. `kv_budget` limits the keys and values of all running calls, in bytes or as a share
     of the free memory (0.5: half); further calls wait. `prefix_cache` keeps keys and values of finished texts in that
-    many bytes (True: 256 MiB), for prompts that begin alike; None: 256 MiB, used only by calls whose text it cannot
-    change. `backend` and `exactness` are those of `Loading`; for a model object, "packed" keeps a second copy of its
-    weights, and "auto" leaves it as it is.
+    many bytes (True: 256 MiB), for prompts that begin alike; None: 256 MiB, but not for a model object with hooks or
+    methods of the caller's. Outside of float32 and `exactness`="strict", a text that continues a cached one may differ
+    at near-ties. `backend` and `exactness` are those of `Loading`; for a model object, "packed" keeps a second copy of
+    its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -111,6 +112,7 @@ class SpecGenerator:
         """
         how, options = Loading.split(options)
         check_defaults(options)
+        _prefixes(prefix_cache)  # raises before anything is loaded
         draft_how = how.of_draft(draft_options)
         if leading(how) is not None:
             draft_how = on_own_device(draft_how)
@@ -266,8 +268,8 @@ class SpecGenerator:
                 grammar = self._grammar(form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
-            # By default only prompts whose text the cache cannot change use it.
-            cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
+            # A caller's model that may change unseen continues no earlier text, unless the caller wants it to.
+            cached = self._prefixes_asked or self.target.is_owned or state.is_readable
             pacing = scheduled.pacing(
                 options,
                 offloaded=self.target.is_offloaded,

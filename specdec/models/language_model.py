@@ -83,7 +83,7 @@ class LanguageModel:
             backend = "packed" if backend == "auto" else backend
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
-        self.model = model
+        self.model, self.is_owned = model, owned
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         # Of a flat config for both sides the library would build a renamed copy, with defaults for what is missing.
         is_flat = self.is_encoder_decoder and not hasattr(model.config, "decoder")

@@ -738,6 +738,34 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     assert found["stats"]["exactness"] == "exact"
 
 
+def test_every_command_reads_in_full_if_told(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
+) -> None:
+    """By --no-prefix-cache, or by a file, over which the flag wins; measurements always do."""
+    made, init = list[Any](), SpecGenerator.__init__
+
+    def spy(self: Any, *models: Any, **options: Any) -> None:
+        made.append(options.get("prefix_cache"))
+        init(self, *models, **options)
+
+    monkeypatch.setattr(SpecGenerator, "__init__", spy)
+    (rows := tmp_path / "rows.txt").write_text("def f\n")
+    (file := tmp_path / "run.yaml").write_text("prefix_cache: false\n")
+    generating = ("generate", target, "-p", "def f")
+    batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
+    for arguments in (generating, batch, ("summarize", rows, "--model", target)):
+        called(*arguments, *NEW, "-q", "--no-prefix-cache")
+    called("transcribe", "--demo", "-q", "--no-prefix-cache")
+    talk("ab", flags=("--no-prefix-cache",))
+    called(*generating, *NEW, "-q", "--config", file)
+    commands.run(["doctor", target, "--seconds", "0.1", "-q"])
+    assert made == [False] * len(made)
+    made.clear()
+    called(*generating, *NEW, "-q", "--config", file, "--prefix-cache")
+    called(*generating, *NEW, "-q")
+    assert made == [True, None]
+
+
 def test_gguf_files(tmp_path: Path, called: Any) -> None:
     """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
     pytest.importorskip("gguf")

@@ -27,7 +27,7 @@ from tests.server.served import app, asking
 def keys(**given: Any) -> dict[str, Any]:
     """The settings of these flags."""
     names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft", "demo", "config")
-    names += ("name", "context", "kv_budget", "num_draft_tokens", "schedule")
+    names += ("name", "context", "kv_budget", "prefix_cache", "num_draft_tokens", "schedule")
     return settings_keys({**dict.fromkeys(names), **given})
 
 
@@ -43,7 +43,9 @@ def test_flags_of_one_model() -> None:
     model = found.models[0]
     assert (model.name, model.target, model.draft) == ("Model-7B", "org/Model-7B", "org/draft")
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
-    assert (model.kv_budget, model.context) == (0.25, 512)
+    assert (model.kv_budget, model.context, model.prefix_cache) == (0.25, 512, None)
+    for keeps in (True, False):
+        assert keys(target="m", prefix_cache=keeps)["models"][0]["prefix_cache"] is keeps
     assert (found.port, found.hosts, found.stream_chunk) == (9000, ("models.example.org",), 8)
     assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
     assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
@@ -73,6 +75,7 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["x", "--demo"], "only one of them"),
         (["--demo", "--draft", "x"], "--draft configures TARGET"),
         (["--demo", "--dtype", "float32"], "--dtype configures TARGET"),
+        (["--demo", "--no-prefix-cache"], "--prefix-cache configures TARGET"),
         (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
         (["--demo", "--host", "0.0.0.0"], "--trusted-proxy ADDRESS"),
         (["--demo", "--allow-host", "https://models.example.org"], "without scheme"),
