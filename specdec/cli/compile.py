@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import are_here, passed
+from specdec.cli.request import are_here, choose_draft, passed
 from specdec.cli.terminal import FAILED, OK, Bar, duration, fail, loading, remark, say
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ _SECONDS = 60.0  # per model, about
 def compile_(
     ctx: typer.Context,
     target: str = flags.target("Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).", ...),
-    *,
-    draft: str | None,
 ) -> int:
     """Compile the passes of TARGET and its draft model. It takes 20 to 60 seconds each, once per architecture,
     size and dtype.
@@ -33,7 +31,7 @@ def compile_(
 
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
-    began = monotonic()
+    began, draft = monotonic(), choose_draft(ctx.params, {}, target, {})
     with loading(f"loading {target}", downloads=not are_here(target, draft)):
         generator = SpecGenerator.from_pretrained(target, draft, backend="compiled", **passed(ctx.params))
     try:

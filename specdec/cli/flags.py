@@ -70,7 +70,7 @@ def _shared(
     # what drafts, and how much
     draft: str | None = Option(
         None,
-        help=f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]}.",
+        help=f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
         autocompletion=one_of(_DRAFTS),
     ),
     num_draft_tokens: int | None = Option(

@@ -207,13 +207,14 @@ def choose_draft(
 ) -> str | None:
     """The spelling of the draft; None where one of `options` names it."""
     if names := [name for name in DRAFT_OPTIONS if name in options]:
-        if params.get("draft"):
+        if params.get("draft") is not None:
             raise OptionError(f"`{names[0]}` names a draft, and so does --draft: pass one of them")
         return None
     default = target if target.startswith("zoo:") else COPYING[0]
-    draft = params.get("draft") or file.get("draft") or default
-    read_draft(draft, "--draft" if params.get("draft") else "draft")
-    return str(draft)
+    flag: str | None = params.get("draft")
+    draft: str = file.get("draft", default) if flag is None else flag
+    read_draft(draft, "draft" if flag is None else "--draft")
+    return draft
 
 
 def first_of_job(request: Request) -> None:

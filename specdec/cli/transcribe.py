@@ -187,7 +187,9 @@ def read_speech(params: Mapping[str, Any]) -> Request:
     from specdec.pipelines.speech.settings import FALLBACK
 
     model, how = params["model"], passed(params)
-    draft = params["draft"] or (model if model.startswith("zoo:") else "none")
+    draft = params["draft"]
+    if draft is None:
+        draft = model if model.startswith("zoo:") else "none"
     target = locate(model, "target", "--model")
     read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")

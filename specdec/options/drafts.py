@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import exists
 
 from specdec.errors import OptionError, closest_name
 from specdec.options.bundled_models import locate
@@ -43,15 +43,16 @@ def read_draft(draft: str, name: str = "draft", words: Collection[str] = DRAFT_W
         return DraftName()
     first, plus, model = draft.partition("+")
     word, colon, argument = draft.partition(":") if ":" in first else (first, "", "")
-    if word not in words or (plus and Path(draft).exists()):
-        near = None if "/" in word or Path(draft).exists() else closest_name(word, words)
-        if near is not None:
-            way_out = f"did you mean {near!r}? A model of that name can be loaded from a folder"
+    is_path = exists(draft)
+    if word not in words or (plus and is_path):
+        near = None if "/" in word or is_path else closest_name(word, words)
+        if near is not None or not draft:
+            way_out = f"did you mean {near!r}? A model of that name can be loaded from a folder" if near else ""
             raise OptionError.of(name, SPELLINGS, draft, way_out)
         return DraftName(model=locate(draft, "draft", name))
     if plus and not colon:
-        part = read_draft(model, name, words)
-        if word not in COPYING or part.word is not None or not part.model:
+        part = read_draft(model or "none", name, words)
+        if word not in COPYING or part.word is not None or part.model is None:
             raise OptionError.of(name, f"{' or '.join(COPYING)} before the + of a hybrid, and a model after it", draft)
         return DraftName(word, model=part.model)
     if word in DRAFT_WORDS and not DRAFT_WORDS[word].takes(argument if colon else None):

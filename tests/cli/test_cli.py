@@ -172,6 +172,7 @@ FLAG_ERRORS = {
     "suffix+MODEL or none, got 'sufix': did you mean 'suffix'?",
     "--draft early_exit:two": "early_exit:N",
     "--draft early_exit:1+d": "early_exit:N",
+    "--draft ''": "`--draft` must be",
     "--draft mtp+d": "suffix or ngram before the + of a hybrid",
     "--draft suffix+ngram": "a model after it",
     "--schedule fast": "--schedule must be one of",

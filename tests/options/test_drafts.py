@@ -20,8 +20,10 @@ SPELLED = {
     "ngram+./a+b": DraftName("ngram", model="./a+b"),
     "./suffix": DraftName(model="./suffix"),
     "./suffix+model": DraftName(model="./suffix+model"),
+    "long" * 2000: DraftName(model="long" * 2000),  # no file can have this name
 }
 WRONG = {
+    "": "got ''",
     "sufix": "did you mean 'suffix'",
     "sufix+org/model": "did you mean 'suffix'",
     "suffix+ngarm": "did you mean 'ngram'",
