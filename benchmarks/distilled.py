@@ -40,7 +40,7 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Callable[[list[int]], Gen
         f"{args.guesses} guesses": system(args.draft, schedule="constant", num_assistant_tokens=args.guesses),
         "cost": system(args.draft, schedule="cost"),
         "suffix, cost": system("suffix", schedule="cost"),
-        "hybrid, cost": system(("suffix", args.draft), schedule="cost"),
+        "hybrid, cost": system(f"suffix+{args.draft}", schedule="cost"),
     }
     return {PLAIN: system(None), **drafted}, loaded.tokenizer
 

@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     models = pair()
     plain = SpecGenerator.from_pretrained(str(models.target), dtype=args.dtype, prefix_cache=False)
-    drafts = {"suffix": "suffix", "hybrid": ("suffix", str(models.draft))}
+    drafts = {"suffix": "suffix", "hybrid": f"suffix+{models.draft}"}
     generators = {
         name: SpecGenerator(plain.target, draft, tokenizer=plain.tokenizer, schedule="cost", prefix_cache=False)
         for name, draft in drafts.items()

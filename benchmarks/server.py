@@ -62,7 +62,7 @@ def main() -> None:
         out = generators[drafts].generate(prompt, **options)
         assert texts.setdefault(prompt, out.texts[0]) == out.texts[0]
 
-    model = [args.target, "--draft-model", args.draft, "--name", "model", "--log", "text"]
+    model = [args.target, "--draft", args.draft, "--name", "model", "--log", "text"]
     with served(*model, "--backend", args.backend, "--dtype", "float32") as (address, _):
         client = Client(address.removeprefix("http://"), args.tokens)
 

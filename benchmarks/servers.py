@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file of speeds by title, for docs/make/figures.py")
     parser.add_argument("--title", default="the bundled pair, its draft model", help="in that file")
     args = parser.parse_args()
-    draft = ["--method", "suffix"] if args.draft == "suffix" else ["--draft-model", args.draft]
+    draft = ["--draft", args.draft]
     commands = {
         "transformers": ["transformers", "serve", args.target, "--continuous-batching", "--device", "cpu"],
         "specdec": [sys.executable, "-m", "specdec", "serve", args.target, *draft, "--name", "model", "--log", "none"],

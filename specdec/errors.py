@@ -12,6 +12,9 @@ SpecdecError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SpecdecError(Exception):
     """The root of all errors raised by specdec itself."""
@@ -49,3 +52,8 @@ class CancelledError(EngineError):
 
 class DraftError(SpecdecError, RuntimeError):
     """A draft returned something that is not a proposal."""
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `name`; None if none is near."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)

@@ -7,7 +7,6 @@ import pytest
 
 from specdec import SpecGenerator
 from specdec.cli import flags
-from specdec.cli.request import METHODS, WORDS
 from specdec.core import draft_schedules
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, kind_of, make_schedule
@@ -18,6 +17,7 @@ from specdec.decoding.strategies import STRATEGIES, StrategySetup
 from specdec.generator.build_request import ScheduledDraft
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
+from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
 from specdec.options.resolve import resolve
@@ -144,7 +144,7 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = word.replace(":N", ":1")
-    assert word in METHODS
+    assert word in SPELLINGS
     target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")
     assert SpecGenerator(target, name).draft is not None
 

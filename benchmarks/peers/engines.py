@@ -69,7 +69,7 @@ def specdec(task: Task, backend: str) -> Generate:
         draft = task.at("draft")
         how["draft_options"] = {"dtype": how["dtype"]}
     if task.draft in ("lookup", "both"):
-        draft = "suffix" if draft is None else ("suffix", draft)
+        draft = "suffix" if draft is None else f"suffix+{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
     generator.wait_until_compiled()
     common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}

@@ -97,7 +97,7 @@ class Models:
         known: dict[str | None, Any] = {
             "MODEL": str(self.root / "draft"),
             "OTHER": str(self.root / "other"),
-            "HYBRID": ("suffix", str(self.root / "draft")),
+            "HYBRID": f"suffix+{self.root / 'draft'}",
             "HEAD": str(self.root / "head"),
             "FUNCTION": lambda tokens, k: tokens[-k:],
         }

@@ -6,7 +6,6 @@ In the repository each has a stub in its place, so that links lead somewhere.
 | --- | --- |
 | `reference/cli.md` | the parsers of `specdec` |
 | `reference/options.md` | options of calls, loading, suites and servers; their descriptions are in `options.yaml` |
-| `reference/spellings.md` | flags of `specdec generate`, options of calls, fields of requests |
 | `reference/errors.md` | every message in the source that names an argument or a way out |
 | `changelog.md` | CHANGELOG.md |
 """
@@ -124,8 +123,9 @@ def options() -> str:
         "Settings are checked before any work begins: an unknown key is an error that names the nearest known one. "
         "Keys and values on this page are read from the code.\n\n"
         "A file for `--config` of `specdec generate`, `summarize` and `batch` is a YAML mapping. It holds `target`, "
-        "`draft` and `method`, options of loading, `draft_options` (options of loading for the draft) and options of "
-        "calls. Flags win over the file.\n"
+        "`draft`, `prefix_cache`, options of loading, `draft_options` (options of loading for the draft) and options "
+        "of calls. Flags win over the file. The draft has [one spelling](../guides/drafts.md) everywhere.\n\n"
+        + _names()
     )
     return "\n".join([about, *page])
 
@@ -174,55 +174,29 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
-# one option, four spellings
-
-# What has no option of its own name: in Python, on the command line, in YAML, over HTTP.
-_DOORS = """
-| the target | `SpecGenerator.from_pretrained(ID)` | `TARGET`; `--model` of `batch`, `summarize` and `transcribe` | `target` | `model` |
-| a draft model | `draft="ID"` | `--draft-model ID`; `--draft ID` of `bench` | `draft: ID` | |
-| a text draft | `draft="suffix"` | `--method suffix`; `--draft suffix` of `bench` | `method: suffix`; `draft: suffix` of a server | |
-| a text draft and a model (hybrid) | `draft=("suffix", "ID")` | `--method hybrid --draft-model ID`; `--draft suffix+ID` of `bench` | `method: hybrid` and `draft: ID`; `draft: [suffix, ID]` of a server | |
-| no draft | `draft=None`; for one call `assistant_model="none"` | `--method none` | `method: none` | `speculate: false` |
-| a prompt | `generate("…")` | `--prompt`, `-p` | | `prompt` |
-| a chat | `generate(messages=[…])` | `--chat`, `--system` | | `messages` |
-| a text that the output resembles | `prediction=` | `--prediction` | | `prediction` |
-"""  # noqa: E501
+# names of options
 
 
-def spellings() -> str:
-    """Each option with its flag, its key and its field."""
+def _names() -> str:
+    """The options that a flag of `generate` or a field of a request calls otherwise."""
     flags = {option: f"--{flag.replace('_', '-')}" for flag, option in request.FLAGS.items()}
-    sent = _sent()
-    same = sorted(name for name in sent if sent[name] == [name] and name not in flags and name != "constraints")
-    others = sorted({*flags, *sent} - {*same, "constraints"})  # of which a request has texts, and Python objects
-    rows = [
-        f"| `{name}=` | `{flags.get(name, f'--set {name}=…')}` | `{name}` | "
-        f"{' or '.join(f'`{field}`' for field in sent.get(name, ()))} |"
-        for name in others
-    ]
-    columns = " Python | command line | YAML | HTTP |\n"
+    fields: dict[str, list[str]] = {}
+    for field in _requests():
+        fields.setdefault(SYNONYMS.get(field, field), []).append(field)
+    rows = []
+    for option in sorted(Options.model_fields):
+        flag, names = flags.get(option, f"--set {option}=…"), fields.get(option, [])
+        if flag.removeprefix("--") not in (option.replace("_", "-"), f"set {option}=…") or names not in ([], [option]):
+            rows.append(f"| `{option}` | `{flag}` | {' or '.join(f'`{name}`' for name in names)} |")
     return (
-        "# One option, four spellings\n\n"
-        "The same setting in Python, on the command line (`specdec generate`, unless another command is named), in a "
-        "YAML file (`--config`) and in an HTTP request. [Options and files](options.md) describes each.\n\n"
-        f"## Models, drafts, inputs\n\n| |{columns}| --- | --- | --- | --- | --- |{_DOORS}\n"
-        f"## Options of a call\n\n|{columns}| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
-        f"These have one name in Python, YAML and HTTP, and `--set NAME=VALUE` on the command line: "
-        f"{', '.join(f'`{name}`' for name in same)}. All other options of a call are no fields of a request.\n\n"
-        "## Options of loading\n\n"
-        "`dtype`, `quantization`, `backend` and the others have one name: an argument of `from_pretrained`, a flag, a "
-        "key of `--config` (below `loading` in a server's file). A request has none of them.\n"
+        "An option of a call has one name in Python, in files, on the command line (a flag, or `--set NAME=VALUE`) "
+        "and in a request, but for these. Other options, and those of loading, are no fields of a request.\n\n"
+        "| option | `specdec generate` | request |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )
 
 
-def _sent() -> dict[str, list[str]]:
-    """The fields of a request that are options of a call, by the option."""
-    found: dict[str, list[str]] = {}
-    for name in {**protocol.Generate.model_fields, **protocol.ChatRequest.model_fields}:
-        option = name if name in Options.model_fields else SYNONYMS.get(name)
-        if option is not None:
-            found.setdefault(option, []).append(name)
-    return found
+def _requests() -> list[str]:
+    return [*{**protocol.Generate.model_fields, **protocol.ChatRequest.model_fields}]
 
 
 # errors
@@ -313,7 +287,6 @@ def changes() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": command_line,
     "reference/options.md": options,
-    "reference/spellings.md": spellings,
     "reference/errors.md": error_list,
     "changelog.md": changes,
 }

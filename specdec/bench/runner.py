@@ -23,7 +23,6 @@ from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
 from specdec.options.versions import versions
-from specdec.proposers import is_word
 
 Notify = Callable[[int, int, str], None]
 
@@ -185,8 +184,9 @@ def check_drafts(suite: Suite) -> None:
 
     Else that would be found once the target is loaded.
     """
-    for name in dict.fromkeys(cell.model for group in suite.groups() for cell in group.cells):
-        known = is_word(name) or "/" in name or name.startswith("zoo:") or Path(name).exists()
+    models = (cell.name.model for group in suite.groups() for cell in group.cells)
+    for name in dict.fromkeys(model for model in models if model is not None):
+        known = "/" in name or Path(name).exists()
         way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
         if not known and ":" not in name:
             try:

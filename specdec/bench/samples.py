@@ -170,7 +170,7 @@ class Store:
 def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
     """A hash of the configuration: suite, prompts, versions and threads, files of local models, fields of samples."""
     names, models = {(group.target, "target") for group in suite.groups()}, {}
-    names |= {(cell.model, "draft") for group in suite.groups() for cell in group.cells}
+    names |= {(cell.name.model or "", "draft") for group in suite.groups() for cell in group.cells}
     for name, role in names:
         with suppress(SpecdecError):  # of an unknown pair
             folder = Path(bundled_models.locate(name, role))

@@ -18,7 +18,7 @@ from specdec.bench.imports import import_modules
 from specdec.bench.parts import Count, Drafting, Mode, Part, Prompts, Target, listed
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
-from specdec.generator.drafts_by_name import check_spelling
+from specdec.options.drafts import DraftName, read_draft
 from specdec.options.fields import COPYING, DRAFT_WORDS, SAMPLING
 from specdec.options.resolve import read_yaml, resolve
 from specdec.proposers import DRAFTS
@@ -67,17 +67,17 @@ class Cell:
         return f"{self.draft}, {self.drafting.label}"
 
     @property
-    def model(self) -> str:
-        """The draft's name, or that of the model beside a text draft: MODEL of `suffix+MODEL`."""
-        return self.draft.rpartition("+")[2]
+    def name(self) -> DraftName:
+        """What the draft's spelling names."""
+        return read_draft(self.draft, "drafts", DRAFTS)
 
     @property
     def is_chain(self) -> bool:
         """Whether the draft is known to propose chains; without a number of branches, a caller's own may make trees."""
-        branches, word = self.drafting.num_assistant_branches, self.draft.partition(":")[0]
-        if branches == 1 or (word in DRAFTS and not getattr(DRAFTS[word], "guesses_trees", False)):
+        branches, word = self.drafting.num_assistant_branches, self.name.word if self.name.model is None else None
+        if branches == 1 or (word is not None and not getattr(DRAFTS[word], "guesses_trees", False)):
             return True
-        is_own = word in DRAFTS and word not in DRAFT_WORDS
+        is_own = word is not None and word not in DRAFT_WORDS
         return branches is None and not is_own and not SCHEDULES[self.drafting.schedule].grows_trees
 
 
@@ -151,7 +151,7 @@ class Suite(BaseModel):
             name = target.target if isinstance(target, Target) else target
             default = self.drafts or [name if name.startswith("zoo:") else COPYING[0]]
             drafts = target.drafts if isinstance(target, Target) else default
-            cells = tuple(Cell(draft, drafting) for draft in drafts for drafting in self.schedules)
+            cells = tuple(Cell(draft, drafting) for draft in drafts if draft != "none" for drafting in self.schedules)
             found += [
                 Group(name, mode, strategy, prompts, batch, cells if strategy.drafts else ())
                 for mode in self.modes
@@ -169,7 +169,9 @@ class Suite(BaseModel):
     def _strategies(self) -> Iterator[Strategy]:
         for entry in self.strategies:
             name, options = _strategy(entry)
-            drafts = options.pop("method", "auto") != "none"
+            if (draft := options.pop("draft", None)) not in (None, "none"):
+                raise OptionError.of("draft", f"'none' in strategy {name!r}", draft, "name drafts in `drafts`")
+            drafts = draft is None
             if not self.temperatures:
                 yield Strategy(name, options, drafts=drafts)
             elif "temperature" in options:
@@ -216,7 +218,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
         for cell in group.cells or (None,):
             resolve(suite.call(group.strategy, cell))
             if cell is not None:
-                check_spelling(cell.model, "drafts")
+                read_draft(cell.draft, "drafts", DRAFTS)
     for labels in ([group.label for group in groups], *([cell.label for cell in group.cells] for group in groups)):
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")

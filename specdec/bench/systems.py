@@ -10,14 +10,11 @@ from typing import Any
 from specdec.bench.machine import peak_memory, reset_peak_memory
 from specdec.bench.parts import Mode
 from specdec.bench.suite import Cell
-from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.options import bundled_models
-from specdec.options.fields import COPYING
 from specdec.options.load import Loading
-from specdec.proposers import is_word
 
 
 class Systems:
@@ -41,7 +38,7 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            made = self._cells[key] = self._assisted(cell.draft)
+            made = self._cells[key] = self._assisted(cell)
             made.compile()
             made.wait_until_compiled()
         return self._cells[key]
@@ -53,23 +50,20 @@ class Systems:
         """
         generator = self.generator(group, cell)
         draft, is_own = generator.draft, type(generator.draft).__module__.partition(".")[0] != "specdec"
-        if cell is not None and draft is not None and is_own and is_word(cell.draft) and not draft.models:
+        if cell is not None and draft is not None and is_own and cell.name.model is None:
             generator._scheduled.draft = Drafts(self.plain.target).make(cell.draft, self.plain.tokenizer)
 
-    def _assisted(self, draft: str) -> SpecGenerator:
-        target, tokenizer = self.plain.target, self.plain.tokenizer
-        text, plus, name = draft.rpartition("+")
-        if is_word(draft):
-            return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)
-        if plus and (text not in COPYING or is_word(name)):
-            raise OptionError.of("drafts", f"one draft, or a pair such as {COPYING[0]}+MODEL", draft)
-        model = self._model(name)
-        return SpecGenerator(target, (text, model) if plus else model, tokenizer=tokenizer, prefix_cache=False)
+    def _assisted(self, cell: Cell) -> SpecGenerator:
+        draft: Any = cell.draft
+        if (name := cell.name).model is not None:
+            model = self._model(name.model)
+            draft = model if name.word is None else (name.word, model)
+        return SpecGenerator(self.plain.target, draft, tokenizer=self.plain.tokenizer, prefix_cache=False)
 
     def _model(self, name: str) -> Any:
         """A draft model or head, which its cells share."""
         if name not in self._models:
-            draft = loaded(bundled_models.locate(name, "draft"), self._how.of_draft(self._draft_options))
+            draft = loaded(name, self._how.of_draft(self._draft_options))
             if isinstance(draft, HeadAt):
                 draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
             self._models[name] = draft

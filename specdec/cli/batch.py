@@ -28,14 +28,14 @@ ONLY = {
     "system": ("chat",),
     "template": ("summarize",),
     "chunk_tokens": ("summarize",),
-    **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
+    **dict.fromkeys(("config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
 OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
 
 
 @flags.takes(
-    "draft_model method num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
-    "dtype quantization backend exactness device_map trust_remote_code config set_ quiet",
+    "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "dtype quantization backend exactness device_map trust_remote_code prefix_cache config set_ quiet",
 )
 def batch(
     ctx: typer.Context,

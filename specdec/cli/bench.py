@@ -12,12 +12,12 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import WORDS, passed
+from specdec.cli.request import passed
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Bar, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
-from specdec.options.fields import COPYING
+from specdec.options.drafts import SPELLINGS
 from specdec.options.resolve import read_yaml
 
 # Parameters that are keys of a suite.
@@ -25,7 +25,6 @@ KEYS = (
     *("imports", "targets", "drafts", "strategies", "temperatures", "prompts", "batches"),
     *("max_new_tokens", "repeats", "seed", "near_tie"),
 )
-DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
 WAYS = ", ".join(SCHEDULES)
 
 
@@ -42,7 +41,7 @@ def bench(
         metavar="MODULE",
         help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
     ),
-    drafts: list[str] | None = Option(None, "--draft", help=f"{DRAFTS}; repeatable."),
+    drafts: list[str] | None = Option(None, "--draft", help=f"What drafts: {SPELLINGS}; repeatable."),
     schedule: list[str] | None = Option(None, help=f"How much to draft: {WAYS}; repeatable."),
     num_draft_tokens: list[int] | None = Option(
         None, min=1, help="Draft a constant number of tokens per round; repeatable."

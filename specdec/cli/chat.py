@@ -10,11 +10,11 @@ from rich.console import Console
 from typer import Argument, Context, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DRAFT_OPTIONS, Request, is_here, load, not_utf8, read_request
+from specdec.cli.request import DRAFT_OPTIONS, Request, are_here, load, not_utf8, read_request
 from specdec.cli.show import Printer, show_stats
 from specdec.cli.terminal import OK, Interrupt, loading, say
 from specdec.errors import OptionError, SpecdecError
-from specdec.options.bundled_models import locate
+from specdec.options.drafts import read_draft
 from specdec.options.load import Loading
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
 NEW_TOKENS = 1024
-COMMANDS = "/draft NAME (a model, suffix, none, …), /stats, /reset, /help, /quit"
+COMMANDS = "/draft NAME (as --draft: suffix, a model, suffix+MODEL, none, …), /stats, /reset, /help, /quit"
 
 
 @flags.takes(
-    "draft_model method num_draft_tokens schedule sample temperature top_k top_p",
-    "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code",
+    "draft num_draft_tokens schedule sample temperature top_k top_p",
+    "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code prefix_cache",
     "config set_ stats quiet",
 )
 def chat(
@@ -104,7 +104,7 @@ class Conversation:
                 self.show_stats()
             case "/draft":
                 if not rest.strip():
-                    raise OptionError("/draft needs a name: a model, suffix, ngram, or none for no draft")
+                    raise OptionError("/draft needs a name, as --draft has: suffix, a model, suffix+MODEL or none")
                 self._take(rest.strip())
             case str() if command.startswith("/"):
                 raise OptionError(f"{command} is none of the commands {COMMANDS}")
@@ -119,10 +119,10 @@ class Conversation:
 
     def _take(self, draft: str) -> None:
         """Loads the draft of the next answers; raises for one that cannot be used, which changes nothing."""
-        named = locate(draft, "draft", "/draft")
+        read_draft(draft, "/draft")
         kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
-        options = {**kept, "assistant_model": named}
-        with loading(f"loading {draft}", downloads=not is_here(named)):
+        options = {**kept, "assistant_model": draft}
+        with loading(f"loading {draft}", downloads=not are_here(None, draft)):
             self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
         self._options = options
 

@@ -130,9 +130,9 @@ def root(
 
 
 @flags.takes(
-    "draft_model method num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
     "dtype quantization gguf_file backend exactness device_map offload offload_folder tp_plan trust_remote_code",
-    "config set_ json_ stats quiet",
+    "prefix_cache config set_ json_ stats quiet",
 )
 def generate(
     ctx: typer.Context,
@@ -146,7 +146,7 @@ def generate(
         None, metavar="FILE", help="Picture, for a model that sees; repeatable; implies --chat."
     ),
     prediction: str | None = Option(
-        None, metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."
+        None, metavar="FILE", help="File that the output may resemble, for drafts that copy."
     ),
     num_draft_branches: int | None = Option(None, help="Have the draft model guess trees, with this many branches."),
     sampling: str | None = Option(
@@ -179,7 +179,7 @@ def generate(
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
     first_of_job(request)
-    text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
+    text, expected = read_prompt(prompt), read_prediction(prediction, request.draft)
     asked = with_images(text, image or [])
     generator = load(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1

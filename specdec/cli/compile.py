@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import is_here, passed
+from specdec.cli.request import are_here, choose_draft, passed
 from specdec.cli.terminal import FAILED, OK, Bar, duration, fail, loading, remark, say
 
 if TYPE_CHECKING:
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 _SECONDS = 60.0  # per model, about
 
 
-@flags.takes("draft_model dtype quantization gguf_file trust_remote_code quiet")
+@flags.takes("draft dtype quantization gguf_file trust_remote_code quiet")
 def compile_(
     ctx: typer.Context,
     target: str = flags.target("Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).", ...),
-    *,
-    draft_model: str | None,
 ) -> int:
     """Compile the passes of TARGET and its draft model. It takes 20 to 60 seconds each, once per architecture,
     size and dtype.
@@ -33,9 +31,9 @@ def compile_(
 
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
-    began = monotonic()
-    with loading(f"loading {target}", downloads=not all(map(is_here, (target, draft_model)))):
-        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **passed(ctx.params))
+    began, draft = monotonic(), choose_draft(ctx.params, {}, target, {})
+    with loading(f"loading {target}", downloads=not are_here(target, draft)):
+        generator = SpecGenerator.from_pretrained(target, draft, backend="compiled", **passed(ctx.params))
     try:
         ready = _wait(generator)
     except KeyboardInterrupt:

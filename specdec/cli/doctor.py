@@ -49,7 +49,7 @@ _TOKENS = (8, 96)  # least and most new tokens of an estimate's texts
 _LEAST = 3  # prompts of an estimate
 _TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
 _FASTER = "specdec bench measures with intervals, and compares schedules: --schedule NAME, repeatable"
-_SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec bench compares drafts"
+_SLOWER = "--draft suffix for text that copies, a smaller draft, or specdec distill; specdec bench compares drafts"
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -156,7 +156,7 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
     if generator.target.capability.cache_kind != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
     if draft is None:
-        remedy = "name one: --draft-model, or --method suffix for text that copies"
+        remedy = "name one: --draft MODEL, or --draft suffix for text that copies"
         yield Finding("models", "draft", "none", "note", remedy)
     else:
         yield _fit(generator)
@@ -213,7 +213,7 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
             "estimate", "speed", "measured for models that read text alone: see specdec transcribe --stats", "note"
         )
         return
-    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer, prefix_cache=False)
     watch = Watch()
     runs = list(_duels(generator, plain, texts or [prompt(seed) for seed in range(PROMPTS)], seconds, watch))
     speedup = median(one.speedup for one in runs)
@@ -257,7 +257,7 @@ def _duels(
 
 
 @flags.takes(
-    "draft_model method dtype quantization gguf_file backend exactness device_map trust_remote_code json_ quiet",
+    "draft dtype quantization gguf_file backend exactness device_map trust_remote_code json_ quiet",
 )
 def doctor(
     ctx: typer.Context,
@@ -294,7 +294,7 @@ def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request)
+        generator: SpecGenerator = load(request, prefix_cache=False)  # every measured run reads its prompt
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return

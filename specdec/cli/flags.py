@@ -10,10 +10,11 @@ from typing import Any
 
 from typer import Argument, Option
 
-from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, WORDS
+from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.terminal import hush
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
+from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import COPYING
 from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
 
@@ -26,7 +27,9 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer needs this name
 
 
-bundled_pair = one_of(f"zoo:{name}" for name in bundled_models.NAMES)
+_PAIRS = [f"zoo:{name}" for name in bundled_models.NAMES]
+_DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in _PAIRS), "none"]
+bundled_pair = one_of(_PAIRS)
 """Completes the name of a pair of the package; the shell completes files."""
 
 
@@ -65,14 +68,10 @@ def takes(*words: str) -> Callable[[Command], Command]:
 def _shared(
     *,
     # what drafts, and how much
-    draft_model: str | None = Option(
-        None, help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=bundled_pair
-    ),
-    method: str | None = Option(
+    draft: str | None = Option(
         None,
-        help=f"How to draft: {METHODS}. auto: with the draft model if one is named, else {COPYING[0]}. hybrid: "
-        f"{COPYING[0]} and the draft model; hybrid:{COPYING[-1]}: {COPYING[-1]} and the draft model.",
-        autocompletion=one_of(["auto", "draft", *WORDS, "hybrid", *map("hybrid:{}".format, COPYING), "none"]),
+        help=f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
+        autocompletion=one_of(_DRAFTS),
     ),
     num_draft_tokens: int | None = Option(
         None,
@@ -121,9 +120,14 @@ def _shared(
     tp_plan: str | None = Option(
         None, metavar="auto", help="Share the target among the processes that torchrun started."
     ),
-    trust_remote_code: bool = Option(False, "--trust-remote-code", help="Run the model's own code."),
+    trust_remote_code: bool | None = Option(None, "--trust-remote-code", help="Run the model's own code."),
+    prefix_cache: bool | None = Option(
+        None,
+        "--prefix-cache/--no-prefix-cache",
+        help="Continue what earlier prompts have in common with a new one (default), or read every prompt in full.",
+    ),
     # all else
-    config: Path | None = Option(None, help="YAML file of target, draft, method and options; flags win."),
+    config: Path | None = Option(None, help="YAML file of target, draft, loading and options; flags win."),
     set_: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable."
     ),

@@ -46,8 +46,8 @@ def demo(
         from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
-        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft))
-        plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
+        assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), prefix_cache=False)
+        plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer, prefix_cache=False)
         text = prompt(seed)
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})

@@ -15,7 +15,8 @@ import yaml
 from specdec.cli.terminal import loading
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
-from specdec.options.fields import COPYING, DRAFT_WORDS, DRAWING, IDLE, REFUSED
+from specdec.options.drafts import read_draft
+from specdec.options.fields import COPYING, DRAWING, IDLE, REFUSED
 from specdec.options.generate import FORMS, Options
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
 DEFAULT_NEW_TOKENS = 128
-# Drafts without a model, as the command line spells them.
-WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
-METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
-
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 _SAME = ("schedule", "max_new_tokens", *SAMPLING_FLAGS, "seed", "num_return_sequences")
 # Flag of `generate` -> option of the library; most have its name.
@@ -37,10 +34,11 @@ FLAGS = {
     **{"sample": "do_sample", "stop": "stop_strings"},
     **{name: name for name in (*_SAME, "response_format", "guided_regex", "guided_choice")},
 }
-# Options that name a draft, and so replace --method.
+# Options that name a draft, and so replace --draft.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
-NAMED = ("target", "draft", "method")
+NAMED = ("target", "draft")
+GENERATOR = (*LOADING, "prefix_cache")  # arguments of `from_pretrained`
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
 
@@ -49,8 +47,7 @@ class Request:
     """The models to load, and the options of the call."""
 
     target: str
-    draft: Any
-    method: str
+    draft: str | None
     options: dict[str, Any]
     loading: dict[str, Any]
 
@@ -80,12 +77,10 @@ def read_request(
     if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
-    method, draft = choose_draft(params, file, target, options)
-    if "draft_options" in loading and method != "draft" and copied_by(method) is None:
-        raise OptionError(
-            f"options of loading a draft were given, and method {method} uses no draft model: leave them out"
-        )
-    return Request(target, draft, method, options, loading)
+    draft = choose_draft(params, file, target, options)
+    if "draft_options" in loading and (draft is None or read_draft(draft).model is None):
+        raise OptionError(f"options of loading a draft were given, and the draft {draft} is no model: leave them out")
+    return Request(target, draft, options, loading)
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
@@ -93,7 +88,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     file = read_yaml(path)
-    known = {*NAMED, *LOADING, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
+    known = {*NAMED, *GENERATOR, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
     known |= {"draft_options", "num_assistant_tokens_schedule"}
     if unknown := [name for name in file if name not in known]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
@@ -105,7 +100,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
-    own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
+    own = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
     given = passed(params)
     if "max_memory" in given:
         memory = [(text, *text.partition("=")) for text in given["max_memory"]]
@@ -122,10 +117,10 @@ def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[di
     return loading, {name: value for name, value in file.items() if name not in own}
 
 
-def passed(params: Mapping[str, Any], names: Iterable[str] = LOADING) -> dict[str, Any]:
-    """Those of the flags, by default those of loading, that were given."""
+def passed(params: Mapping[str, Any], names: Iterable[str] = GENERATOR) -> dict[str, Any]:
+    """Those of the flags, by default those of a generator, that were given."""
     values = {name: params.get(name) for name in names}
-    return {name: value for name, value in values.items() if value is not False and value not in (None, [], ())}
+    return {name: value for name, value in values.items() if value not in (None, [], ())}
 
 
 def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:
@@ -209,38 +204,17 @@ def read_settings(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str
 
 def choose_draft(
     params: Mapping[str, Any], file: Mapping[str, Any], target: str, options: Mapping[str, Any]
-) -> tuple[str, Any]:
-    """The method, and the `draft` argument of SpecGenerator."""
-    if own := [name for name in DRAFT_OPTIONS if name in options]:
-        if params.get("method") or params.get("draft_model"):
-            raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
-        return own[0], None
-    model, method = params.get("draft_model"), params.get("method") or file.get("method", "auto")
-    copied = copied_by(method)
-    if copied is None and method not in ("auto", "draft"):  # no draft model
-        if model is None:
-            word, colon, argument = method.partition(":")
-            known = word in DRAFT_WORDS and DRAFT_WORDS[word].takes(argument if colon else None)
-            if method != "none" and not known:
-                raise OptionError.of("--method", METHODS, method)
-            return method, method if known else None
-        if params.get("method"):
-            raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
-        method = "auto"
-    model = model or file.get("draft") or (target if target.startswith("zoo:") else None)
-    if model is None and method == "auto":
-        return COPYING[0], COPYING[0]
-    if model is None:
-        raise OptionError(f"--method {method} needs a draft model: pass --draft-model")
-    model = locate(model, "draft", "--draft-model")
-    return ("draft", model) if copied is None else (method, (copied, model))
-
-
-def copied_by(method: str) -> str | None:
-    """The text draft of a hybrid: WORD of `hybrid:WORD`, the usual one of `hybrid`; None for other methods."""
-    name, colon, word = method.partition(":")
-    word = word if colon else COPYING[0]
-    return word if name == "hybrid" and word in COPYING else None
+) -> str | None:
+    """The spelling of the draft; None where one of `options` names it."""
+    if names := [name for name in DRAFT_OPTIONS if name in options]:
+        if params.get("draft") is not None:
+            raise OptionError(f"`{names[0]}` names a draft, and so does --draft: pass one of them")
+        return None
+    default = target if target.startswith("zoo:") else COPYING[0]
+    flag: str | None = params.get("draft")
+    draft: str = file.get("draft", default) if flag is None else flag
+    read_draft(draft, "draft" if flag is None else "--draft")
+    return draft
 
 
 def first_of_job(request: Request) -> None:
@@ -253,16 +227,16 @@ def first_of_job(request: Request) -> None:
 
 def load(request: Request, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
-    names = [request.target, *(request.draft if isinstance(request.draft, tuple) else [request.draft])]
-    with loading(f"loading {request.target}", downloads=not all(map(is_here, names))):
+    with loading(f"loading {request.target}", downloads=not are_here(request.target, request.draft)):
         from specdec.generator.generator import SpecGenerator
 
-        return SpecGenerator.from_pretrained(request.target, request.draft, **request.loading, **more)
+        return SpecGenerator.from_pretrained(request.target, request.draft, **{**request.loading, **more})
 
 
-def is_here(name: str | None) -> bool:
-    """Whether nothing is downloaded for a model or draft of this name: a path, a pair of the package, or a word."""
-    return name in (None, "none") or name.partition(":")[0] in ("zoo", *DRAFT_WORDS) or Path(name).exists()
+def are_here(target: str | None, draft: str | None) -> bool:
+    """Whether neither model is downloaded: each is a path, of the package, or none."""
+    models = (target, None if draft is None else read_draft(draft).model)
+    return all(model is None or model.startswith("zoo:") or Path(model).exists() for model in models)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -289,13 +263,14 @@ def with_images(text: str, files: Sequence[str]) -> Any:
     return [*({"type": "image", "image": open_picture(Path(file))} for file in files), {"type": "text", "text": text}]
 
 
-def read_prediction(file: str | None, method: str) -> str | None:
-    """The text of the file of --prediction; raises OptionError where the method cannot use it."""
+def read_prediction(file: str | None, draft: str | None) -> str | None:
+    """The text of the file of --prediction; raises OptionError where the draft cannot use it."""
     if file is None:
         return None
-    if method not in COPYING and copied_by(method) is None:
+    if draft is None or not read_draft(draft).copies:
         raise OptionError(
-            f"--prediction is for text drafts, and the method is {method}: pass --method hybrid or {COPYING[0]}"
+            f"--prediction is for drafts that copy, and the draft is {draft}: pass --draft {COPYING[0]} or "
+            f"{COPYING[0]}+MODEL"
         )
     text = read_text(file)
     if not text:

@@ -28,8 +28,9 @@ LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 
 
 @flags.takes(
-    "draft_model method num_draft_tokens schedule",
-    "dtype quantization gguf_file backend device_map offload offload_folder tp_plan trust_remote_code quiet",
+    "draft num_draft_tokens schedule",
+    "dtype quantization gguf_file backend device_map offload offload_folder tp_plan trust_remote_code",
+    "prefix_cache quiet",
 )
 def serve(
     ctx: typer.Context,
@@ -42,7 +43,7 @@ def serve(
     api_key_file: Path | None = Option(
         None, help="File of API keys, KEY or NAME: KEY on each line; reread when it changes."
     ),
-    insecure: bool = Option(False, "--insecure", help="Allow a public address without API keys."),
+    insecure: bool | None = Option(None, "--insecure", help="Allow a public address without API keys."),
     hosts: list[str] | None = Option(
         None, "--allow-host", metavar="HOST", help="Another host name that browsers may use; repeatable."
     ),
@@ -108,23 +109,23 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     if not params["target"]:
-        own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
+        own = ("name", "draft", "num_draft_tokens", "schedule", "context", "kv_budget", "prefix_cache", *LOADING)
         refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     target = params["target"]
-    _, draft = choose_draft(params, {}, target, {})
     options = {FLAGS[name]: value for name, value in passed(params, ("num_draft_tokens", "schedule")).items()}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
-        "draft": draft,
-        "loading": passed(params),
+        "draft": choose_draft(params, {}, target, {}),
+        "loading": passed(params, LOADING),
         "options": options,
         "context": params["context"],
+        "prefix_cache": params["prefix_cache"],
     }
     return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}
 

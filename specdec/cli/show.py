@@ -101,8 +101,7 @@ def print_text(text: str, heading: str | None) -> None:
 
 def report(found: Mapping[str, Any], request: Request, stats: Stats) -> None:
     """Prints what was found as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
-    draft = " + ".join(request.draft) if isinstance(request.draft, tuple) else request.draft
-    names = {"target": request.target, "draft": draft, "method": request.method}
+    names = {"target": request.target, "draft": request.draft}
     settings = {**names, **request.loading, "options": request.options, **stats.settings}
     write_json({**found, "stats": stats_fields(stats), "settings": settings})
 

@@ -25,7 +25,7 @@ ZOO = "zoo:python-summary"
 
 
 @flags.takes(
-    "method num_draft_tokens schedule dtype quantization backend exactness device_map trust_remote_code",
+    "draft num_draft_tokens schedule dtype quantization backend exactness device_map trust_remote_code prefix_cache",
     "config set_ stats quiet",
 )
 def summarize(
@@ -33,7 +33,6 @@ def summarize(
     files: list[str] | None = Argument(None, metavar="FILE", help="Text files; - reads stdin."),
     demo: bool = Option(False, "--demo", help=f"Summarize the bundled functions with {ZOO}."),
     model: str | None = Option(None, help="Target: hub id or folder; may come from --config."),
-    draft_model: str | None = Option(None, help="Draft model: hub id or folder."),
     max_new_tokens: int | None = Option(
         None, help=f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}."
     ),

@@ -23,8 +23,8 @@ _SIGN = 20.0  # seconds from one line of progress to the next
 EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
     "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
-    "chat": "specdec chat HuggingFaceTB/SmolLM2-1.7B-Instruct --draft-model HuggingFaceTB/SmolLM2-135M-Instruct",
-    "compile": "specdec compile zoo:python-code --draft-model zoo:python-code",
+    "chat": "specdec chat HuggingFaceTB/SmolLM2-1.7B-Instruct --draft HuggingFaceTB/SmolLM2-135M-Instruct",
+    "compile": "specdec compile zoo:python-code --draft zoo:python-code",
     "demo": "specdec demo --sample --seed 3",
     "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
     "doctor": "specdec doctor zoo:python-code",

@@ -14,12 +14,13 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, Request, is_here, passed, read_settings
+from specdec.cli.request import FLAGS, Request, are_here, passed, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
+from specdec.options.drafts import read_draft
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -30,7 +31,7 @@ Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
 
-@flags.takes("num_draft_tokens schedule dtype backend exactness device_map stats quiet")
+@flags.takes("draft num_draft_tokens schedule dtype backend exactness device_map prefix_cache stats quiet")
 def transcribe(
     ctx: typer.Context,
     files: list[str] | None = Argument(
@@ -39,9 +40,6 @@ def transcribe(
     demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
     model: str | None = Option(
         None, help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."
-    ),
-    draft_model: str | None = Option(
-        None, help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."
     ),
     language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = Option(None, help="Translations are into English."),
@@ -78,7 +76,7 @@ def transcribe(
         recordings = unfinished(recordings, format, output_dir)
         if not recordings:
             return OK
-    with loading(f"loading {name}", downloads=not all(map(is_here, (request.target, request.draft)))):
+    with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
         from specdec.pipelines import Transcriber
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
@@ -188,10 +186,12 @@ def read_speech(params: Mapping[str, Any]) -> Request:
     """
     from specdec.pipelines.speech.settings import FALLBACK
 
-    model, draft, how = params["model"], params["draft_model"], passed(params)
-    if model.startswith("zoo:"):
-        draft = draft or model
-    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
+    model, how = params["model"], passed(params)
+    draft = params["draft"]
+    if draft is None:
+        draft = model if model.startswith("zoo:") else "none"
+    target = locate(model, "target", "--model")
+    read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
     given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
     if params.get("words"):
@@ -202,7 +202,7 @@ def read_speech(params: Mapping[str, Any]) -> Request:
         given["condition_on_prev_tokens"] = True
     extra = read_settings(params["set_"] or [], given)
     options = {"seed": 0, **(FALLBACK if params.get("fallback") else {}), **given, **extra}
-    return Request(target, draft, "auto", options, how)
+    return Request(target, draft, options, how)
 
 
 def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) -> None:

@@ -20,11 +20,13 @@ class Context(NamedTuple):
     """What keys and values depend on besides the tokens: sequences share them only where their contexts are equal.
 
     `model`: digest of the target's state; `salt`: the caller's; `inputs`: digest of embeddings or encoder inputs.
+    `exactness`: that of the call, since torch's settings of precision change it without a change of the model.
     """
 
     model: bytes
     salt: str = ""
     inputs: bytes = b""
+    exactness: str = ""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -187,9 +187,9 @@ class Call:
             inputs = [prompt.embeds]
         if prompt.pictures is not None:
             inputs = [value for _, value in sorted(prompt.pictures.inputs.items())]
-        seq.context = Context(model, salt, b"".join(map(digest, inputs)))
+        seq.context = Context(model, salt, b"".join(map(digest, inputs)), self.exactness)
         if seq.unconditional is not None:
-            seq.unconditional.context = Context(model, salt)
+            seq.unconditional.context = Context(model, salt, exactness=self.exactness)
 
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
-from specdec.models.hf.load_errors import closest_name
+from specdec.options.drafts import SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import PASSES, Loading
 from specdec.parallel.load import load
@@ -34,7 +33,6 @@ from specdec.proposers import (
     NgramDraft,
     TextAloneDraft,
     TextBridge,
-    is_word,
 )
 from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import kind_of, load_head
@@ -47,8 +45,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_mtp": (),
 }
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
-_WORDS = ", ".join(map(repr, DRAFTS))
-_KINDS = f"a model, an id or path, one of {_WORDS}, a Drafter, a pair of a draft that copies and a model, or None"
+_PAIR = f"a pair of {' or '.join(map(repr, COPYING))} and a model that is loaded"
+_KINDS = f"{SPELLINGS}, a loaded model, {_PAIR}, a Drafter or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
 
 
@@ -84,11 +82,9 @@ class Drafts:
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
-        draft = unwrapped(draft, name)
+        draft = loaded(unwrapped(draft, name), self._how, name=name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
-        if is_name(draft):
-            draft = loaded(draft, self._how, name=name)
         match draft:
             case None | "none":
                 return None
@@ -141,8 +137,9 @@ class Drafts:
 
     def _registered(self, draft: str, name: str) -> Draft:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
-        word, colon, rest = draft.partition(":")
-        kind, argument = DRAFTS[word], rest if colon else None
+        spelling = read_draft(draft, name, DRAFTS)
+        word, argument = str(spelling.word), spelling.argument
+        kind = DRAFTS[word]
         is_class = isinstance(kind, type)
         if not (issubclass(kind, Draft) if is_class else callable(kind)):
             must = "a function (tokens, k) -> tokens, or a subclass of `specdec.core.drafts.Draft`"
@@ -186,8 +183,8 @@ class Drafts:
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] in (None, "none") or is_word(pair[1]):
-            raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
+        if len(pair) != 2 or kinds[0] not in COPYING or isinstance(pair[1], str | PathLike | None):
+            raise OptionError.of(name, _PAIR, kinds, f"a hybrid with a model by name is '{COPYING[0]}+MODEL'")
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
         return HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
@@ -208,11 +205,6 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
                 if detail in given:
                     warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
     return found
-
-
-def is_name(draft: object) -> bool:
-    """Whether `draft` is an id or path of a model."""
-    return isinstance(draft, str | PathLike) and draft != "none" and not is_word(draft)
 
 
 def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
@@ -236,29 +228,22 @@ def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
 
 
 def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
-    """The caller's argument `name` with `LoadedModel` or `HeadAt` in place of ids and paths; both may be in a pair."""
-    if isinstance(draft, tuple | list):
-        return tuple(loaded(part, how, name=name) for part in draft)
-    if not is_name(draft):
+    """The caller's argument `name`, with a `LoadedModel` or `HeadAt` in place of a model's id or path.
+
+    The spelling of a hybrid becomes a pair; other words and objects are unchanged.
+    """
+    word, source = None, draft
+    if isinstance(draft, str):
+        spelling = read_draft(draft, name, DRAFTS)
+        word, source = spelling.word, spelling.model
+    if not isinstance(source, str | PathLike):
         return draft
-    check_spelling(draft, name)
-    if how.gguf_file is None and kind_of(draft, how.revision, argument=name) is not None:
-        return HeadAt(str(draft), how)
-    return LoadedModel(load(draft, how, name=name), tokenizer_beside(str(draft), **how.beside))
-
-
-def names_model(draft: Any) -> bool:
-    """Whether `draft` is, or contains, an id or path of a model."""
-    return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
-
-
-def check_spelling(draft: Any, name: str) -> None:
-    """Raises OptionError for a misspelt word, which the hub would be searched for."""
-    if isinstance(draft, str) and not is_word(draft) and not Path(draft).exists():
-        near = closest_name(draft.partition(":")[0], DRAFTS)
-        if near is not None:
-            way = f"did you mean {near!r}? A model of that name can be loaded from a folder"
-            raise OptionError.of(name, "a word for a draft, or a model", draft, way)
+    model: HeadAt | LoadedModel
+    if how.gguf_file is None and kind_of(source, how.revision, argument=name) is not None:
+        model = HeadAt(str(source), how)
+    else:
+        model = LoadedModel(load(source, how, name=name), tokenizer_beside(str(source), **how.beside))
+    return model if word is None else (word, model)
 
 
 def _same(mine: Any, theirs: Any) -> bool:
@@ -289,7 +274,7 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
     """Raises OptionError where an `assistant_tokenizer` has no effect."""
     model = draft[-1] if isinstance(draft, tuple | list) and draft else draft
-    if not is_name(model) and not isinstance(model, LoadedModel | PreTrainedModel | LanguageModel):
+    if not isinstance(model, LoadedModel | PreTrainedModel | LanguageModel):
         kind = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
         raise OptionError(f"`assistant_tokenizer` belongs to a draft model, and `{name}` is {kind}: leave it out")
     if tokenizer is None:

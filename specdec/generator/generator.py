@@ -23,14 +23,7 @@ from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras, ScheduledDraft
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
-from specdec.generator.drafts_by_name import (
-    Drafts,
-    is_name,
-    language_model,
-    loaded,
-    named_drafts,
-    names_model,
-)
+from specdec.generator.drafts_by_name import Drafts, language_model, loaded, named_drafts
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
@@ -51,15 +44,17 @@ PREFIX_BYTES = 2**28
 class SpecGenerator:
     """Decodes with a target model and a draft; the text is what the target alone would have written.
 
-    `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
-    `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a draft that
-    copies and a model (hybrid), `"mtp"`, the path of a head, `"zoo:NAME"`, or None for plain decoding. `tokenizer`: the
-    target's, or the processor of one that sees. `options` are the defaults of every `generate` call. `task` names
-    settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget` limits
-    the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further calls wait.
-    `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts that begin
-    alike; None: 256 MiB, used only by calls whose text it cannot change. `backend` and `exactness` are those of
-    `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
+    `target`: a transformers model, or a hub id or path to load. `draft`: a spelling, which is the same everywhere
+    (`"suffix"`, `"ngram"`, `"early_exit:N"`, `"mtp"`, the id or path of a model or head, `"zoo:NAME"`, `"suffix+ID"`
+    for a hybrid, `"none"`), a model, a pair like `("suffix", model)`, a `Drafter`, a function `(tokens, k) -> tokens`,
+    or None for plain decoding. `tokenizer`: the target's, or the processor of one that sees. `options` are the
+    defaults of every `generate` call. `task` names settings in the checkpoint's `task_specific_params`, which then
+    override its generation config. `kv_budget` limits the keys and values of all running calls, in bytes or as a share
+    of the free memory (0.5: half); further calls wait. `prefix_cache` keeps keys and values of finished texts in that
+    many bytes (True: 256 MiB), for prompts that begin alike; None: 256 MiB, but not for a model object with hooks or
+    methods of the caller's. Outside of float32 and `exactness`="strict", a text that continues a cached one may differ
+    at near-ties. `backend` and `exactness` are those of `Loading`; for a model object, "packed" keeps a second copy of
+    its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -84,7 +79,7 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = check_defaults(options), task
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
-        if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
+        if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
@@ -117,14 +112,15 @@ class SpecGenerator:
         """
         how, options = Loading.split(options)
         check_defaults(options)
+        _prefixes(prefix_cache)  # raises before anything is loaded
         draft_how = how.of_draft(draft_options)
         if leading(how) is not None:
             draft_how = on_own_device(draft_how)
-        if draft_options and not names_model(draft):
-            raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
-        draft = loaded(draft, draft_how)
+        unloaded, draft = draft, loaded(draft, draft_how)
+        if draft_options and draft is unloaded:
+            raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
         model = language_model(target, "target", how)
-        if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
+        if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=model.sees, **how.beside)
         return cls(
             model,
@@ -272,8 +268,8 @@ class SpecGenerator:
                 grammar = self._grammar(form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
-            # By default only prompts whose text the cache cannot change use it.
-            cached = self._prefixes_asked or (exactness in ("exact", "strict") and state.is_readable)
+            # A caller's model that may change unseen continues no earlier text, unless the caller wants it to.
+            cached = self._prefixes_asked or self.target.is_owned or state.is_readable
             pacing = scheduled.pacing(
                 options,
                 offloaded=self.target.is_offloaded,

@@ -93,7 +93,7 @@ class LanguageModel:
             backend = "packed" if backend == "auto" else backend
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
-        self.model = model
+        self.model, self.is_owned = model, owned
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model)
         if self.config.model_type in AT_MASKS:

@@ -26,12 +26,6 @@ DRAFTS: dict[str, Any] = {
 }
 """Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one."""
 
-
-def is_word(draft: object) -> bool:
-    """Whether `draft` is a word of `DRAFTS`, with or without an argument, rather than a model's name."""
-    return isinstance(draft, str) and draft.partition(":")[0] in DRAFTS
-
-
 __all__ = [
     "DRAFTS",
     "EarlyExitDraft",
@@ -48,6 +42,5 @@ __all__ = [
     "branch_tokens",
     "chain_per_leaf",
     "cut",
-    "is_word",
     "known_tokens",
 ]

@@ -21,7 +21,7 @@ from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
 from specdec.server.admission import Admission
-from specdec.server.settings import Draft, Limits, ModelSettings
+from specdec.server.settings import Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
@@ -107,21 +107,13 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
     memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     kind = Transcriber if is_speech else SpecGenerator
     try:
-        made: Any = kind.from_pretrained(
-            target, _draft(settings.draft), **memory, **settings.loading, **settings.options
-        )
+        made: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)
         (made.generator if is_speech else made).compile()
     finally:
         release_helpers()
     if is_speech:
         return SpeechModel(settings.name, made, limits.audio_seconds)
     return TextModel(settings.name, made, context=settings.context, pixels=limits.picture_pixels)
-
-
-def _draft(draft: Draft) -> Any:
-    if isinstance(draft, tuple):
-        return tuple(map(_draft, draft))
-    return draft and bundled_models.locate(draft, "draft")
 
 
 def _is_speech(settings: ModelSettings, target: str) -> bool:

@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError, model_validator
 
-from specdec.errors import OptionError
-from specdec.models.hf.load_errors import closest_name
+from specdec.errors import OptionError, closest_name
+from specdec.options.drafts import read_draft
 from specdec.server.errors import Place, place_of, predicate
 
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Bytes = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-Draft = str | tuple[str, str] | None
 
 
 def host_of(netloc: str) -> str:
@@ -42,6 +41,11 @@ def _host(text: str) -> str:
     return text.lower()
 
 
+def _draft(text: str) -> str:
+    read_draft(text)
+    return text
+
+
 HostName = Annotated[str, AfterValidator(_host)]
 
 
@@ -59,7 +63,7 @@ class ModelSettings(_Frozen):
 
     name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]
     target: str
-    draft: Draft = None
+    draft: Annotated[str, AfterValidator(_draft)] | None = None
     task: Literal["auto", "text", "speech"] = "auto"
     loading: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)

@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(saved_model(folder / "target"))
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "target")
-    return ["--model", str(folder / "target"), "--draft-model", saved_model(folder / "draft", seed=1)]
+    return ["--model", str(folder / "target"), "--draft", saved_model(folder / "draft", seed=1)]
 
 
 def write(path: Path, rows: Sequence[Any]) -> Path:

@@ -63,6 +63,16 @@ def test_which_drafts_are_chains(
     assert group.cells[0].is_chain == chain
 
 
+def test_none_is_plain_decoding(tmp_path: Path) -> None:
+    """Among drafts, and in a strategy's file, which may name no other draft."""
+    (group,) = read_suite({"targets": "t", "drafts": ["none"]}).groups()
+    assert not group.cells
+    (group,) = read_suite({"targets": "t", "strategies": [{"draft": "none", "num_beams": 2}]}).groups()
+    assert not group.cells
+    with pytest.raises(OptionError, match="`draft` must be 'none' in strategy"):
+        read_suite({"targets": "t", "strategies": [{"draft": "suffix", "num_beams": 2}]})
+
+
 @pytest.mark.parametrize(("target", "draft"), [("zoo:python-code", "zoo:python-code"), ("some/model", "suffix")])
 def test_a_target_alone_is_enough(target: str, draft: str) -> None:
     """The package's pair is its own draft."""

@@ -129,7 +129,7 @@ def test_help_at_80_columns(monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         ("specdec doc", ["doctor"]),
         ("specdec generate --backend pa", ["packed"]),
         ("specdec generate zoo", ["zoo:python-code", "zoo:speech", "zoo:python-summary"]),
-        ("specdec generate --method hybrid:", ["hybrid:suffix", "hybrid:ngram"]),
+        ("specdec generate --draft ngram+zoo:s", ["ngram+zoo:speech"]),
     ],
 )
 def test_shell_completion(words: str, expected: list[str]) -> None:
@@ -167,12 +167,14 @@ FLAG_ERRORS = {
     "--num-draft-tokens many": "--num-draft-tokens",
     "--num-draft-tokens 0": "error: --num-draft-tokens must be",
     "--set num_assistant_tokens=0": "error: `num_assistant_tokens` must be",
-    "--method magic": "early_exit:N",
-    "--method early_exit:two": "early_exit:N",
-    "--method hybrid:early_exit": "early_exit:N",
-    "--method draft": "pass --draft-model",
-    "--method hybrid": "pass --draft-model",
-    "--method ngram --draft-model d": "leave out --draft-model",
+    "--method ngram": "No such option: --method",
+    "--draft sufix": "`--draft` must be suffix, ngram, early_exit:N, mtp, a model (hub id, path or zoo:NAME), "
+    "suffix+MODEL or none, got 'sufix': did you mean 'suffix'?",
+    "--draft early_exit:two": "early_exit:N",
+    "--draft early_exit:1+d": "early_exit:N",
+    "--draft ''": "`--draft` must be",
+    "--draft mtp+d": "suffix or ngram before the + of a hybrid",
+    "--draft suffix+ngram": "a model after it",
     "--schedule fast": "--schedule must be one of",
     "--top-p 1.5": "--top-p must be",
     "--greedy --top-k 5": "--top-k is for sampling",
@@ -186,18 +188,18 @@ FLAG_ERRORS = {
     "--set top_k": "KEY=VALUE",
     "--set a=[1": "YAML",
     "--set top_k=5 --top-k 6": "by its flag and by --set",
-    "--set prompt_lookup_num_tokens=5 --method suffix": "pass one of them",
+    "--set prompt_lookup_num_tokens=5 --draft suffix": "pass one of them",
     "--json --show-draft": "leave one of them out",
     "--show-draft --no-stream": "leave out --no-stream",
     "--show-draft --sample --num-return-sequences 2": "shows one text",
     "--config no-such-file.yaml": "no-such-file.yaml",
-    "--draft-model zoo:nope": "`--draft-model` must be",
-    "--method none --prediction f": "--prediction is for text drafts",
+    "--draft zoo:nope": "`--draft` must be",
+    "--draft none --prediction f": "--prediction is for drafts that copy",
     "--prediction no-such-file": "no-such-file cannot be read",
     f"--prediction {os.devnull}": "is empty",
     "--quantization int4": "nf4",
     "--max-memory cpu --offload disk": "DEVICE=SIZE",
-    "--draft-dtype float32 --method suffix": "no draft model",
+    "--draft-dtype float32 --draft suffix": "suffix is no model",
 }
 USAGE_ERRORS |= {f"generate t -p x {flags}": words for flags, words in FLAG_ERRORS.items()}
 
@@ -233,7 +235,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, error_of: Any) -> None:
         (b"draft_options: 3\n", "error: `draft_options` must be a mapping of loading options, got 3"),
     ):
         file.write_bytes(content)
-        args = ("-p", "x", "--draft-model", "d", "--draft-dtype", "float32", "--config", file)
+        args = ("-p", "x", "--draft", "d", "--draft-dtype", "float32", "--config", file)
         assert error_of("generate", "t", *args).startswith(words)
 
 
@@ -289,31 +291,28 @@ def test_flags_win_over_the_file(flags: dict[str, Any], file: str, expected: dic
     assert read_request(params(config=path, **flags)).options == expected
 
 
-OF_ZOO = str(bundled_models.pair().draft)
-METHODS = [
-    ({}, "", ("suffix", "suffix")),
-    ({"draft_model": "d"}, "", ("draft", "d")),
-    ({}, "draft: d", ("draft", "d")),
-    ({"method": "none"}, "draft: d", ("none", None)),
-    ({"method": "ngram"}, "method: suffix", ("ngram", "ngram")),
-    ({"draft_model": "d"}, "method: ngram", ("draft", "d")),
-    ({"draft_model": "e"}, "method: hybrid\ndraft: d", ("hybrid", ("suffix", "e"))),
-    ({"draft_model": "e"}, "method: hybrid:ngram", ("hybrid:ngram", ("ngram", "e"))),
-    ({"method": "early_exit:2"}, "", ("early_exit:2", "early_exit:2")),
-    ({"set_": ["prompt_lookup_num_tokens=3"]}, "", ("prompt_lookup_num_tokens", None)),
-    ({"target": "zoo:python-code"}, "", ("draft", OF_ZOO)),
-    ({"target": "zoo:python-code", "method": "hybrid"}, "", ("hybrid", ("suffix", OF_ZOO))),
-    ({"target": "zoo:python-code", "method": "none"}, "", ("none", None)),
+SPELLED = [
+    ({}, "", "suffix"),
+    ({"draft": "d"}, "", "d"),
+    ({}, "draft: d", "d"),
+    ({"draft": "none"}, "draft: d", "none"),
+    ({}, "draft: none", "none"),
+    ({"draft": "d"}, "draft: ngram", "d"),
+    ({}, "draft: ngram+d", "ngram+d"),
+    ({"draft": "early_exit:2"}, "", "early_exit:2"),
+    ({"set_": ["prompt_lookup_num_tokens=3"]}, "draft: d", None),
+    ({"target": "zoo:python-code"}, "", "zoo:python-code"),
+    ({"target": "zoo:python-code", "draft": "suffix+d"}, "", "suffix+d"),
+    ({"target": "zoo:python-code"}, "draft: none", "none"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "file", "expected"), METHODS)
-def test_methods(flags: dict[str, Any], file: str, expected: tuple[str, Any], tmp_path: Path) -> None:
-    """The method and the draft that flags and file add up to; a target of the zoo brings its own draft."""
+@pytest.mark.parametrize(("flags", "file", "expected"), SPELLED)
+def test_which_draft(flags: dict[str, Any], file: str, expected: str | None, tmp_path: Path) -> None:
+    """The flag, else the file's; else a target of the zoo brings its own draft, and any other copies."""
     path = tmp_path / "c.yaml"
     path.write_text(file or "{}")
-    request = read_request(params(config=path, **flags))
-    assert (request.method, request.draft) == expected
+    assert read_request(params(config=path, **flags)).draft == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- output
@@ -324,7 +323,7 @@ def test_stdout_is_the_text_alone(generate: Any) -> None:
     streamed, err = generate(*NEW)
     assert (streamed[-1], err) == ("\n", "")
     assert generate(*NEW, "--no-stream").out == streamed
-    assert generate(*NEW, "--method", "none").out == streamed
+    assert generate(*NEW, "--draft", "none").out == streamed
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +446,7 @@ def test_ctrl_c_stops_the_answer_alone(chatty: str, talk: Any, monkeypatch: pyte
             monkeypatch.setattr(Printer, "_write", before)
 
     monkeypatch.setattr(Printer, "_write", interrupted)
-    out = talk("ab", "/reset", "ab", flags=("--method", "none")).out
+    out = talk("ab", "/reset", "ab", flags=("--draft", "none")).out
     [whole] = answers(chatty, "ab")
     assert out.endswith(f"\n{whole}\n")
     assert whole.startswith(out.removesuffix(f"\n{whole}\n").rstrip("\ufffd"))
@@ -473,7 +472,7 @@ def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
     letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
     others = [i for i in range(WIDTH) if i not in letters]
-    how = ("--json", "--method", "suffix", "--set", f"suppress_tokens={others}", *NEW)
+    how = ("--json", "--draft", "suffix", "--set", f"suppress_tokens={others}", *NEW)
     plain = json.loads(generate(*how).out)
     (tmp_path / "expected.txt").write_text(plain["texts"][0])
     helped = json.loads(generate(*how, "--prediction", tmp_path / "expected.txt").out)
@@ -481,19 +480,19 @@ def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
     assert helped["stats"]["num_accepted_draft_tokens"] > plain["stats"]["num_accepted_draft_tokens"]
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "suffix", "early_exit:1", "draft", "hybrid"])
-def test_json(method: str, generate: Any, target: str, draft: str) -> None:
-    """One object with texts, ids, reasons, statistics, settings and versions; every method writes the same text."""
-    extra = ["--draft-model", draft] if method in ("draft", "hybrid") else []
-    out, err = generate(*NEW, "--json", "--method", method, *extra)
+@pytest.mark.parametrize("spelling", ["none", "ngram", "suffix", "early_exit:1", "{}", "suffix+{}"])
+def test_json(spelling: str, generate: Any, target: str, draft: str) -> None:
+    """One object with texts, ids, reasons, statistics, settings and versions; every draft writes the same text."""
+    spelling = spelling.format(draft)
+    out, err = generate(*NEW, "--json", "--draft", spelling)
     result = json.loads(out)
     assert (set(result), err) == (JSON_KEYS, "")
     assert set(result["stats"]) >= {*STATS.split()}
-    assert result["texts"][0] + "\n" == generate(*NEW, "--method", "none").out
+    assert result["texts"][0] + "\n" == generate(*NEW, "--draft", "none").out
     assert [len(ids) for ids in result["token_ids"]] == [result["stats"]["num_new_tokens"]]
     assert result["finish_reasons"] in (["length"], ["eos"])
     settings = result["settings"]
-    assert (settings["method"], settings["target"], settings["options"]) == (method, target, {"max_new_tokens": 12})
+    assert (settings["draft"], settings["target"], settings["options"]) == (spelling, target, {"max_new_tokens": 12})
     assert {"specdec", "torch", "transformers", "python"} <= set(result["versions"])
 
 
@@ -503,7 +502,7 @@ def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
     first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2").out)
     assert len(first["texts"]) == len(first["token_ids"]) == 2
     again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
-    second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again).out)
+    second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--draft", "none", *again).out)
     assert second["texts"] == first["texts"]
     out = generate(*NEW, "--num-return-sequences", "2", *again).out
     assert out == f"── 1/2 ──\n{first['texts'][0]}\n── 2/2 ──\n{first['texts'][1]}\n"
@@ -731,7 +730,7 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     file = tmp_path / "run.yaml"
     file.write_text("quantization: int8\noffload: disk\nmax_memory: {cpu: 40KB}\ndraft_options: {dtype: bfloat16}\n")
     flags = ["--quantization", "int8-weight", "--draft-quantization", "int8-weight", "--max-memory", "cpu=90KB"]
-    how = [*NEW, "--json", "--quiet", "--draft-model", draft, "--config", str(file), *flags]
+    how = [*NEW, "--json", "--quiet", "--draft", draft, "--config", str(file), *flags]
     found = json.loads(generate(*how).out)
     assert found["settings"]["quantization"] == "int8-weight"
     assert found["settings"]["offload"] == "disk"
@@ -740,13 +739,41 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     assert found["stats"]["exactness"] == "exact"
 
 
+def test_every_command_reads_in_full_if_told(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
+) -> None:
+    """By --no-prefix-cache, or by a file, over which the flag wins; measurements always do."""
+    made, init = list[Any](), SpecGenerator.__init__
+
+    def spy(self: Any, *models: Any, **options: Any) -> None:
+        made.append(options.get("prefix_cache"))
+        init(self, *models, **options)
+
+    monkeypatch.setattr(SpecGenerator, "__init__", spy)
+    (rows := tmp_path / "rows.txt").write_text("def f\n")
+    (file := tmp_path / "run.yaml").write_text("prefix_cache: false\n")
+    generating = ("generate", target, "-p", "def f")
+    batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
+    for arguments in (generating, batch, ("summarize", rows, "--model", target)):
+        called(*arguments, *NEW, "-q", "--no-prefix-cache")
+    called("transcribe", "--demo", "-q", "--no-prefix-cache")
+    talk("ab", flags=("--no-prefix-cache",))
+    called(*generating, *NEW, "-q", "--config", file)
+    commands.run(["doctor", target, "--seconds", "0.1", "-q"])
+    assert made == [False] * len(made)
+    made.clear()
+    called(*generating, *NEW, "-q", "--config", file, "--prefix-cache")
+    called(*generating, *NEW, "-q")
+    assert made == [True, None]
+
+
 def test_gguf_files(tmp_path: Path, called: Any) -> None:
     """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
     pytest.importorskip("gguf")
     path = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1)
     saved_gguf(tmp_path / "draft.gguf", tokens=True, vocab=WIDTH + 1, types=["Q4_0"])
     folder, texts = str(tmp_path), []
-    draft = ["--draft-model", folder, "--draft-gguf-file", "draft.gguf"]
+    draft = ["--draft", folder, "--draft-gguf-file", "draft.gguf"]
     for named in ([path], [folder, "--gguf-file", "model.gguf"], [path, *draft, "--json"]):
         out, err = called("generate", *named, "-p", "abab", "--max-new-tokens", "4", "--quiet")
         assert not err

@@ -67,7 +67,7 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, called: A
 
 def test_a_pair(folders: tuple[str, str], called: Any) -> None:
     """Backends and why, whether they fit, and an estimate that says when a draft does not pay."""
-    flags = ["--draft-model", folders[1], "-p", "def f", "--seconds", "0.1", "--json", "--quiet"]
+    flags = ["--draft", folders[1], "-p", "def f", "--seconds", "0.1", "--json", "--quiet"]
     findings = json.loads(called("doctor", folders[0], *flags).out)["findings"]
     found = {(one["section"], one["name"]): one for one in findings}
     assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
@@ -98,7 +98,7 @@ def test_a_busy_machine_promises_nothing(busy: bool, monkeypatch: pytest.MonkeyP
 def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """The error of loading is a finding, with its way out, and exit code 1."""
     tiny("llama", vocab=64).save_pretrained(tmp_path)
-    out = called("doctor", folders[0], "--draft-model", tmp_path, "--quiet", code=1).out
+    out = called("doctor", folders[0], "--draft", tmp_path, "--quiet", code=1).out
     assert re.search(r"✗ loading .*draft='suffix'", out)
 
 

@@ -263,6 +263,6 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     names = ["steps", "loss", "agreement by position", "acceptance length", "to measure it"]
     assert [line.split("  ")[0] for line in said.out.splitlines()] == names
     assert said.out.endswith(f" specdec bench {model} --draft {out}\n")
-    assert run(["generate", model, "--draft-model", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
+    assert run(["generate", model, "--draft", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
     assert run(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
     assert "nothing to learn from" in capsys.readouterr().err

@@ -284,13 +284,14 @@ def test_prompts_that_are_read_every_time(name: str, how: dict[str, Any]) -> Non
     assert not how or out.hidden_states[0][0].shape[1] == 40
 
 
-def test_only_where_it_changes_no_text() -> None:
-    """In half precision rounding may decide, so there it is asked for."""
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_every_dtype_continues_by_default(draft: str | None) -> None:
+    """The second call does not read its prompt again. (Only float32 did so, that is no real checkpoint.)"""
     half = tiny("llama").to(torch.bfloat16)
-    for wanted, found in ((None, 0), (True, 39), (False, 0)):
-        generator = SpecGenerator(half, prefix_cache=wanted)
-        generator.generate(FIRST, **COMMON)
-        assert generator.generate(FIRST, **COMMON).stats.cached_prompt_tokens == found
+    for wanted, cached in ((None, 39), (True, 39), (False, 0)):
+        generator = SpecGenerator(half, draft, prefix_cache=wanted)
+        assert generator.generate(FIRST, **COMMON).stats.cached_prompt_tokens == 0
+        assert generator.generate(FIRST, **COMMON).stats.cached_prompt_tokens == cached
     with pytest.raises(OptionError, match="prefix_cache"):
         SpecGenerator(tiny("llama"), prefix_cache=-1)
 

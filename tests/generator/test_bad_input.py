@@ -340,7 +340,8 @@ class Guess:
         return tokens[:k]
 
 
-NO_DRAFTS = (3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix"))
+NO_DRAFTS = (3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), ("suffix", "d"), "mtp+d")
+NO_DRAFTS += ((tiny("llama"), "suffix"),)
 WRONG_MODELS: list[tuple[Any, Any, str]] = [
     *((tiny("llama"), draft, "`draft`") for draft in NO_DRAFTS),
     *(

@@ -42,7 +42,7 @@ def test_models_named_by_path(folders: tuple[str, str], kind: Any) -> None:
 def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) -> None:
     """`draft_options` name another than the target's. (The generator refused the draft that it had loaded so.)"""
     target, draft = folders
-    given: Any = ("suffix", draft) if pair else draft
+    given = f"suffix+{draft}" if pair else draft
     generator = SpecGenerator.from_pretrained(target, given, backend="packed", draft_options={"backend": "eager"})
     assert (generator.target.backend, generator.draft.models[0].backend) == ("packed", "eager")
 
@@ -137,6 +137,8 @@ def test_what_was_learned_belongs_to_the_draft() -> None:
         ("assistant_model", {"assistant_model": 3}),
         ("assistant_model", {"assistant_model": ("suffix", "ngram")}),
         ("assistant_model", {"assistant_model": ("suffix", "none")}),
+        ("assistant_model", {"assistant_model": ("suffix", "zoo:python-code")}),
+        ("assistant_model", {"assistant_model": "suffix+suffix"}),
         ("assistant_model", {"assistant_model": "early_exit:9"}),
         ("assistant_early_exit", {"assistant_early_exit": True}),
         ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": True}),
@@ -232,6 +234,11 @@ def is_compiled(*models: LanguageModel) -> bool:
     return all(model.ragged is not None and model.ragged.compiled is not None for model in models)
 
 
+def spelled(model: Any) -> Any:
+    """A hybrid with a model by its name, or with a loaded one."""
+    return f"suffix+{model}" if isinstance(model, str) else ("suffix", model)
+
+
 @pytest.mark.parametrize("pair", [False, True])
 def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are named. (`from_pretrained` compiled the target alone.)"""
@@ -240,7 +247,7 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool, monke
     objects = tiny("llama"), tiny("llama", seed=1)
     ways = ((SpecGenerator, objects), (SpecGenerator, folders), (SpecGenerator.from_pretrained, folders))
     for make, (one, two) in ways:
-        generator = make(one, ("suffix", two) if pair else two, backend="compiled")
+        generator = make(one, spelled(two) if pair else two, backend="compiled")
         assert len(generator.draft.models) == 1
         assert is_compiled(generator.target, *generator.draft.models)
     plain = SpecGenerator.from_pretrained(target, draft)

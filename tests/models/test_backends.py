@@ -102,7 +102,7 @@ def test_whisper_s_encoder(dtype: torch.dtype, tolerance: float) -> None:
 def test_the_backend_reaches_drafts(tmp_path: Path) -> None:
     """Named by id, as an object, in a pair, or made of the target's own layers."""
     folder = saved("llama", tmp_path, tie_word_embeddings=True)
-    for draft in (folder, tiny("llama", seed=1), ("suffix", folder), "early_exit:1"):
+    for draft in (folder, tiny("llama", seed=1), f"suffix+{folder}", "early_exit:1"):
         generator = SpecGenerator(tiny("llama"), draft, backend="packed")
         assert [model.backend for model in generator.draft.models if model is not generator.target] == ["packed"]
     shallow = SpecGenerator.from_pretrained(folder, "early_exit:1", backend="packed")

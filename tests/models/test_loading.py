@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
+from specdec.errors import closest_name
 from specdec.models import load
-from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import Int8Linear
 from specdec.proposers.heads import kind_of
@@ -140,7 +140,7 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     held = (*loaded.model.model.parameters(), *loaded.model.model.buffers())
     assert not any(p.is_meta or p.dtype == torch.int8 for p in held)
     own = {"dtype": "float32", "quantization": "int8-weight"}
-    generator = SpecGenerator.from_pretrained(target, ("suffix", draft), dtype="bfloat16", draft_options=own)
+    generator = SpecGenerator.from_pretrained(target, f"suffix+{draft}", dtype="bfloat16", draft_options=own)
     assert generator.draft.model.model.dtype == torch.float32
     assert any(p.dtype == torch.int8 for p in generator.draft.model.model.model.buffers())
     assert not any(p.dtype == torch.int8 for p in generator.target.model.buffers())
@@ -291,7 +291,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("target", ["some/target", "zoo:python-code"])
-@pytest.mark.parametrize("draft", ["some/draft", ("suffix", "some/draft")])
+@pytest.mark.parametrize("draft", ["some/draft", "suffix+some/draft"])
 def test_a_hub_out_of_reach_is_asked_once(asked: list[str], target: str, draft: Any) -> None:
     """It was asked for a draft as a head, for its tokenizer, and for it as a model, each time with all retries."""
     with pytest.raises(LoadError, match=r"`draft` 'some/draft' .*hub cannot be reached"):
@@ -433,7 +433,7 @@ def test_what_is_no_folder(source: Any, told: str) -> None:
 def test_a_misspelt_word() -> None:
     """`draft="sufix"` was taken for a model's name, and a hub was asked for it."""
     target = tiny("llama")
-    for draft in ("sufix", "earlyexit:1", ("sufix", "zoo:python-code")):
+    for draft in ("sufix", "earlyexit:1", "sufix+zoo:python-code"):
         with pytest.raises(OptionError, match=r"`draft` must be .*did you mean '(suffix|early_exit)'\?"):
             SpecGenerator.from_pretrained("zoo:python-code", draft)
     with pytest.raises(OptionError, match=r"did you mean 'suffix'\?"):

@@ -101,6 +101,20 @@ def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cached_beginning_leaves_logits_alone(name: str, kind: str) -> None:
+    """Turns of a chat continue keys and values of other passes by default, and no bit of a logit differs."""
+    target, prompt = strict(name, kind), [(7 * i) % 50 + 5 for i in range(40)]
+    continues, reads = SpecGenerator(target, "suffix"), SpecGenerator(target, prefix_cache=False)
+    for turn in range(3):
+        out, expected = (one.generate([prompt], **COMMON, output_logits=True) for one in (continues, reads))
+        assert (out.stats.cached_prompt_tokens > 35, expected.stats.cached_prompt_tokens) == (turn > 0, 0)
+        assert texts(out) == texts(expected)
+        assert torch.equal(torch.stack(out.logits), torch.stack(expected.logits))
+        prompt = [*texts(out)[0], 9, 10 + turn]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
 def test_logits_bit_for_bit(name: str, kind: str) -> None:
     """Whatever shares a pass, however many threads compute it, and wherever a value then stands."""

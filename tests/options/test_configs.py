@@ -15,7 +15,7 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs" / "strategies").glob("*.
 
 def options(path: Path) -> Options:
     """What a preset asks of the library."""
-    return resolve({name: value for name, value in read_yaml(path).items() if name != "method"})
+    return resolve({name: value for name, value in read_yaml(path).items() if name != "draft"})
 
 
 def test_every_strategy_has_a_preset() -> None:

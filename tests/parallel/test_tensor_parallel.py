@@ -55,7 +55,7 @@ def test_a_server_whose_target_is_shared(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}"
     asked = {"model": tmp_path.name, "prompt": "abc", "max_tokens": 12, "temperature": 0}
     with torchrun(
-        "-m", "specdec", "serve", folder, "--tp-plan", "auto", "--method", "suffix", "--port", port
+        "-m", "specdec", "serve", folder, "--tp-plan", "auto", "--draft", "suffix", "--port", port
     ) as running:
         until = time.monotonic() + 4 * SOON
         while not ready(url):

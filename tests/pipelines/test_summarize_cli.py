@@ -54,12 +54,11 @@ def expected(folder: Path) -> dict[str, str]:
     return {text: own(text)[0]["summary_text"] for text in (TEXT, LONG)}
 
 
-@pytest.mark.parametrize("method", ["none", "suffix", "draft", "hybrid", "early_exit:1"])
-def test_one_file(method: str, summarize: Any, expected: dict[str, str], folder: Path) -> None:
+@pytest.mark.parametrize("draft", ["none", "suffix", "{}", "suffix+{}", "early_exit:1"])
+def test_one_file(draft: str, summarize: Any, expected: dict[str, str], folder: Path) -> None:
     """Stdout is the summary alone, long text or short, with every draft."""
-    extra = ["--draft-model", str(folder / "draft")] if method in ("draft", "hybrid") else []
-    assert summarize("text.txt", "--method", method, *extra) == (0, expected[TEXT] + "\n", "")
-    assert summarize("long.txt", "--method", method, *extra) == (0, expected[LONG] + "\n", "")
+    for name, text in (("text.txt", TEXT), ("long.txt", LONG)):
+        assert summarize(name, "--draft", draft.format(folder / "draft")) == (0, expected[text] + "\n", "")
 
 
 def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -> None:
@@ -96,7 +95,7 @@ def test_json(summarize: Any, expected: dict[str, str], folder: Path) -> None:
     assert first == [1]
     assert second[0] > second[-1] == 1
     assert found["stats"]["num_new_tokens"] == NEW * (sum(second) + 1)
-    assert found["settings"]["method"] == "suffix"
+    assert found["settings"]["draft"] == "suffix"
 
 
 def test_pieces_and_truncation(summarize: Any) -> None:
@@ -129,7 +128,7 @@ def test_demo(called: Any) -> None:
     assert [d["file"] for d in found["documents"]] == list(bundled_models.functions())
     for document, text in zip(found["documents"], bundled_models.functions().values(), strict=True):
         assert document["summary_text"].startswith(text.splitlines()[0])
-    assert found["settings"]["method"] == "draft"
+    assert found["settings"]["draft"] == "zoo:python-summary"
 
 
 ERRORS = [
@@ -146,7 +145,7 @@ ERRORS = [
     (["text.txt", "--batch-size", "0"], "--batch-size"),
     (["text.txt", "--chunk-tokens", "0"], "--chunk-tokens"),
     (["text.txt", "--template", "Summarize!"], "`template` must be text with {text} in it"),
-    (["text.txt", "--method", "draft"], "pass --draft-model"),
+    (["text.txt", "--draft", "sufix"], "did you mean 'suffix'?"),
 ]
 
 

@@ -37,7 +37,7 @@ def typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     def call(*arguments: Any, draft: bool = True) -> tuple[int, str, str]:
         named = [str(folder / one) if one in ("short.wav", "long.wav") else str(one) for one in arguments]
-        beside = ["--draft-model", str(folder / "draft")] if draft else []
+        beside = ["--draft", str(folder / "draft")] if draft else []
         code = run(["transcribe", *named, "--model", str(folder / "model"), *beside, "--max-new-tokens", "12"])
         out, err = capsys.readouterr()
         return code, out, " ".join(err.split())

@@ -16,7 +16,6 @@ from specdec import LoadError, OptionError, SpecdecError
 from specdec.cli import serve as command
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.cli.terminal import notes
-from specdec.options import bundled_models
 from specdec.pipelines.speech import audio
 from specdec.server import load, read_settings, start_log
 from specdec.server.settings import Limits, ModelSettings
@@ -27,8 +26,8 @@ from tests.server.served import app, asking
 
 def keys(**given: Any) -> dict[str, Any]:
     """The settings of these flags."""
-    names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft_model", "method", "demo", "config")
-    names += ("name", "context", "kv_budget", "num_draft_tokens", "schedule")
+    names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft", "demo", "config")
+    names += ("name", "context", "kv_budget", "prefix_cache", "num_draft_tokens", "schedule")
     return settings_keys({**dict.fromkeys(names), **given})
 
 
@@ -36,7 +35,7 @@ def test_flags_of_one_model() -> None:
     """They become the settings of that model, of the server and of its limits."""
     found = read_settings(
         keys(
-            target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
+            target="org/Model-7B", draft="org/draft", schedule="cost", dtype="bfloat16", port=9000,
             kv_budget=0.25, running=4, drain_seconds=5.0, hosts=["Models.example.org"], stream_chunk=8, context=512,
             trusted_proxies=["10.0.0.0/8"],
         )
@@ -44,7 +43,9 @@ def test_flags_of_one_model() -> None:
     model = found.models[0]
     assert (model.name, model.target, model.draft) == ("Model-7B", "org/Model-7B", "org/draft")
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
-    assert (model.kv_budget, model.context) == (0.25, 512)
+    assert (model.kv_budget, model.context, model.prefix_cache) == (0.25, 512, None)
+    for keeps in (True, False):
+        assert keys(target="m", prefix_cache=keeps)["models"][0]["prefix_cache"] is keeps
     assert (found.port, found.hosts, found.stream_chunk) == (9000, ("models.example.org",), 8)
     assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
     assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
@@ -53,9 +54,9 @@ def test_flags_of_one_model() -> None:
 def test_drafts_are_chosen_as_elsewhere() -> None:
     """A pair of the package is its own draft, anything else copies unless told otherwise."""
     asked: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
-    asked += [{"target": "m", "method": "none"}, {"target": "m", "method": "hybrid", "draft_model": "d"}]
+    asked += [{"target": "m", "draft": "none"}, {"target": "m", "draft": "suffix+d"}]
     drafts = [read_settings(keys(**flags)).models[0].draft for flags in asked]
-    assert drafts == [str(bundled_models.pair().draft), "suffix", None, ("suffix", "d")]
+    assert drafts == ["zoo:python-code", "suffix", "none", "suffix+d"]
 
 
 def test_a_file_under_flags(tmp_path: Path) -> None:
@@ -72,8 +73,9 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
     [
         ([], "pass a TARGET"),
         (["x", "--demo"], "only one of them"),
-        (["--demo", "--draft-model", "x"], "--draft-model configures TARGET"),
+        (["--demo", "--draft", "x"], "--draft configures TARGET"),
         (["--demo", "--dtype", "float32"], "--dtype configures TARGET"),
+        (["--demo", "--no-prefix-cache"], "--prefix-cache configures TARGET"),
         (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
         (["--demo", "--host", "0.0.0.0"], "--trusted-proxy ADDRESS"),
         (["--demo", "--allow-host", "https://models.example.org"], "without scheme"),
@@ -81,7 +83,7 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["--demo", "--api-key-file", "/no/such/file"], "api_key_file"),
         (["--demo", "--port", "70000"], "port"),
         (["--demo", "--log", "loud"], "log"),
-        (["x", "--method", "draft"], "--draft-model"),
+        (["x", "--draft", "sufix"], "`--draft` must be"),
     ],
 )
 def test_flags_that_do_not_go(arguments: list[str], said: str, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,9 +322,14 @@ def test_drafts_have_the_names_that_users_gave(draft: str) -> None:
     assert card["specdec"]["draft"] == {"none": None, "hybrid": "suffix+model"}.get(draft, draft)
 
 
-def test_choices_read_the_prompt_once() -> None:
-    """The second of two requests re-reads little. (Three choices had more cached tokens than their prompt has.)"""
-    model = text_model(draft="none")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_read_the_prompt_once(dtype: torch.dtype) -> None:
+    """The second of two requests re-reads little. (Three choices had more cached tokens than their prompt has.)
+
+    In every dtype. (`cached_tokens` was 0 for ever in bfloat16.)
+    """
+    target = tiny("llama", vocab=WIDTH).to(dtype)
+    model = TextModel("text", SpecGenerator(target, tokenizer=TOKENIZER))
     prompt = "a prompt of more than a block of tokens, which is read by all three choices at once"
     with asking(app(model)) as c:
         usages = [c.complete(prompt=prompt, max_tokens=4, n=3, seed=1)["usage"] for _ in range(2)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from json import JSONDecodeError
 from pathlib import Path
 
@@ -23,11 +22,6 @@ _MEMORY = "there is not enough memory; try a smaller `dtype`, a `quantization`, 
 _DISK = "the disk is full; free some space, or name another `offload_folder`"
 _AWAY = "the hub cannot be reached; check the network, or name a folder that holds the model"
 _NAME = "check the name, or convert the checkpoint to safetensors if that is what is missing"
-
-
-def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`; None if none is near."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
 
 
 def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:

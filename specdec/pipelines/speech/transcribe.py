@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoProcessor
 
 from specdec.core.stats import Stats, total
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
-from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
@@ -97,7 +96,7 @@ class Transcriber:
     ) -> None:
         if not isinstance(target, SpecGenerator):
             check_loaded("Transcriber", options)
-        if processor is None and is_name(target):
+        if processor is None and isinstance(target, str | PathLike):
             processor = processor_beside(target)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)

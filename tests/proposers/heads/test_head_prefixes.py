@@ -88,7 +88,7 @@ def test_several_texts_and_ways(how: dict[str, Any], tmp_path: Path) -> None:
     """The next turns of several chats continue what was kept of each, in one call, and beside copied guesses."""
     model, folder = target(), eagle_folder(tmp_path / "head")
     chats = [FIRST, [*FIRST[::-1], 3], [7, 8, *FIRST]]
-    for draft in (folder, ("suffix", folder)):
+    for draft in (folder, f"suffix+{folder}"):
         generator, prompts = SpecGenerator(model, draft), chats
         options = {**how, "schedule": "constant", "num_assistant_tokens": 3}
         for turn in range(2):
