@@ -50,6 +50,7 @@ class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._closed = False
+        self._broken: Exception | None = None
         self._begin()
         _drivers.add(self)
 
@@ -75,6 +76,8 @@ class Driver:
         release_helpers()
         with self._lock:
             self.check_open()
+            if self._broken is not None:
+                raise self._broken
             if request.done:
                 notify()
                 return
@@ -143,10 +146,13 @@ class Driver:
             self._abort(CancelledError("the process was forked, and the call is its parent's"), was_open)
 
     def _abort(self, error: BaseException, requests: Iterable[Request]) -> None:
-        """Ends all requests, also those that the engine does not know."""
-        self.engine.abort(error)
+        """Ends all requests, also unknown ones; an engine that cannot begin anew stays broken."""
         for request in requests:
             request.error, request.done = request.error or error, True
+        try:
+            self.engine.abort(error)
+        except Exception as broken:
+            self._broken = broken
 
     def _refuse_nested_call(self) -> None:
         """Raises EngineError in the engine's thread, which would wait for itself."""

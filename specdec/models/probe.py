@@ -112,7 +112,7 @@ def _check_text(language: ModelSpec) -> None:
         raise
     except Exception as error:  # whatever an architecture raises
         name = type(language.model).__name__
-        raise UnsupportedError(f"{name} reads no text alone ({error}): call `model.generate`") from error
+        raise UnsupportedError(f"{name} reads no text alone: call `model.generate`") from error
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:
