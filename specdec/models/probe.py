@@ -106,6 +106,7 @@ def _check_text(language: ModelSpec) -> None:
     if language.is_encoder_decoder:
         return
     kind: Any = type(language)
+    held = module_state(language.model, MODULE_STATE.get(language.config.model_type, ()))
     try:
         reference(kind(language.model, capability=Capability("none")), [1, 1])
     except torch.OutOfMemoryError:
@@ -113,6 +114,8 @@ def _check_text(language: ModelSpec) -> None:
     except Exception as error:  # whatever an architecture raises
         name = type(language.model).__name__
         raise UnsupportedError(f"{name} reads no text alone: call `model.generate`") from error
+    finally:
+        set_module_state(held)
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:
