@@ -252,8 +252,10 @@ def test_what_would_end_a_program_is_raised_in_its_own_call() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ctrl_c_ends_the_call_that_waits(stream: bool) -> None:
+def test_ctrl_c_ends_the_call_that_waits(stream: bool, request: pytest.FixtureRequest) -> None:
     """The caller comes back once no pass runs for it, with the texts so far in the job."""
+    held = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, held))
     generator = SpecGenerator(tiny("llama"), "early_exit:1")
     alone = generated(generator, [[5, 9]])
 
