@@ -67,13 +67,18 @@ class ModelProposer(Proposer):
         self._shared_encoder, self._sees = shared_encoder, sees
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
+        self._chosen: dict[int, tuple[SequenceView, Budget, int]] | None = None  # by `readers`, for this round
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence; what is unread of a text is read in the pass that makes the first guess."""
         with self._kept_whole():
-            readers = self._readers(seqs, budgets)
+            chosen, self._chosen = self._chosen, None
+            if chosen is None:
+                readers = self._readers(seqs, budgets)
+            else:
+                readers = [chosen[seq.id] for seq in seqs if seq.id in chosen]
             if unseen := [seq for seq, _, _ in readers if self._unseen(seq) is not None]:
                 self.read(unseen, 1)
             growths = {seq.id: self._growth(seq, budget, limit) for seq, budget, limit in readers}
@@ -84,7 +89,8 @@ class ModelProposer(Proposer):
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[SequenceView]:
         """The sequences whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
         with self._kept_whole():
-            return [seq for seq, _, _ in self._readers(seqs, budgets)]
+            self._chosen = {one[0].id: one for one in self._readers(seqs, budgets)}
+        return [seq for seq, _, _ in self._chosen.values()]
 
     def unread(self, seq: SequenceView) -> int:
         cached = self._cached.get(seq.id)
