@@ -208,7 +208,7 @@ class Call:
             source=(serial, r // o.copies),
             inputs=self.prompts.encoder,
             encoder_row=r // o.copies,
-            pictures=prompt.pictures,
+            pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
             allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}

@@ -9,7 +9,7 @@ from transformers.models.git import GitConfig, GitForCausalLM
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from tests.families import verdicts
-from tests.models.encoders import IDS, MADE, Made, loud
+from tests.models.encoders import IDS, MADE, loud
 from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
 
@@ -109,16 +109,45 @@ def test_inputs_that_do_not_fit() -> None:
         generator.generate(**inputs, bbox=torch.zeros(2, 12, 4), **COMMON)
 
 
-def git() -> Made:
+def git(frames: int | None, seed: int = 0) -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     eyes = {**sizes, "image_size": 16, "patch_size": 8}
     ids = {name: number for name, number in IDS.items() if name != "decoder_start_token_id"}
-    model = loud(GitForCausalLM, GitConfig(vocab_size=64, vision_config=eyes, **sizes, **ids))
-    return model, {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    config = GitConfig(vocab_size=64, vision_config=eyes, num_image_with_embedding=frames, **sizes, **ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return loud(GitForCausalLM, config)
 
 
-def test_pictures_without_places_are_refused_truly() -> None:
-    """GIT reads a picture before the text. (The advice was to write placeholders, which it does not have.)"""
-    model, inputs = git()
-    with pytest.raises(UnsupportedError, match="GitForCausalLM has no tokens for a picture's places"):
-        SpecGenerator(model).generate(**inputs, **COMMON)
+@pytest.mark.parametrize("frames", [None, 3])
+@pytest.mark.parametrize("draft", [None, "suffix", "same", "other"])
+def test_pictures_before_the_text(draft: str | None, frames: int | None) -> None:
+    """GIT reads a picture, or a video's frames, in columns without tokens. (Both were refused.)"""
+    model = git(frames)
+    generator = SpecGenerator(
+        model, {"same": model, "other": git(frames, 1)}.get(draft or "", draft), prefix_cache=True
+    )
+    shape, ids = [*([frames] if frames else []), 3, 16, 16], torch.tensor([[5, 6, 7], [8, 9, 4]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    calls: list[dict[str, Any]] = [
+        {"input_ids": ids[:1], "pixel_values": 3 * torch.randn(1, *shape)},
+        {"input_ids": ids, "pixel_values": 3 * torch.randn(2, *shape)},
+        {"input_ids": ids * mask, "attention_mask": mask, "pixel_values": 3 * torch.randn(2, *shape)},
+        {"pixel_values": 3 * torch.randn(1, *shape)},
+        {"input_ids": ids[:1]},
+    ]
+    for call in [*calls, calls[1]]:
+        for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+            expected = model.generate(**call, **how, **COMMON)
+            assert generator.generate(**call, **how, **COMMON).sequences.tolist() == expected.tolist()
+    traced = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected = model.generate(**calls[0], **traced, **COMMON)
+    states = generator.generate(**calls[0], **traced, **COMMON).hidden_states
+    assert [one[-1].shape for one in states] == [one[-1].shape for one in expected.hidden_states]
+    torch.testing.assert_close(states[0][-1], expected.hidden_states[0][-1], rtol=1e-4, atol=1e-4)
+
+
+def test_pictures_of_another_number() -> None:
+    model, call = git(3), {"input_ids": torch.tensor([[5, 6, 7]])}
+    with pytest.raises(OptionError, match=r"`pixel_values` must be one picture a row, of shape \[1, 3, 3, 16, 16\]"):
+        SpecGenerator(model).generate(**call, pixel_values=torch.randn(1, 2, 3, 16, 16), **COMMON)
