@@ -49,8 +49,8 @@ def packed_high(values: Tensor, bits: int) -> Tensor:
     extra = bits - 4
     part = 32 // extra
     upper = _padded(values, 32, 1).to(torch.int32) >> 4
-    fours = upper.view(-1, BLOCK, upper.shape[1] // part, part // 8, 8)[..., _LOW + _HIGH].unflatten(-1, (2, 4))
-    fours = fours.flatten(3, 4)  # [blocks, 32, parts, fours, 4]
+    eights = upper.view(-1, BLOCK, upper.shape[1] // part, part // 8, 8)[..., _LOW + _HIGH]
+    fours = eights.view(*eights.shape[:3], part // 4, 4)
     places = torch.arange(part // 4)[:, None] * extra + torch.arange(4) * 8
     return (fours << places).sum((3, 4)).to(torch.int32).transpose(1, 2).contiguous()  # bit 31 is the sign
 
@@ -62,7 +62,7 @@ def high_rows(high: Tensor, ids: Tensor, columns: int, inputs: int) -> Tensor:
     numbers = high.transpose(1, 2)[ids // BLOCK, ids % BLOCK]  # [n, parts]
     places = torch.arange(part // 4, device=high.device)[:, None] * extra + torch.arange(4, device=high.device) * 8
     fours = numbers[:, :, None, None] >> places & (1 << extra) - 1
-    eights = fours.unflatten(2, (part // 8, 2)).flatten(3)[..., _BACK]
+    eights = fours.reshape(*fours.shape[:2], part // 8, 8)[..., _BACK]
     return eights.flatten(1)[:, :inputs].to(torch.int8)
 
 
@@ -93,7 +93,7 @@ def packed_steps(steps: Tensor | None) -> Tensor | None:
     if steps is None:
         return None
     whole = F.pad(steps, (0, 0, 0, 0, 0, -len(steps) % BLOCK))
-    return whole.unflatten(0, (-1, BLOCK)).permute(0, 2, 3, 1).contiguous()
+    return whole.view(-1, BLOCK, *steps.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
 
 def steps_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:

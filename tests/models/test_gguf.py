@@ -57,7 +57,7 @@ def kinds(model: Any) -> dict[str, str]:
 def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, backend: str, tmp_path: Path) -> None:
     """Every block that the kernels know is packed as it lies in the file, rows of queries and keys in their order."""
     path = saved_gguf(tmp_path / "model.gguf", types=TYPES[types], tie_word_embeddings=tied)
-    plain, language = as_transformers_reads(path), load(path, Loading(backend=backend))
+    plain, language = as_transformers_reads(path), load(path, Loading(backend=backend, activations="float"))
     assert language.backend == "packed"
     assert language.dtype == torch.float32
     torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
@@ -111,7 +111,7 @@ def test_files_that_are_not_quantized(types: str, dtype: torch.dtype, tmp_path: 
 def test_k_quants(tmp_path: Path) -> None:
     """transformers reads them; layers beside them are packed."""
     path = saved_gguf(tmp_path / "model.gguf", types=["Q6_K"], hidden_size=64, intermediate_size=256)
-    language, plain = load(path), as_transformers_reads(path)
+    language, plain = load(path, Loading(activations="float")), as_transformers_reads(path)
     found = kinds(language.model)
     assert found.get("model.layers.0.mlp.down_proj", "float32") == "float32"
     assert found["model.layers.0.mlp.up_proj"] == "int8"
@@ -122,7 +122,7 @@ def test_k_quants(tmp_path: Path) -> None:
 def test_weights_that_lie_flipped(tmp_path: Path) -> None:
     """GPT-2's layers have their weights the other way round."""
     path = saved_gguf(tmp_path / "model.gguf", "gpt2")
-    language = load(path)
+    language = load(path, Loading(activations="float"))
     assert len(kinds(language.model)) == 9
     torch.testing.assert_close(logits(language.model), logits(as_transformers_reads(path)), rtol=1e-4, atol=1e-4)
 

@@ -76,11 +76,11 @@ class GgufFile(Quantizer):
         """
         on_cpu = not is_offloaded(model) and model.device.type == "cpu"
         if self.packs and on_cpu and kernels.available():
-            changed(model, lambda: _pack(model, self._reader))
+            changed(model, lambda: _pack(model, self._reader, self.rounds))
         self._reader = None
 
 
-def _pack(model: Any, reader: Any) -> Callable[[], None]:
+def _pack(model: Any, reader: Any, rounds: bool) -> Callable[[], None]:
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
     tensor_name, embeddings = _names(reader), model.get_input_embeddings()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
@@ -92,7 +92,7 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
             tensor = tensors.get("token_embd.weight")
         return None if tensor is None else _blocks(weight_of(layer), tensor)
 
-    return pack_layers(model, list(plain), blocks)
+    return pack_layers(model, list(plain), blocks, rounds=rounds)
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:

@@ -198,6 +198,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         settle_four_bits(model)
         if quantizer.converts:
             quantizer.packs = places is None and how.backend != "eager"
+            quantizer.rounds = how.activations != "float"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)
