@@ -4,6 +4,7 @@ from specdec.kernels.build import available, check, compiler, digest, folder, in
 from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
+from specdec.kernels.pages import state as page_state
 from specdec.kernels.quantized import to_int4, to_int8
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "keep_top",
     "lack",
     "pack",
+    "page_state",
     "passes",
     "signed",
     "store_nodes",

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels import ops, packed_layout
+from specdec.kernels import ops, packed_layout, pages
 from specdec.kernels.quantized import GROUP, Quantized, to_int4, to_int8
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,7 +63,8 @@ class PackedLinear(nn.Module):
             "bias": None if bias is None else bias.detach().float().contiguous(),
         }
         for name in _HELD:
-            self.register_buffer(name, held[name])
+            tensor = held[name]
+            self.register_buffer(name, None if tensor is None else pages.settled(tensor))
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:
@@ -89,7 +90,7 @@ class PackedLinear(nn.Module):
                     one.bias = torch.zeros(one.outputs, dtype=torch.float32, device=one.packed.device)
         for name in _HELD:
             parts = [part for one in layers if (part := one._buffers[name]) is not None]
-            whole = None if not parts else parts[0] if name == "levels" else torch.cat(parts)
+            whole = None if not parts else parts[0] if name == "levels" else pages.joined(parts)
             made.register_buffer(name, whole)
             if whole is not None and name != "levels":
                 pieces = torch.split(whole, [len(part) for part in parts])
