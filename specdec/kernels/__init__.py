@@ -1,5 +1,6 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
+from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
@@ -9,7 +10,9 @@ from specdec.kernels.quantized import to_int4, to_int8
 
 __all__ = [
     "ALIKE",
+    "BLOCKS",
     "FLOATS",
+    "IN_FLOATS",
     "Lack",
     "PackedLinear",
     "Weight",
@@ -25,6 +28,7 @@ __all__ = [
     "keep_top",
     "lack",
     "pack",
+    "pack_blocks",
     "page_state",
     "passes",
     "signed",

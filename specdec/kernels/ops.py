@@ -24,6 +24,8 @@ _LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
+_OUT = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
+_LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_OUT}) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_floats(int rows) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
@@ -157,6 +159,10 @@ to 8 bits, to `[..., outputs]`.
 The weight is packed (`packed_layout.py`; dots.cpp has the shapes). A row's result does not depend on its neighbours,
 bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. Raises ValueError for arguments that do not fit.
 """
+
+pack_blocks = torch.ops.specdec.pack_blocks.default
+"""`(raw, rows, name, packed, high, scales, mins, steps)`: packs the blocks `raw` of a GGUF file, uint8 `[outputs, bytes
+of a row]`, all or the `rows`, into the other tensors, as `dots` reads them; `blocks.py` has the kinds by `name`."""
 
 set_floats = torch.ops.specdec.set_floats.default
 """`(rows)`: from how many rows on `dots` multiplies 8 and 4 bits in floats if its way is FASTEST."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -46,12 +46,9 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> None:
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
-        self.outputs, self.inputs = given.values.shape
-        self.kind, self.way = kind_of(weight), ops.FASTEST
-        is_float = self.kind in FLOATS
-        self.rounds = rounds and not is_float
-        self.takes = (FLOATS[self.kind],) if is_float else tuple(FLOATS.values())
-        stored = FLOATS[self.kind] if is_float else torch.int8 if given.bits == 8 else torch.uint8
+        kind = kind_of(weight)
+        is_float = kind in FLOATS
+        stored = FLOATS[kind] if is_float else torch.int8 if given.bits == 8 else torch.uint8
         held = {
             "packed": packed_layout.packed(given.values, stored, 1 if is_float else GROUP),
             "high": packed_layout.packed_high(given.values, given.bits) if given.bits in (5, 6) else None,
@@ -62,9 +59,26 @@ class PackedLinear(nn.Module):
             "levels": given.levels,
             "bias": None if bias is None else bias.detach().float().contiguous(),
         }
+        held = {name: None if one is None else pages.settled(one) for name, one in held.items()}
+        outputs, inputs = given.values.shape
+        self._set(held, outputs, inputs, kind, rounds)
+
+    @classmethod
+    def of(
+        cls, held: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, *, rounds: bool
+    ) -> PackedLinear:
+        """A layer over tensors that are packed, by the names of its buffers; those that are left out are None."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set(held, outputs, inputs, kind, rounds)
+        return made
+
+    def _set(self, held: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, rounds: bool) -> None:
+        self.outputs, self.inputs, self.kind, self.way = outputs, inputs, kind, ops.FASTEST
+        self.rounds = rounds and kind not in FLOATS
+        self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
         for name in _HELD:
-            tensor = held[name]
-            self.register_buffer(name, None if tensor is None else pages.settled(tensor))
+            self.register_buffer(name, held.get(name))
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:
@@ -78,24 +92,22 @@ class PackedLinear(nn.Module):
     @classmethod
     def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:
         """One layer with the outputs of all these, whose tensors become views of its own; see `can_join`."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        for name in ("kind", "takes", "inputs", "way", "rounds"):
-            setattr(made, name, getattr(layers[0], name))
-        sizes = [one.outputs for one in layers]
-        made.outputs = sum(sizes)
+        first, outputs = layers[0], sum(one.outputs for one in layers)
         if any(one.bias is not None for one in layers):
             for one in layers:
                 if one.bias is None:
                     one.bias = torch.zeros(one.outputs, dtype=torch.float32, device=one.packed.device)
+        held = dict[str, Tensor | None]()
         for name in _HELD:
             parts = [part for one in layers if (part := one._buffers[name]) is not None]
             whole = None if not parts else parts[0] if name == "levels" else pages.joined(parts)
-            made.register_buffer(name, whole)
+            held[name] = whole
             if whole is not None and name != "levels":
                 pieces = torch.split(whole, [len(part) for part in parts])
                 for one, piece in zip(layers, pieces, strict=True):
                     one._buffers[name] = piece
+        made = cls.of(held, outputs, first.inputs, first.kind, rounds=first.rounds)
+        made.way = first.way
         return made
 
     def forward(self, x: Tensor) -> Tensor:
