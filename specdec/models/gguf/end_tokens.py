@@ -17,11 +17,24 @@ _ENDS = (
     *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 )
 # Of filling in the middle: key of the file -> texts, of which the first that exists counts without the key.
-_MIDDLE = {
+_MIDDLE: dict[str, tuple[str, ...]] = {
+    "fim_pre_token_id": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
+        "<|prefix|>",
+    ),
+    "fim_suf_token_id": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
+        "<|suffix|>",
+    ),
+    "fim_mid_token_id": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
+        "<|middle|>",
+    ),
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
+_MIDDLE_ENDS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 # Without keys: beginning, end, unknown, padding.
 _DEFAULTS: dict[str, tuple[int | None, ...]] = {
     "bert": (101, None, 100, 0),
@@ -32,15 +45,19 @@ _DEFAULTS: dict[str, tuple[int | None, ...]] = {
 
 
 class SpecialIds(NamedTuple):
-    """Ids of tokens with a meaning, None for those that a file lacks; `ends`: all that end a text, `eos` first."""
+    """Ids of tokens with a meaning, None for those that a file lacks.
+
+    `ends`: all that end a text, `eos` first. `control`: those whose text alone says that they are no words.
+    `turn_goes_on`: <|end|> where it ends a part of an answer, and others end the answer.
+    """
 
     bos: int | None
     eos: int | None
     unknown: int | None
     pad: int | None
     ends: tuple[int, ...]
+    control: tuple[int, ...]
     turn_goes_on: int | None
-    """<|end|> where it ends a part of an answer, and others end the answer."""
 
 
 def special_ids(reader: GgufReader) -> SpecialIds:
@@ -58,12 +75,15 @@ def special_ids(reader: GgufReader) -> SpecialIds:
     names = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
     bos, eos, unknown, pad = (named(key, default) for key, default in zip(names, defaults, strict=True))
     ends = {by_text[text] for text in _ENDS if text in by_text}
-    middle = (named(key, _first(texts, by_text)) for key, texts in _MIDDLE.items())
-    ends |= {one for one in (eos, named("eot_token_id"), named("eom_token_id"), *middle) if one is not None}
+    by_key = {key: named(key) for key in _MIDDLE}
+    middle = {key: _first(texts, by_text) for key, texts in _MIDDLE.items() if by_key[key] is None}
+    control = ends | {one for one in middle.values() if one is not None}
+    between = ((by_key | middle)[key] for key in _MIDDLE_ENDS)
+    ends |= {one for one in (eos, named("eot_token_id"), named("eom_token_id"), *between) if one is not None}
     kept = _goes_on(ends, by_text)
-    ends -= {kept} | _plain_end(by_text)
-    ordered = sorted(ends, key=lambda number: (number != eos, number))
-    return SpecialIds(bos, eos, unknown, pad, tuple(ordered), kept)
+    none = {kept} | _plain_end(by_text)
+    ordered = sorted(ends - none, key=lambda number: (number != eos, number))
+    return SpecialIds(bos, eos, unknown, pad, tuple(ordered), tuple(sorted(control - none)), kept)
 
 
 def _first(texts: tuple[str, ...], by_text: Mapping[str, int]) -> int | None:
