@@ -32,7 +32,9 @@ def _window(config: Any) -> Keys:
 
 def _experts(config: Any) -> Keys:
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    shared = getattr(config, "shared_expert_intermediate_size", None)
     return {
+        **({} if shared is None else {".expert_shared_feed_forward_length": shared}),
         ".expert_count": config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts,
         ".expert_used_count": config.num_experts_per_tok,
         ".expert_feed_forward_length": width,

@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from specdec.models.gguf import GgufReader, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
 from specdec.models.gguf.split_rules import RULES
 from specdec.models.gguf.tokenizer import read_tokenizer
@@ -16,6 +19,7 @@ from tests.models.gguf.files import (
     sentencepiece_vocabulary,
     word_vocabulary,
 )
+from tests.models.gguf.models import KINDS, model_of, saved
 from tests.models.gguf.texts import TEXTS
 
 pytest.importorskip("gguf")
@@ -107,3 +111,56 @@ def test_end_tokens(texts: tuple[str, ...], kind: int, tmp_path: Path) -> None:
     assert sorted(special_ids(file).ends) == expected
     assert special_ids(file).ends[0] == count - 1
     assert not differ(file, tuple(f"a{text} b" for text in texts))
+
+
+LINEAR = {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}
+YARN = {**LINEAR, ".rope.scaling.type": "yarn", ".rope.scaling.original_context_length": 32}
+FACTORS = np.array([1.0, 1.5, 3.0, 4.0])
+ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (LINEAR, {}),
+    "yarn": (YARN, {}),
+    "factors": ({}, {"rope_freqs.weight": FACTORS}),
+    "factors and linear": (LINEAR, {"rope_freqs.weight": FACTORS}),
+    "longrope": (
+        {
+            ".rope.scaling.original_context_length": 16,
+            ".rope.scaling.attn_factor": 1.2,
+            ".rope.scaling.type": "longrope",
+        },
+        {"rope_factors_short.weight": FACTORS, "rope_factors_long.weight": 2 * FACTORS},
+    ),
+}
+IDS = torch.randint(3, 64, (1, 120), generator=torch.Generator().manual_seed(0))
+
+
+def computed(path: str) -> Any:
+    """llama.cpp's logits at every position, as a tensor [positions, vocabulary]."""
+    model = llama_cpp.Llama(path, verbose=False, n_ctx=256, logits_all=True)
+    model.eval(IDS[0].tolist())
+    return torch.tensor(model.scores[: IDS.shape[1]])
+
+
+def check_computed(path: str) -> None:
+    """Raises AssertionError if a likeliest token is another one, or logits are far from llama.cpp's."""
+    file = GgufReader(path)
+    with torch.no_grad():
+        mine = read_model(file, read_config(file), torch.float32)(IDS).logits[0]
+    expected = computed(path)
+    assert (mine.argmax(1) == expected.argmax(1)).sum() >= 118  # of 120; llama.cpp rounds activations of float16
+    assert torch.nn.functional.cosine_similarity(mine, expected).median() > 0.999
+
+
+# llama.cpp has no windows of these two, and norms only in the largest Command R.
+OTHERWISE = {"mistral", "phi3", "command-r, norms"}
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - OTHERWISE))
+def test_likeliest_tokens(name: str, tmp_path: Path) -> None:
+    check_computed(saved(tmp_path / "a.gguf", KINDS[name], model_of(KINDS[name])))
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_likeliest_tokens_with_scaled_positions(name: str, tmp_path: Path) -> None:
+    """None of these files was scaled: the likeliest token agreed at 5 to 45 of 120 positions."""
+    keys, tensors = ROPE[name]
+    check_computed(saved(tmp_path / "a.gguf", KINDS["llama"], model_of(KINDS["llama"]), keys, tensors))
