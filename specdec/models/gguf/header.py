@@ -21,6 +21,7 @@ _NOTHING: dict[str, Any] = {
     "expert_group_count": 0,
     "expert_group_used_count": 0,
     "expert_shared_count": 0,
+    "expert_shared_feed_forward_length": 0,
     "expert_used_count": 0,
     "expert_weights_scale": 1.0,
     "leading_dense_block_count": 0,

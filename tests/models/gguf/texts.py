@@ -1,6 +1,9 @@
 """Texts whose splitting differs between rules: scripts, numbers, blanks, signs, code."""
 
+SPLIT = "He'LL pay  $12345.6 (x²) CamelCase_9\n\n\tnaïve 中文 한국어!! "
+"""Nearly every rule splits it otherwise."""
 PARTS = (
+    SPLIT,
     *(
         "hello world",
         "Hello World's end",
