@@ -15,7 +15,10 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from specdec.errors import OptionError
 from specdec.generator.token_bytes import TokenBytes
+from specdec.models.gguf import GgufReader
+from specdec.models.gguf.tokenizer import read_tokenizer
 from specdec.models.hf.private_api import cached
+from specdec.models.loading.gguf import located
 from specdec.options import bundled_models
 from specdec.options.load import split_gguf
 
@@ -57,7 +60,8 @@ def tokenizer_beside(
 
     For a GGUF file without a tokenizer beside it: the one in the file. For a model that `sees`: its processor, if that
     works here. None exists without any of its `FILES`, of which some classes would make one without words. One that
-    exists and cannot be read is a warning, and None: the model still takes ids.
+    exists and cannot be read is a warning, and None: the model still takes ids. Raises UnsupportedError for a GGUF file
+    whose rule for splitting texts is not known.
     """
     folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file
@@ -74,8 +78,20 @@ def tokenizer_beside(
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        with suppress(Exception):  # transformers converts some of llama.cpp's tokenizers
-            return AutoTokenizer.from_pretrained(folder, gguf_file=str(file), **options)
+        return _tokenizer_inside(source, folder, str(file), options)
+    return None
+
+
+def _tokenizer_inside(source: str, folder: str, file: str, options: dict[str, Any]) -> Any:
+    """The tokenizer in a GGUF file; None for a file without one, and with a warning for kinds that cannot be read."""
+    reader = GgufReader(located(folder, file, options.get("revision")))
+    kind = reader.keys.get("tokenizer.ggml.model", "none")
+    if (tokenizer := read_tokenizer(reader)) is not None or kind in ("none", "no_vocab"):
+        return tokenizer
+    with suppress(Exception):  # transformers converts some of llama.cpp's tokenizers
+        return AutoTokenizer.from_pretrained(folder, gguf_file=file, **options)
+    way_out = "pass `tokenizer=`, or token ids alone"
+    warnings.warn(f"the tokenizer of {source} is of the kind {kind!r}, which cannot be read: {way_out}", stacklevel=4)
     return None
 
 

@@ -1,30 +1,37 @@
-"""GGUF files: transformers reads them, and layers in formats of our kernels keep the file's blocks.
+"""GGUF files: read as they are written, and layers in formats of our kernels keep the file's blocks.
 
-transformers makes floats of all weights. A linear layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from
-the file, if they equal the weight that transformers made: so no order of rows has to be assumed.
+Architectures that `specdec.models.gguf` does not know are read by transformers. All weights become floats. A linear
+layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from the file, if they equal its weight: so no order of
+rows has to be assumed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GgufConfig
+from transformers import GenerationConfig, GgufConfig
 
 from specdec import kernels
-from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
+from specdec.models.gguf import GgufReader, is_known, read_config, read_model
+from specdec.models.gguf.end_tokens import special_ids
+from specdec.models.gguf.header import architecture_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
+_log = logging.getLogger(__name__)
 _ROUNDINGS = 2  # roundings of the dtype by which equal weights may differ
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names of GGUF
 
@@ -42,16 +49,39 @@ class GgufFile(Quantizer):
         super().__init__(name)
         if find_spec("gguf") is None:
             raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
-        from gguf import GGUFReader
-
-        path = _located(folder, name, revision)
-        try:
-            self._reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
-            raise LoadError(f"{path} is no readable GGUF file ({error}): download or make it again") from error
+        self._folder, self._revision = folder, revision
+        self._reader: GgufReader | None = GgufReader(located(folder, name, revision))
         # of matrices: vectors are always float32
-        halves = {tensor.tensor_type.name for tensor in self._reader.tensors} - {"F32"}
+        halves = {tensor.tensor_type.name for tensor in self._reader.tensors.values()} - {"F32"}
         self.dtype = _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this package reads the file, and not transformers; says so once where it does not."""
+        if is_known(self.reader):
+            return True
+        _say_foreign(architecture_of(self.reader))
+        return False
+
+    @property
+    def reader(self) -> GgufReader:
+        """The open file, until `convert`."""
+        assert self._reader is not None
+        return self._reader
+
+    def read_config(self) -> Any:
+        """The config of a known architecture; raises UnsupportedError for keys of it that are not known."""
+        config = read_config(self.reader)
+        config.dtype, config.name_or_path = self.dtype, self._folder
+        return config
+
+    def read(self, config: Any, dtype: torch.dtype) -> Any:
+        """The model of a config of `read_config`, in host memory."""
+        config.dtype = dtype
+        model = read_model(self.reader, config, dtype)
+        with suppress(OSError):  # beside a file there may be one
+            model.generation_config = GenerationConfig.from_pretrained(self._folder, revision=self._revision)
+        return model
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -74,14 +104,37 @@ class GgufFile(Quantizer):
 
         Changes nothing if passes do not run packed, or the model reads its layers' weights itself.
         """
+        settle_generation(model, self.reader)
         on_cpu = not is_offloaded(model) and model.device.type == "cpu"
         if self.packs and on_cpu and kernels.available():
-            changed(model, lambda: _pack(model, self._reader, self.rounds))
+            changed(model, lambda: _pack(model, self.reader, self.rounds))
         self._reader = None
 
 
+@cache
+def _say_foreign(architecture: str) -> None:
+    _log.warning(
+        "GGUF files of %s are read by transformers, which leaves out parts of a header without a word: the checkpoint "
+        "in safetensors is surer",
+        architecture,
+    )
+
+
+def settle_generation(model: Any, reader: GgufReader) -> None:
+    """Lets every end token of a file end a text, and forbids the tokens that the file forbids."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    ends = config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    config.eos_token_id = list(dict.fromkeys([*ends, *special_ids(reader).ends])) or None
+    forbidden = reader.keys.get("tokenizer.ggml.suppress_tokens")
+    if forbidden is not None and len(forbidden):
+        config.suppress_tokens = sorted({*(config.suppress_tokens or ()), *forbidden.tolist()})
+
+
 def _pack(model: Any, reader: Any, rounds: bool) -> Callable[[], None]:
-    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
+    tensors = {tensor.name: tensor for tensor in reader.tensors.values() if tensor.tensor_type.name in _UNPACKED}
     tensor_name, embeddings = _names(reader), model.get_input_embeddings()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
     shares = {name for name, module in plain.items() if module.weight is embeddings.weight}
@@ -95,7 +148,8 @@ def _pack(model: Any, reader: Any, rounds: bool) -> Callable[[], None]:
     return pack_layers(model, list(plain), blocks, rounds=rounds)
 
 
-def _located(folder: str, name: str, revision: str | None) -> Path:
+def located(folder: str, name: str, revision: str | None) -> Path:
+    """The path of a GGUF file in a folder or hub repository; OptionError if it is not there, or of another kind."""
     path = Path(folder, name)
     if Path(folder).is_dir() and not path.is_file():
         others = ", ".join(sorted(str(other.relative_to(folder)) for other in Path(folder).rglob("*.gguf")))
@@ -112,12 +166,12 @@ def _names(reader: Any) -> Callable[[str], str | None]:
     """Maps a module's name to that of its tensors in the file; may be wrong for unusual architectures."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture = reader.get_field("general.architecture").contents()
+    architecture = architecture_of(reader)
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    blocks = reader.get_field(f"{architecture}.block_count")
+    blocks = reader.keys.get(f"{architecture}.block_count")
     if architecture not in known or blocks is None:
         return lambda name: None
-    table = get_tensor_name_map(known[architecture], blocks.contents())
+    table = get_tensor_name_map(known[architecture], blocks)
     return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
 
 

@@ -31,14 +31,21 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
-from specdec.models.loading.placement import device_map, dispatch, offload_folder, parts, read_ahead
+from specdec.models.loading.placement import (
+    POLICIES,
+    device_map,
+    dispatch,
+    offload_folder,
+    parts,
+    read_ahead,
+    to_devices,
+)
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
 from specdec.options.load import PASSES, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
@@ -141,12 +148,12 @@ def _check_devices(how: Loading) -> None:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind, count = ("", 0) if here is None else (here.type, torch.accelerator.device_count())
     for place in _places(how):
-        if place in (*_POLICIES, *_HOST):
+        if place in (*POLICIES, *_HOST):
             continue
         try:
             device = torch.device(kind or "cuda", place) if isinstance(place, int) else torch.device(place)
         except (RuntimeError, TypeError):
-            known = f"one of {', '.join((*_POLICIES, *_HOST))}, a device of torch, or a mapping to these"
+            known = f"one of {', '.join((*POLICIES, *_HOST))}, a device of torch, or a mapping to these"
             raise OptionError.of("device_map", known, place) from None
         if device.type not in ("cpu", "meta", kind) or (device.type == kind and (device.index or 0) >= count):
             found = f"{count} of {kind}" if kind else "no accelerator"
@@ -162,6 +169,8 @@ def _places(how: Loading) -> list[Any]:
 def _read(name: str, how: Loading, argument: str) -> Any:
     """The model of a checkpoint in eval mode, quantized and on its devices."""
     file = None if how.gguf_file is None else GgufFile(name, str(how.gguf_file), how.revision)
+    if file is not None and file.is_known:
+        return _read_gguf(file, name, how)
     quantizer = file or make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
         # Wrong for weights outside of modules, which accelerate places well.
@@ -207,6 +216,17 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         if folder is not None and how.offload_folder is None:
             weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
+
+
+def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
+    """The model of a GGUF file that this package reads, on its devices."""
+    config = file.read_config()
+    dtype = _numbers(name, how, config, file)["dtype"]
+    model = file.read(config, file.dtype if dtype == "auto" else dtype)
+    to_devices(model, how)
+    file.packs = how.backend != "eager"
+    file.convert(model)
+    return model.eval()
 
 
 def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:

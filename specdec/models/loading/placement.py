@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
-from accelerate.utils import convert_file_size_to_int
+from accelerate.utils import convert_file_size_to_int, get_balanced_memory
 from safetensors.torch import save_file
 from torch import nn
 from transformers.distributed import DistributedConfig
@@ -25,6 +25,8 @@ from specdec.models.loading.weight_files import Stored
 from specdec.options.load import Loading
 
 DeviceMap = dict[str, str | int]
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Of transformers' `device_map`."""
 _UNLIMITED = 1 << 60  # bytes
 
 
@@ -49,8 +51,7 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     memory = dict(how.max_memory)
     if how.offload == "cpu":
         memory["cpu"] = _UNLIMITED
-    layers = {type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
-    return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
+    return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=_layers(model))
 
 
 def read_ahead(model: Any, how: Loading, stored: Mapping[str, Stored]) -> None:
@@ -63,6 +64,28 @@ def read_ahead(model: Any, how: Loading, stored: Mapping[str, Stored]) -> None:
         stream(model, stored, max_memory=None if most is None else convert_file_size_to_int(most))
     elif how.offload == "disk" and how.max_memory is None:
         stream(model, stored)
+
+
+def to_devices(model: Any, how: Loading) -> None:
+    """Moves a model that was read into host memory to the devices of `device_map`, as `from_pretrained` would."""
+    where = how.device_map
+    if where is None:
+        model.to(torch.get_default_device())
+        return
+    if isinstance(where, str) and where in POLICIES:
+        kinds = {"no_split_module_classes": _layers(model)}
+        memory = None if how.max_memory is None else dict(how.max_memory)
+        if where != "sequential":
+            memory = get_balanced_memory(model, memory, low_zero=where == "balanced_low_0", **kinds)
+        where = infer_auto_device_map(model, max_memory=memory, **kinds)
+    if not isinstance(where, Mapping):
+        where = {"": where}
+    dispatch_model(model, dict(where), skip_keys=skipped_keys(model), offload_dir=how.offload_folder)
+
+
+def _layers(model: Any) -> list[str]:
+    """Names of the classes of layers, which lie on one device each."""
+    return list({type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part})
 
 
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:

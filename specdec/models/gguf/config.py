@@ -1,0 +1,303 @@
+"""The transformers config that computes what a GGUF file says, for architectures whose every key is read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import transformers
+
+from specdec.models.gguf.end_tokens import special_ids
+from specdec.models.gguf.header import Header, architecture_of
+from specdec.models.gguf.reader import GgufReader
+from specdec.models.gguf.rope import rope_parameters
+
+
+class Architecture(NamedTuple):
+    """Classes of transformers and the fields of their config beside those of every architecture.
+
+    `config` is a function of the header and the common fields, which it may change; it returns the class's name
+    without "Config" if the file decides on that.
+    """
+
+    name: str
+    config: Callable[[Header, dict[str, Any]], str | None]
+
+
+def is_known(reader: GgufReader) -> bool:
+    """Whether `read_config` reads files of this architecture; transformers reads others."""
+    return architecture_of(reader) in ARCHITECTURES
+
+
+def read_config(reader: GgufReader) -> Any:
+    """The config, with all end tokens in `eos_token_id`; `config.architectures` names the model's class.
+
+    Raises UnsupportedError, with key and value, for a key of the architecture that is not read and may change what the
+    model computes; LoadError for a key that is missing.
+    """
+    header = Header(reader)
+    name, special = ARCHITECTURES[header.architecture]
+    fields = _common(header)
+    name = special(header, fields) or name
+    header.check()
+    config = getattr(transformers, f"{name}Config")(**fields)
+    config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
+    return config
+
+
+def model_class(config: Any) -> Any:
+    """The class of a model with a config of `read_config`."""
+    return getattr(transformers, config.architectures[0])
+
+
+def _common(header: Header) -> dict[str, Any]:
+    width, heads = header.need("embedding_length"), header.number("attention.head_count")
+    head = header.number("attention.key_length", width // heads)
+    if (values := header.number("attention.value_length", head)) != head:
+        raise header.refused("attention.value_length", values, f"keys have {head} values: heads of two sizes")
+    header.get("vocab_size")  # the embedding's rows count
+    ids = special_ids(header.reader)
+    embedding, head_weight = header.tensor("token_embd.weight"), header.tensor("output.weight")
+    return {
+        "vocab_size": int(embedding.shape[-1]) if embedding is not None else header.need("vocab_size"),
+        "hidden_size": width,
+        "num_hidden_layers": header.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.number("attention.head_count_kv", heads),
+        "head_dim": head,
+        "intermediate_size": header.number("feed_forward_length"),
+        "max_position_embeddings": header.need("context_length"),
+        "tie_word_embeddings": head_weight is None,
+        "bos_token_id": ids.bos,
+        "eos_token_id": list(ids.ends) or None,
+        "pad_token_id": ids.pad,
+    }
+
+
+def _rms(header: Header, fields: dict[str, Any]) -> None:
+    fields["rms_norm_eps"] = float(header.need("attention.layer_norm_rms_epsilon"))
+
+
+def _whole_heads(header: Header, fields: dict[str, Any]) -> None:
+    """Rope parameters where all of a head turns."""
+    turned = header.number("rope.dimension_count", fields["head_dim"])
+    if turned != fields["head_dim"]:
+        raise header.refused("rope.dimension_count", turned, f"heads of {fields['head_dim']} turn whole")
+    fields["rope_parameters"] = rope_parameters(header)
+
+
+def _parts_of_heads(header: Header, fields: dict[str, Any]) -> None:
+    """Rope parameters where the first values of a head turn."""
+    turned = header.number("rope.dimension_count", fields["head_dim"])
+    share = turned / fields["head_dim"]
+    while int(fields["head_dim"] * share) < turned:  # transformers rounds the product down
+        share = math.nextafter(share, 2.0)
+    fields["rope_parameters"] = rope_parameters(header) | {"partial_rotary_factor": share}
+
+
+def _biases(header: Header, fields: dict[str, Any]) -> None:
+    fields["attention_bias"] = any(_has(header, f"attn_{which}.bias") for which in ("q", "qkv", "output"))
+
+
+def _has(header: Header, part: str) -> bool:
+    return header.tensor(f"blk.0.{part}") is not None
+
+
+def _window(header: Header, fields: dict[str, Any], every: int, default: int | None = None) -> None:
+    """Layers that see a window, and each `every`th that sees all."""
+    fields["sliding_window"] = header.get("attention.sliding_window", default) or None
+    pattern, layers = header.get("attention.sliding_window_pattern", every), fields["num_hidden_layers"]
+    if not isinstance(pattern, np.ndarray):
+        pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    slides = [bool(one) and fields["sliding_window"] is not None for one in pattern[:layers]]
+    fields["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _llama(header: Header, fields: dict[str, Any]) -> str | None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+    window = header.get("attention.sliding_window") or None
+    if header.get("expert_count"):
+        _experts(header, fields, "num_local_experts")
+        fields |= {"sliding_window": window, "intermediate_size": fields.pop("moe_intermediate_size")}
+        return "Mixtral"
+    if window is not None:
+        fields["sliding_window"] = window
+        return "Mistral"
+    _biases(header, fields)
+    fields["mlp_bias"] = _has(header, "ffn_up.bias")
+    return None
+
+
+def _qwen2(header: Header, fields: dict[str, Any]) -> None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+
+
+def _qwen3(header: Header, fields: dict[str, Any]) -> None:
+    _qwen2(header, fields)
+    _biases(header, fields)
+
+
+def _experts(header: Header, fields: dict[str, Any], count: str = "num_experts") -> None:
+    fields[count] = header.need("expert_count")
+    fields["num_experts_per_tok"] = header.number("expert_used_count")
+    header.get("expert_feed_forward_length")  # the tensor's rows count
+    down = header.tensor("blk.0.ffn_down_exps.weight")
+    if down is None:
+        raise header.refused("expert_count", fields[count], "the file has no tensor ffn_down_exps of all experts")
+    fields["moe_intermediate_size"] = int(down.shape[0])
+    if (gate := header.get("expert_gating_func", 1)) not in (0, 1):
+        raise header.refused("expert_gating_func", gate, "only 1, a softmax over all experts, is computed")
+
+
+def _qwen2moe(header: Header, fields: dict[str, Any]) -> None:
+    _qwen2(header, fields)
+    _experts(header, fields)
+    header.get("expert_shared_feed_forward_length")
+    shared = header.tensor("blk.0.ffn_down_shexp.weight")
+    fields["shared_expert_intermediate_size"] = int(shared.shape[0]) if shared is not None else 0
+    fields["norm_topk_prob"] = bool(header.get("expert_weights_norm", False))
+
+
+def _qwen3moe(header: Header, fields: dict[str, Any]) -> None:
+    _qwen3(header, fields)
+    _experts(header, fields)
+    fields["norm_topk_prob"] = bool(header.get("expert_weights_norm", True))
+
+
+def _gemma(header: Header, fields: dict[str, Any], layers_of_27b: int) -> None:
+    _rms(header, fields)
+    _biases(header, fields)
+    largest = fields["num_hidden_layers"] == layers_of_27b
+    width = fields["hidden_size"] // fields["num_attention_heads"] if largest else fields["head_dim"]
+    fields["query_pre_attn_scalar"] = width
+
+
+def _gemma2(header: Header, fields: dict[str, Any]) -> None:
+    _gemma(header, fields, layers_of_27b=46)
+    _whole_heads(header, fields)
+    _window(header, fields, every=2, default=4096)
+    _one_base(header, fields)
+    fields["attn_logit_softcapping"] = float(header.get("attn_logit_softcapping", 50.0)) or None
+    fields["final_logit_softcapping"] = float(header.get("final_logit_softcapping", 30.0)) or None
+
+
+def _gemma3(header: Header, fields: dict[str, Any]) -> None:
+    _gemma(header, fields, layers_of_27b=62)
+    _whole_heads(header, fields)
+    _window(header, fields, every=6)
+    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", 10000.0))}
+    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": slides}
+    fields["final_logit_softcapping"] = float(header.get("final_logit_softcapping", 0.0)) or None
+
+
+def _phi3(header: Header, fields: dict[str, Any]) -> None:
+    _rms(header, fields)
+    _parts_of_heads(header, fields)
+    original = fields["rope_parameters"].get("original_max_position_embeddings")
+    fields["original_max_position_embeddings"] = original or fields["max_position_embeddings"]
+    fields["sliding_window"] = header.get("attention.sliding_window") or None
+
+
+def _smollm3(header: Header, fields: dict[str, Any]) -> None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+    _biases(header, fields)
+    fields["mlp_bias"] = _has(header, "ffn_up.bias")
+    fields["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(fields["num_hidden_layers"])]
+
+
+def _granite(header: Header, fields: dict[str, Any]) -> None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+    _biases(header, fields)
+    if header.get("rope.scaling.finetuned") is False:  # here a switch for all turning
+        raise header.refused("rope.scaling.finetuned", False, "Granite without rotary positions is not computed")
+    fields |= {
+        "mlp_bias": _has(header, "ffn_up.bias"),
+        "attention_multiplier": float(header.get("attention.scale") or 1 / math.sqrt(fields["head_dim"])),
+        "embedding_multiplier": float(header.get("embedding_scale") or 1.0),
+        "residual_multiplier": float(header.get("residual_scale") or 1.0),
+        "logits_scaling": float(header.need("logit_scale")),
+    }
+
+
+def _olmo2(header: Header, fields: dict[str, Any]) -> str | None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+    _biases(header, fields)
+    _window(header, fields, every=4)
+    if fields["sliding_window"] is None:
+        del fields["sliding_window"], fields["layer_types"]
+        return None
+    full = fields["rope_parameters"]
+    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", full["rope_theta"]))}
+    fields["rope_parameters"] = {"full_attention": full, "sliding_attention": slides}
+    return "Olmo3"
+
+
+def _starcoder2(header: Header, fields: dict[str, Any]) -> None:
+    _whole_heads(header, fields)
+    fields |= {"norm_epsilon": float(header.need("attention.layer_norm_epsilon")), "use_bias": True}
+    fields["sliding_window"] = header.get("attention.sliding_window") or None
+
+
+def _stablelm(header: Header, fields: dict[str, Any]) -> None:
+    _parts_of_heads(header, fields)
+    header.get("use_parallel_residual")  # a second norm's absence says it, in llama.cpp too
+    fields |= {
+        "layer_norm_eps": float(header.need("attention.layer_norm_epsilon")),
+        "use_qkv_bias": _has(header, "attn_q.bias"),
+        "qk_layernorm": _has(header, "attn_q_norm.weight"),
+        "use_parallel_residual": not _has(header, "ffn_norm.weight"),
+    }
+
+
+def _command_r(header: Header, fields: dict[str, Any]) -> None:
+    _whole_heads(header, fields)
+    _biases(header, fields)
+    fields |= {
+        "layer_norm_eps": float(header.need("attention.layer_norm_epsilon")),
+        "logit_scale": float(header.get("logit_scale") or 1.0),
+        "use_qk_norm": _has(header, "attn_q_norm.weight"),
+    }
+
+
+def _gpt_oss(header: Header, fields: dict[str, Any]) -> None:
+    _rms(header, fields)
+    _whole_heads(header, fields)
+    _window(header, fields, every=2)
+    _one_base(header, fields)
+    _experts(header, fields, "num_local_experts")
+    fields["intermediate_size"] = fields.pop("moe_intermediate_size")
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        fields["rope_parameters"]["truncate"] = False  # as it was trained; no key says it
+
+
+def _one_base(header: Header, fields: dict[str, Any]) -> None:
+    base = fields["rope_parameters"]["rope_theta"]
+    if (slides := header.get("rope.freq_base_swa", base)) != base:
+        raise header.refused("rope.freq_base_swa", slides, f"all layers turn with the base {base}")
+
+
+ARCHITECTURES = {
+    "command-r": Architecture("Cohere", _command_r),
+    "gemma2": Architecture("Gemma2", _gemma2),
+    "gemma3": Architecture("Gemma3Text", _gemma3),
+    "gpt-oss": Architecture("GptOss", _gpt_oss),
+    "granite": Architecture("Granite", _granite),
+    "llama": Architecture("Llama", _llama),
+    "olmo2": Architecture("Olmo2", _olmo2),
+    "phi3": Architecture("Phi3", _phi3),
+    "qwen2": Architecture("Qwen2", _qwen2),
+    "qwen2moe": Architecture("Qwen2Moe", _qwen2moe),
+    "qwen3": Architecture("Qwen3", _qwen3),
+    "qwen3moe": Architecture("Qwen3Moe", _qwen3moe),
+    "smollm3": Architecture("SmolLM3", _smollm3),
+    "stablelm": Architecture("StableLm", _stablelm),
+    "starcoder2": Architecture("Starcoder2", _starcoder2),
+}
+"""What is read here, by the name in the file."""

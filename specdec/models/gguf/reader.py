@@ -1,0 +1,152 @@
+"""The container of a GGUF file: its keys as Python values, and its tensors as views into the mapped file.
+
+The package gguf has a reader too, which takes eight seconds for the vocabulary of a usual file, as it keeps every
+string's parts; this one takes a tenth of a second. Blocks and their sizes are the package's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import LoadError, UnsupportedError
+
+_NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in the file, with the attributes of the package gguf's `ReaderTensor`.
+
+    `tensor_type`: a `gguf.GGMLQuantizationType`. `shape`: as the file has it, the length of a row first.
+    `data`: a view of the mapped file, [..., rows, values] of numbers, or [..., rows, bytes] of blocks.
+    """
+
+    name: str
+    tensor_type: Any
+    shape: tuple[int, ...]
+    data: Any
+
+
+class GgufReader:
+    """A GGUF file: `keys`, and `tensors` by name.
+
+    Lists of numbers are numpy arrays, lists of strings are lists. Raises LoadError, which says what is wrong, for a
+    broken or cut file; UnsupportedError for versions and types that nobody writes, and for one part of several.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = str(path)
+        self._bytes = np.memmap(path, mode="r")
+        self._raw, self._at = memoryview(self._bytes.data), 0
+        try:
+            self._read()
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            raise self._broken(f"its header ends or breaks at byte {self._at} ({error})") from error
+
+    def _read(self) -> None:
+        magic, version, count, keys = self._unpack("<4sIQQ")
+        if magic != b"GGUF":
+            raise self._broken("its first bytes are not those of a GGUF file")
+        if version not in (2, 3):
+            raise UnsupportedError(f"{self.path} has version {version} of GGUF, and 2 and 3 are read: convert it anew")
+        self.keys: dict[str, Any] = {}
+        for _ in range(keys):
+            name = self._string()
+            self.keys[name] = self._value(self._unpack("<I")[0])
+        if self.keys.get("split.count", 1) > 1:
+            raise UnsupportedError(
+                f"{self.path} is one part of {self.keys['split.count']}: join them with llama.cpp's llama-gguf-split"
+            )
+        described = [self._described() for _ in range(count)]
+        alignment = int(self.keys.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, StoredTensor] = {}
+        for tensor in described:
+            self.tensors[tensor[0]] = self._tensor(*tensor, start)
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self._raw, self._at)
+        self._at += struct.calcsize(form)
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._unpack("<Q")
+        start, self._at = self._at, self._at + length
+        if self._at > len(self._raw):
+            raise IndexError("a string is longer than the file")
+        return str(self._raw[start : self._at], "utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            inner, length = self._unpack("<IQ")
+            if inner in _NUMBERS:
+                return self._numbers(inner, length)
+            if length > len(self._raw):
+                raise IndexError("a list is longer than the file")
+            return [self._value(inner) for _ in range(length)]
+        if kind not in _NUMBERS:
+            raise IndexError(f"a value has the unknown type {kind}")
+        return self._numbers(kind, 1)[0].item()
+
+    def _numbers(self, kind: int, length: int) -> Any:
+        dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+        end = self._at + length * dtype.itemsize
+        if end > len(self._raw):
+            raise IndexError("a list is longer than the file")
+        start, self._at = self._at, end
+        return np.frombuffer(self._raw[start:end], dtype)
+
+    def _described(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, (dimensions,) = self._string(), self._unpack("<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise IndexError(f"tensor {name} has {dimensions} dimensions")
+        return name, self._unpack(f"<{dimensions}Q"), *self._unpack("<IQ")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> StoredTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if kind not in {member.value for member in GGMLQuantizationType}:
+            raise UnsupportedError(
+                f"tensor {name} of {self.path} has type {kind}, which the package gguf does not know"
+            )
+        tensor_type = GGMLQuantizationType(kind)
+        values, size = GGML_QUANT_SIZES[tensor_type]
+        row = shape[0] if shape else 1
+        if row % values:
+            raise self._broken(f"the rows of tensor {name} have {row} values, which {tensor_type.name} cannot hold")
+        begin, length = start + offset, prod(shape) // values * size
+        if begin + length > len(self._bytes):
+            raise self._broken(
+                f"tensor {name} ends at byte {begin + length}, and the file has {len(self._bytes)}: it was cut"
+            )
+        raw = self._bytes[begin : begin + length]
+        numbers = _PLAIN.get(tensor_type.name)
+        data = raw.view(numbers) if numbers is not None else raw
+        last = row if numbers is not None else row // values * size
+        return StoredTensor(name, tensor_type, shape, data.reshape(*reversed(shape[1:]), last))
+
+    def _broken(self, reason: str) -> LoadError:
+        return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")
+
+
+_PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+"""Types that numpy knows."""
+
+
+def floats(tensor: StoredTensor) -> Any:
+    """The numbers of a tensor in float32, as the package gguf unpacks them; shape reversed, rows last but one."""
+    from gguf.quants import dequantize
+
+    unpack: Callable[..., Any] = dequantize
+    return np.asarray(unpack(np.asarray(tensor.data), tensor.tensor_type), np.float32)

@@ -1,0 +1,150 @@
+"""Where each tensor of a GGUF file lies in the transformers model, and how llama.cpp changed it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import UnsupportedError
+from specdec.models.gguf.header import architecture_of
+from specdec.models.gguf.reader import GgufReader
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor and their place in a parameter, whose name is that of the model's state dict.
+
+    Rows are the last dimension but one of a matrix, or of a stack of matrices [experts, rows, columns]; of vectors, and
+    of biases [experts, rows], they are the last.
+
+    `rows`: the tensor's rows in the order of the parameter; None: all of them, as they lie.
+    `place`: which of the parameter's rows they are; None: all of them. `flipped`: the parameter has rows and columns
+    exchanged, and `place` counts its columns. `plus`: to be added to each number.
+    """
+
+    parameter: str
+    rows: Tensor | None = None
+    place: slice | None = None
+    flipped: bool = False
+    plus: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor's blocks can be taken as they lie, row by row."""
+        return not self.flipped and not self.plus
+
+
+def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[Part, ...]]:
+    """The parts of every tensor of a file; of those that hold no weights, such as factors of positions, none.
+
+    `config`: of `read_config`. Raises UnsupportedError for a tensor that is not known, which names it.
+    """
+    names = {**_EVERYWHERE, **_OF_ARCHITECTURE.get(architecture_of(reader), {})}
+    return {name: _parts(name, tensor, names, config, reader) for name, tensor in reader.tensors.items()}
+
+
+def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: GgufReader) -> tuple[Part, ...]:
+    if name in _NO_WEIGHTS:
+        return ()
+    base, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", base)
+    known = names.get(layer[2] if layer else base)
+    if known is None or kind not in ("weight", "bias") or (layer and int(layer[1]) >= config.num_hidden_layers):
+        raise UnsupportedError(
+            f"{reader.path} has the tensor {name}, and where it belongs in models of {architecture_of(reader)} is not "
+            "known: use another file, or the checkpoint in safetensors that it was made of"
+        )
+    prefix = f"model.layers.{layer[1]}." if layer else ""
+    if "attn_qkv" in base and known == _SPLIT:
+        return _three(prefix, kind, config)
+    if "{}" in known:  # one parameter for each row
+        count = int(tensor.shape[1])
+        return tuple(Part(f"{prefix}{known.format(row)}.{kind}", rows=torch.tensor([row])) for row in range(count))
+    if "exps" in base:
+        return (
+            _of_experts(base, kind, prefix + known, config, int(tensor.data.shape[-2 if kind == "weight" else -1])),
+        )
+    parameter = f"{prefix}{known}" if known.endswith(".sinks") else f"{prefix}{known}.{kind}"
+    return (Part(parameter, _turned(base, config), plus=-1.0 if _one_more(base, config) else 0.0),)
+
+
+def _three(prefix: str, kind: str, config: Any) -> tuple[Part, ...]:
+    """Queries, keys and values of one tensor."""
+    heads, start, found = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads), 0, []
+    for name, count in zip(("q", "k", "v"), heads, strict=True):
+        rows = torch.arange(start, start := start + count * config.head_dim)
+        order = _turned(f"attn_{name}", config)
+        parameter = f"{prefix}self_attn.{name}_proj.{kind}"
+        found.append(Part(parameter, rows if order is None else rows[order]))
+    return tuple(found)
+
+
+def _of_experts(base: str, kind: str, parameter: str, config: Any, rows: int) -> Part:
+    """Experts lie in one parameter, their gates beside what they let through."""
+    if config.model_type == "gpt_oss":
+        suffix = "_bias" if kind == "bias" else ""
+        place = {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}.get(base.rpartition(".")[2])
+        return Part(parameter + suffix, place=place, flipped=kind == "weight")
+    places = {"ffn_gate_exps": slice(0, rows), "ffn_up_exps": slice(rows, 2 * rows)}
+    return Part(parameter, place=places.get(base.rpartition(".")[2]))
+
+
+def _turned(base: str, config: Any) -> Tensor | None:
+    """The order of queries' or keys' rows where llama.cpp turns neighbours and transformers turns halves."""
+    what = base.rpartition(".")[2]
+    if config.model_type not in _NEIGHBOURS or what not in ("attn_q", "attn_k"):
+        return None
+    heads = config.num_attention_heads if what == "attn_q" else config.num_key_value_heads
+    return torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
+
+
+def _one_more(base: str, config: Any) -> bool:
+    """Whether norms are stored with 1 added, as transformers adds it itself."""
+    return config.model_type.startswith("gemma") and base.endswith("_norm")
+
+
+_SPLIT = "split"  # into queries, keys and values
+_NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "smollm3")  # by `model_type`
+_NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_EVERYWHERE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": _SPLIT,
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""A tensor's name without its layer -> the module's."""
+_GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
+_OF_ARCHITECTURE: dict[str, dict[str, str]] = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "gpt-oss": {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "stablelm": {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}

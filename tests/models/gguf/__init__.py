@@ -1,0 +1,1 @@
+"""GGUF files, written by the tests and read by the package."""

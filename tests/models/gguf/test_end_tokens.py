@@ -1,0 +1,82 @@
+"""Tokens that end a text: by ids in the file, and by their text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SpecGenerator
+from specdec.models import load
+from specdec.models.gguf.end_tokens import special_ids
+from tests.folders import saved_gguf
+from tests.models.gguf.files import byte_vocabulary, reader
+from tests.models.gguf.models import KINDS, model_of, saved
+
+pytest.importorskip("gguf")
+BYTES = byte_vocabulary([], 256)
+
+
+def ends(path: Path, texts: list[str], **keys: Any) -> list[str | int]:
+    """Texts of the tokens that end a text, ids for those of the bytes."""
+    every = BYTES | {"tokenizer.ggml.tokens": [*BYTES["tokenizer.ggml.tokens"], *texts]}
+    every["tokenizer.ggml.token_type"] = [*BYTES["tokenizer.ggml.token_type"], *[3] * len(texts)]
+    every |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    found = special_ids(reader(path / "a.gguf", "llama", every)).ends
+    return [number if number < 256 else texts[number - 256] for number in found]
+
+
+def test_by_their_ids(tmp_path: Path) -> None:
+    """eos first; ids beyond the vocabulary are none."""
+    assert ends(tmp_path, [], eos_token_id=7, eot_token_id=5, eom_token_id=6) == [7, 5, 6]
+    assert ends(tmp_path, [], eos_token_id=7, eot_token_id=7, eom_token_id=900) == [7]
+    assert ends(tmp_path, []) == []
+
+
+def test_by_their_text(tmp_path: Path) -> None:
+    """Chat models end a turn by other tokens than the one that the file names."""
+    texts = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "<other>", "<eos>"]
+    assert ends(tmp_path, texts, eos_token_id=7) == [7, *texts[1:5], "<eos>"]
+
+
+def test_a_turn_of_several_parts(tmp_path: Path) -> None:
+    """gpt-oss ends a part by <|end|>, and an answer by <|return|> or <|call|>."""
+    assert ends(tmp_path, ["<|end|>", "<|return|>", "<|call|>"]) == ["<|return|>", "<|call|>"]
+    assert ends(tmp_path, ["<|end|>", "<|return|>"]) == ["<|end|>", "<|return|>"]
+
+
+def test_a_text_ends_there(tmp_path: Path) -> None:
+    """A chat model's file wrote on to the length limit."""
+    kind = KINDS["llama"]
+    model = model_of(kind)
+    prompt = [[5, 9, 12, 7]]
+    written = SpecGenerator(model).generate(prompt, max_new_tokens=20, eos_token_id=None).sequences[0].tolist()[4:]
+    turn = next(token for token in written[3:] if token not in written[:3])
+    texts = [f"<{number}>" for number in range(model.config.vocab_size)]
+    texts[turn] = "<|im_end|>"
+    path = saved(tmp_path / "a.gguf", kind, model, {"tokenizer.ggml.tokens": texts})
+    generator = SpecGenerator(path)
+    assert generator.target.model.generation_config.eos_token_id == [2, turn]
+    result = generator.generate(prompt, max_new_tokens=20)
+    assert result.sequences[0].tolist()[4:] == written[: written.index(turn) + 1]
+
+
+def test_other_architectures(tmp_path: Path) -> None:
+    """Those that transformers reads, too."""
+    path = saved_gguf(tmp_path / "a.gguf", "gpt2", ["F32"])
+    tokens = Path(path).read_bytes()
+    Path(path).write_bytes(
+        tokens.replace(b"\x04\x00\x00\x00\x00\x00\x00\x00<30>", b"\x04\x00\x00\x00\x00\x00\x00\x00</s>")
+    )
+    assert load(path).model.generation_config.eos_token_id == [2, 30]
+
+
+def test_a_generation_config_beside_the_file(tmp_path: Path) -> None:
+    """It counts, and so do the file's end tokens; so do those that the file forbids."""
+    kind = KINDS["llama"]
+    model = model_of(kind)
+    model.generation_config.eos_token_id = 9
+    model.generation_config.update(do_sample=True, top_k=7)
+    model.generation_config.save_pretrained(tmp_path)
+    path = saved(tmp_path / "a.gguf", kind, model, {"tokenizer.ggml.suppress_tokens": [11, 13]})
+    found = load(path).model.generation_config
+    assert (found.eos_token_id, found.top_k, found.suppress_tokens) == ([9, 2], 7, [11, 13])
