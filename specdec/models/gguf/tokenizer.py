@@ -164,7 +164,7 @@ def _unigram(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
         steps.append(normalizers.Precompiled(characters.tobytes()))
     prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", False))
     if keys.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         prefix = True
     steps += [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
