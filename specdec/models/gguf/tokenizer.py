@@ -91,12 +91,22 @@ def read_tokenizer(reader: GgufReader) -> Any:
     tokenizer.post_processor = _around(reader, vocabulary)
     named = zip(("bos_token", "eos_token", "unk_token", "pad_token"), vocabulary.special[:4], strict=True)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Moved(tokenizer),
         clean_up_tokenization_spaces=False,
         **{name: vocabulary.texts[number] for name, number in named if number is not None},
     )
     fast.chat_template = _chat_templates(reader.keys)
     return fast
+
+
+class _Moved:
+    """A tokenizer whose deep copy is itself: transformers copies what it gets, which takes as long as making it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self._tokenizer
 
 
 def _bytes(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
