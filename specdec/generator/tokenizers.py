@@ -78,21 +78,21 @@ def tokenizer_beside(
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        return _tokenizer_inside(source, folder, str(file), options)
+        return _tokenizer_inside(source, located(folder, str(file), options.get("revision")))
     return None
 
 
-def _tokenizer_inside(source: str, folder: str, file: str, options: dict[str, Any]) -> Any:
+def _tokenizer_inside(source: str, path: Path) -> Any:
     """The tokenizer in a GGUF file; None for a file without one, and with a warning for kinds that cannot be read."""
-    reader = GgufReader(located(folder, file, options.get("revision")))
+    reader = GgufReader(path)
     kind = reader.keys.get("tokenizer.ggml.model", "none")
-    if (tokenizer := read_tokenizer(reader)) is not None or kind in ("none", "no_vocab"):
-        return tokenizer
-    with suppress(Exception):  # transformers converts some of llama.cpp's tokenizers
-        return AutoTokenizer.from_pretrained(folder, gguf_file=file, **options)
-    way_out = "pass `tokenizer=`, or token ids alone"
-    warnings.warn(f"the tokenizer of {source} is of the kind {kind!r}, which cannot be read: {way_out}", stacklevel=4)
-    return None
+    tokenizer = read_tokenizer(reader)
+    if tokenizer is None and kind not in ("none", "no_vocab"):
+        way_out = "pass `tokenizer=`, or token ids alone"
+        warnings.warn(
+            f"the tokenizer of {source} is of the kind {kind!r}, which cannot be read: {way_out}", stacklevel=4
+        )
+    return tokenizer
 
 
 def _has_tokenizer(folder: str, revision: str | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from os import PathLike
 from typing import Any
@@ -19,6 +20,7 @@ from specdec.errors import LoadError, UnsupportedError
 
 _NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q").unpack_from
 _MOST_DIMENSIONS = 4
 
 
@@ -79,8 +81,9 @@ class GgufReader:
         return values
 
     def _string(self) -> str:
-        (length,) = self._unpack("<Q")
-        start, self._at = self._at, self._at + length
+        (length,) = _LENGTH(self._raw, self._at)
+        start = self._at + 8
+        self._at = start + length
         if self._at > len(self._raw):
             raise IndexError("a string is longer than the file")
         return str(self._raw[start : self._at], "utf-8")
@@ -94,7 +97,8 @@ class GgufReader:
                 return self._numbers(inner, length)
             if length > len(self._raw):
                 raise IndexError("a list is longer than the file")
-            return [self._value(inner) for _ in range(length)]
+            read = self._string if inner == _STRING else partial(self._value, inner)
+            return [read() for _ in range(length)]
         if kind not in _NUMBERS:
             raise IndexError(f"a value has the unknown type {kind}")
         return self._numbers(kind, 1)[0].item()

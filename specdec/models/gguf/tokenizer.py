@@ -91,12 +91,22 @@ def read_tokenizer(reader: GgufReader) -> Any:
     tokenizer.post_processor = _around(reader, vocabulary)
     named = zip(("bos_token", "eos_token", "unk_token", "pad_token"), vocabulary.special[:4], strict=True)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Moved(tokenizer),
         clean_up_tokenization_spaces=False,
         **{name: vocabulary.texts[number] for name, number in named if number is not None},
     )
     fast.chat_template = _chat_templates(reader.keys)
     return fast
+
+
+class _Moved:
+    """A tokenizer whose deep copy is itself: transformers copies what it gets, which takes as long as making it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self._tokenizer
 
 
 def _bytes(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
@@ -164,7 +174,7 @@ def _unigram(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
         steps.append(normalizers.Precompiled(characters.tobytes()))
     prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", False))
     if keys.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         prefix = True
     steps += [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])

@@ -71,6 +71,28 @@ def test_sentencepiece(prefix: bool | None, first: bool | None, last: bool | Non
     assert not differ(file, texts)
 
 
+@pytest.mark.parametrize("prefix", [None, True, False])
+@pytest.mark.parametrize("merged", [None, True])
+def test_unigrams(prefix: bool | None, merged: bool | None, tmp_path: Path) -> None:
+    tokens, _ = character_vocabulary(TEXTS)
+    keys = word_vocabulary([(text, -3.0 - rank / 300, 1) for rank, text in enumerate(tokens)])
+    keys |= {"tokenizer.ggml.model": "t5", "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eos_token_id": 2}
+    more = {"add_space_prefix": prefix, "remove_extra_whitespaces": merged}
+    keys |= {f"tokenizer.ggml.{name}": value for name, value in more.items() if value is not None}
+    texts = tuple(text for text in TEXTS if text.strip())
+    assert not differ(reader(tmp_path / "a.gguf", "llama", keys), (*texts, "a\u4e01\u4e02b"), special=True)
+
+
+@pytest.mark.parametrize("name", ["smollm", "llama-bpe", "qwen2"])
+def test_tokens_of_users(name: str, tmp_path: Path) -> None:
+    """Runs of spaces, and others that are whole wherever they stand."""
+    users = ["    ", "        ", "<tool>", "<tool_call>", "\n\n", "<é>"]
+    keys = BYTES | {"tokenizer.ggml.tokens": [*BYTES["tokenizer.ggml.tokens"], *users], "tokenizer.ggml.pre": name}
+    keys["tokenizer.ggml.token_type"] = [*BYTES["tokenizer.ggml.token_type"], *[4] * len(users)]
+    texts = ("a     b", "<tool><tool_call>x</tool_call>", "def f():\n\n\n            return", "<é>lan\n\n \n")
+    assert not differ(reader(tmp_path / "a.gguf", "llama", keys), (*TEXTS, *texts))
+
+
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "tekken", "chameleon", "gemma4"])
 @pytest.mark.parametrize("first", [None, True, False])
 def test_beginnings(name: str, first: bool | None, tmp_path: Path) -> None:
