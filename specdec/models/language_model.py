@@ -208,8 +208,10 @@ class LanguageModel:
 
     @cached_property
     def forgets_order(self) -> bool:
-        """Whether tokens see later ones where no mask is given, as UMT5's do in transformers 5.17."""
-        layers = [module for name, module in self.decoder.named_modules() if name.endswith(".SelfAttention")]
+        """Whether tokens see later ones where no mask is given, as PaliGemma's do, and UMT5's in transformers 5.17."""
+        masks_itself = self.is_encoder_decoder or attention_of(self.config) == "eager"
+        end = ".SelfAttention" if masks_itself else ".self_attn"
+        layers = [module for name, module in self.decoder.named_modules() if name.endswith(end)]
         return not all(getattr(layer, "is_causal", True) for layer in layers)
 
     @property

@@ -18,6 +18,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, EncoderOutput, Encoding, LanguageModel, read_pictures
+from specdec.models.pictures import reads_two_ways
 from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
 from specdec.options.resolve import warn_of_idle
@@ -337,6 +338,9 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: Language
     """The rows with their negative prompts, by default the prompt's last token."""
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
+    if reads_two_ways(target, given):
+        name = type(target.model).__name__
+        raise UnsupportedError(f"{name} reads prompts in both directions, without `guidance_scale`: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
     if "negative_prompt_ids" in given:
         negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target.num_ids).kept
