@@ -128,9 +128,11 @@ class Call:
         if EosTokenCriteria in kinds and listed(self.options.eos_token_id):
             raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
-        if draft is not None and draft.needs_encoder_inputs and prompts.encoder is None:
+        encodes = draft is not None and draft.needs_encoder_inputs
+        if encodes and (prompts.encoder is None or "inputs_embeds" in prompts.encoder):
             raise UnsupportedError(
-                "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
+                "`draft` is an encoder-decoder model, which needs encoder inputs, and embeddings are the target's: "
+                "use a decoder-only draft"
             )
         # Embeddings without ids count in these lengths, but processors will not see them.
         least = max((self.options.min_length or 0) - prompts.num_embeds_only, 0)

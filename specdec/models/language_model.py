@@ -272,7 +272,8 @@ class LanguageModel:
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
-        given = {name: self._placed(name, value) for name, value in inputs.items()}
+        read = inputs.keys() & (self.source_names | self.input_names)  # a target of another class may read more
+        given = {name: self._placed(name, inputs[name]) for name in inputs if name in read}
         merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
         if not merged:
             given = {name: value for name, value in given.items() if name in self.source_names}
