@@ -45,6 +45,8 @@ _WAY_OUT = "pass what one call of the processor made of text and pictures"
 
 # Their prompts are read in both directions: if token types mark them, and without types where nobody masks anything.
 _TWO_WAYS = {"paligemma"}
+# Their pictures stand before the text, in columns without tokens.
+_BEFORE_TEXT = {"git"}
 
 
 def sees(model: Any, input_names: frozenset[str]) -> bool:
@@ -96,7 +98,7 @@ def read_pictures(
         places = _places(language.model.config, name, rows)
         ends = [max(end, own[-1] + 1 if own else 0) for end, own in zip(ends, places, strict=True)]
         beside = {one: tensors[one] for one in (kind.main, *kind.beside) if one in tensors}
-        if kind.main in beside and not place_tokens(language.model.config):
+        if kind.main in beside and language.model.config.model_type in _BEFORE_TEXT:
             dealt, before = _before_text(language, kind, beside[kind.main], len(rows))
             ends = [1] * len(rows)
         else:

@@ -224,3 +224,10 @@ def test_pictures_of_another_number() -> None:
     model, call = git(3), {"input_ids": torch.tensor([[5, 6, 7]])}
     with pytest.raises(OptionError, match=r"`pixel_values` must be one picture a row, of shape \[1, 3, 3, 16, 16\]"):
         SpecGenerator(model).generate(**call, pixel_values=torch.randn(1, 2, 3, 16, 16), **COMMON)
+
+
+def test_recordings_of_a_model_without_a_token_for_them() -> None:
+    """They were taken for GIT's pictures, which ended in an AttributeError about `vision_config`."""
+    model, ids = tiny_of(class_named("VoxtralForConditionalGeneration")), torch.tensor([[5, 6, 7]])
+    with pytest.raises(OptionError, match="`input_features` holds a recording without a place in the text"):
+        SpecGenerator(model).generate(ids, input_features=torch.randn(1, 8, 40), **COMMON)
