@@ -433,3 +433,16 @@ def theirs(model: Any, prompt: list[int], **search: Any) -> list[int]:
     found = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, **search)
     text: list[int] = found[0].tolist()
     return text
+
+
+def test_ngrams_of_a_window() -> None:
+    """UnlimitedOcr's checkpoint asks for it. (All of the text was the window, without a word: another text.)"""
+    model = tiny_of(class_named("UnlimitedOcrForConditionalGeneration"))
+    whole = theirs(model, [5, 6, 7, 8], no_repeat_ngram_size=1)
+    model.generation_config.no_repeat_ngram_size, model.generation_config.no_repeat_ngram_window_size = 1, 2
+    for search in ({}, {"num_beams": 3}):
+        answer = theirs(model, [5, 6, 7, 8], **search)
+        assert answer != whole
+        for kind in (None, *KINDS):
+            generator = SpecGenerator(model, kind and oracle(kind, [answer], 64))
+            assert generator.generate([[5, 6, 7, 8]], **endless(30, **search)).sequences.tolist() == [answer], kind
