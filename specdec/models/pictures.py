@@ -43,13 +43,22 @@ _SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size
 
 _WAY_OUT = "pass what one call of the processor made of text and pictures"
 
-# model_type -> their prompts are read in both directions, if token types mark them
+# Their prompts are read in both directions: if token types mark them, and without types where nobody masks anything.
 _TWO_WAYS = {"paligemma"}
+# Their pictures stand before the text, in columns without tokens.
+_BEFORE_TEXT = {"git"}
 
 
 def sees(model: Any, input_names: frozenset[str]) -> bool:
     """Whether a model continues text and reads pictures or recordings in it."""
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
+
+
+def reads_two_ways(language: ModelSpec, given: Mapping[str, Any]) -> bool:
+    """Whether a model reads its prompts with these inputs in both directions."""
+    if language.model.config.model_type not in _TWO_WAYS:
+        return False
+    return "token_type_ids" in given or (language.forgets_order and language.capability.cache_kind == "kv")
 
 
 def place_tokens(config: Any) -> set[int]:
@@ -89,7 +98,7 @@ def read_pictures(
         places = _places(language.model.config, name, rows)
         ends = [max(end, own[-1] + 1 if own else 0) for end, own in zip(ends, places, strict=True)]
         beside = {one: tensors[one] for one in (kind.main, *kind.beside) if one in tensors}
-        if kind.main in beside and not place_tokens(language.model.config):
+        if kind.main in beside and language.model.config.model_type in _BEFORE_TEXT:
             dealt, before = _before_text(language, kind, beside[kind.main], len(rows))
             ends = [1] * len(rows)
         else:
@@ -102,7 +111,9 @@ def read_pictures(
                 raise OptionError.of(name, f"of shape {shape}, like the ids", list(types.shape))
             for part, own, mask in zip(parts, types, masks, strict=True):
                 part[name] = own[: len(mask)][torch.tensor(mask)][None]
-    two_ways = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
+    if two_ways := reads_two_ways(language, given):
+        zeros = [torch.zeros(1, len(ids), dtype=torch.long) for ids in rows]
+        parts = [{"token_type_ids": own, **part} for part, own in zip(parts, zeros, strict=True)]
     found: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
         for name in _PER_ROW:
