@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.core.work import Work
-from specdec.kernels import attend, lack, pack, passes, to_int4, to_int8
+from specdec.kernels import attend, lack, pack, pack_blocks, passes, round_weight
 from specdec.models.cache.session import Session
 
 BUFFER_BYTES = 512 << 20
@@ -75,6 +75,7 @@ class Shapes:
 
 MODELS = {
     "SmolLM2-135M": Shapes(hidden=576, keys=192, intermediate=1536, layers=30, vocabulary=49152),
+    "Qwen2.5-1.5B": Shapes(hidden=1536, keys=256, intermediate=8960, layers=28, vocabulary=151936),
     "12 x 256": Shapes(hidden=256, keys=256, intermediate=1024, layers=12, vocabulary=4096),
 }
 Make = Callable[[Tensor], torch.nn.Module]
@@ -87,20 +88,27 @@ def plain(weight: Tensor) -> torch.nn.Module:
     return layer
 
 
+def blocks(kind: str, size: int, weight: Tensor) -> torch.nn.Module:
+    """A layer over random blocks of GGUF, of so many bytes for 256 weights."""
+    outputs, inputs = weight.shape
+    return pack_blocks(torch.randint(0, 64, (outputs, inputs // 256 * size), dtype=torch.uint8), kind, inputs)
+
+
 # What is measured: a name, and how a layer is made of a weight, and the dtype of its rows.
 WAYS: dict[str, tuple[Make, str]] = {
     "float32, F.linear": (plain, "float32"),
     "float32, ours": (pack, "float32"),
     "bfloat16, F.linear": (lambda weight: plain(weight.bfloat16()), "bfloat16"),
     "bfloat16, ours": (lambda weight: pack(weight.bfloat16()), "bfloat16"),
-    "int8, ours, float32 rows": (lambda weight: pack(to_int8(weight)), "float32"),
-    "int8, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight)), "bfloat16"),
-    "int8 groups of 32, ours, bfloat16 rows": (
-        lambda weight: pack(replace(to_int4(weight), bits=8, mins=None)),
-        "bfloat16",
-    ),
-    "int4, ours, float32 rows": (lambda weight: pack(to_int4(weight)), "float32"),
-    "int4, ours, bfloat16 rows": (lambda weight: pack(to_int4(weight)), "bfloat16"),
+    "int8, ours, float32 rows": (lambda weight: round_weight(weight, 8), "float32"),
+    "int8, ours, bfloat16 rows": (lambda weight: round_weight(weight, 8), "bfloat16"),
+    "int8, ours, bfloat16 rows as they are": (lambda weight: round_weight(weight, 8, rounds=False), "bfloat16"),
+    "Q8_0, ours, bfloat16 rows": (partial(blocks, "Q8_0", 272), "bfloat16"),
+    "int4, ours, float32 rows": (lambda weight: round_weight(weight, 4), "float32"),
+    "int4, ours, bfloat16 rows": (lambda weight: round_weight(weight, 4), "bfloat16"),
+    "int4, ours, bfloat16 rows as they are": (lambda weight: round_weight(weight, 4, rounds=False), "bfloat16"),
+    "Q4_K, ours, bfloat16 rows": (partial(blocks, "Q4_K", 144), "bfloat16"),
+    "Q6_K, ours, bfloat16 rows": (partial(blocks, "Q6_K", 210), "bfloat16"),
 }
 
 

@@ -6,7 +6,7 @@ from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
 from specdec.kernels.pages import state as page_state
-from specdec.kernels.quantized import to_int4, to_int8
+from specdec.kernels.rounding import round_weight
 
 __all__ = [
     "ALIKE",
@@ -31,9 +31,8 @@ __all__ = [
     "pack_blocks",
     "page_state",
     "passes",
+    "round_weight",
     "signed",
     "store_nodes",
-    "to_int4",
-    "to_int8",
     "try_again",
 ]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from specdec.kernels import ops, packed_layout, pages
-from specdec.kernels.quantized import GROUP, Quantized, to_int4, to_int8
+from specdec.kernels.quantized import GROUP, Quantized
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OF_FLOATS = ("packed", "factors", "scales", "mins", "bias")
@@ -169,9 +168,9 @@ def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
     if kind in FLOATS:
         weight = sample.to(FLOATS[kind])
     else:
-        int4 = to_int4(sample)
-        int8 = replace(int4, values=int4.values - 8, bits=8, mins=None) if grouped else to_int8(sample)
-        weight = int8 if kind == "int8" else int4
+        scales = torch.ones(_SAMPLE, _SAMPLE // GROUP, dtype=torch.float16, device="cpu") if grouped else None
+        values = (sample * 7).to(torch.int8)
+        weight = Quantized(values, 8, scales) if kind == "int8" else Quantized(values + 7, 4, scales, scales)
     packed = PackedLinear(weight, rounds=False)
     for dtype in packed.takes:
         tiles = _NEVER

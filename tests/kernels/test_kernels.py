@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import PackedLinear, build, ops, pack, to_int4, to_int8
+from specdec.kernels import PackedLinear, build, ops, pack, round_weight
 from specdec.kernels.ops import keep_top
 from specdec.kernels.packed_linear import measure_ways
 from specdec.kernels.quantized import Quantized
+from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_attention import refused
 from tests.tiny import threads
 
@@ -169,6 +170,18 @@ def test_rounding() -> None:
             assert (integers.weight() - weight).norm() / weight.norm() < most
     assert not to_int4(torch.zeros(3, 40)).weight().any()
     assert not to_int8(torch.zeros(3, 40)).weight().any()
+
+
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (70, 1000)])
+def test_rounding_is_as_in_torch(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """8 bits to the last one; 4 bits but for ranges of equal error, which sums in another order tell apart."""
+    weight = numbers(outputs, inputs, dtype=dtype)
+    weight[0] = 0
+    for bits, expected in ((8, to_int8(weight.float()).weight()), (4, to_int4(weight.float()).weight())):
+        found = round_weight(weight, bits).weight()
+        assert (found != expected).float().mean() < (1e-9 if bits == 8 else 0.02)
+        torch.testing.assert_close((found - weight).norm(), (expected - weight).norm(), rtol=1e-3, atol=1e-6)
 
 
 @cases

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.kernels import PackedLinear, pack, to_int4, to_int8
+from specdec.kernels import PackedLinear, pack
 from specdec.kernels.ops import ALIKE, FASTEST
 from specdec.models import LanguageModel
 from specdec.models.backends.fused_linear import Joint, Part
+from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_kernels import int8_in_groups
 from tests.models.exact import twin_of
 from tests.tiny import tiny

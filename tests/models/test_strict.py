@@ -53,8 +53,8 @@ def quantized(name: str, kind: str) -> Any:
         tied = tied_embeddings(model)
         for layer, module in list(model.named_modules()):
             if type(module) is nn.Linear and module not in encoder:
-                weight = kernels.to_int8(module.weight) if kind == "int8" else kernels.to_int4(module.weight)
-                replaced(model, layer, kernels.pack(weight, bias=module.bias), tied.get(layer, ()))
+                packed = kernels.round_weight(module.weight, int(kind[3:]), module.bias)
+                replaced(model, layer, packed, tied.get(layer, ()))
     return model
 
 

@@ -120,18 +120,13 @@ def pack_layers(
     model: Any,
     names: Sequence[str],
     weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None],
-    *,
-    rounds: bool = True,
 ) -> Callable[[], None]:
     """Replaces layers by packed ones, `weight(name, layer)` or over it, unless that is None; returns the undoing."""
     undo, tied, any_packed = ExitStack(), tied_embeddings(model), False
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
-            if isinstance(found, kernels.PackedLinear):
-                packed = found
-            else:
-                packed = kernels.pack(found, bias=layer.bias, rounds=rounds)
+            packed = found if isinstance(found, kernels.PackedLinear) else kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
             undo.callback(replaced(model, name, packed, tied.get(name, ())))
             any_packed = True

@@ -6,6 +6,7 @@ string's parts; this one takes a tenth of a second. Blocks and their sizes are t
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,6 +140,11 @@ class GgufReader:
         data = raw.view(numbers) if numbers is not None else raw
         last = row if numbers is not None else row // values * size
         return StoredTensor(name, tensor_type, shape, data.reshape(*reversed(shape[1:]), last))
+
+    def forget(self) -> None:
+        """Gives back the memory of what was read; it is read again from the file where it is needed."""
+        if advice := getattr(mmap, "MADV_DONTNEED", None):
+            self._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
 
     def _broken(self, reason: str) -> LoadError:
         return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")

@@ -19,6 +19,7 @@ from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import Part, tensor_map
 
 _log = logging.getLogger(__name__)
+_HELD = 1 << 27  # bytes of the mapped file that may stay in memory
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}  # types that are no blocks
 
 
@@ -53,8 +54,12 @@ def fill(
     """Gives the parameters of `empty_model` memory and the file's numbers, and ties those that the config ties."""
     empty = dict(model.named_parameters(remove_duplicate=False))
     filled = dict.fromkeys(empty, 0)  # numbers
-    packed, rounded = dict[str, kernels.PackedLinear](), Counter[str]()
+    packed, rounded, unread = dict[str, kernels.PackedLinear](), Counter[str](), 0
     for name, places in parts.items():
+        unread += reader.tensors[name].data.nbytes
+        if unread > _HELD:
+            reader.forget()
+            unread = 0
         for part in places:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
@@ -74,6 +79,7 @@ def fill(
             _set(model, name, torch.zeros_like(parameter, device="cpu"))
         elif filled[name] != parameter.numel():
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
+    reader.forget()
     _replace(model, packed)
     if rounded:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded.items())
@@ -92,7 +98,7 @@ def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
 def _packed(tensor: StoredTensor, part: Part, rounds: bool) -> kernels.PackedLinear:
     kind = tensor.tensor_type.name
     if kind not in kernels.BLOCKS:
-        return kernels.pack(kernels.to_int8(converted(tensor, part)), rounds=rounds)
+        return kernels.round_weight(converted(tensor, part), 8, rounds=rounds)
     raw = torch.from_numpy(np.asarray(tensor.data))
     return kernels.pack_blocks(raw, kind, int(tensor.shape[0]), order=part.rows, rounds=rounds)
 

@@ -86,16 +86,18 @@ class WeightOnly(Quantizer):
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
-            rounded = lambda _, head: kernels.to_int8(head.weight)  # noqa: E731
-            changed(model, lambda: pack_layers(model, [name], rounded, rounds=self.rounds))
+            changed(model, lambda: pack_layers(model, [name], lambda _, head: self._rounded(head.weight, 8, head.bias)))
 
     def _fits(self, weight: Tensor) -> bool:
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         if self._fits(weight) and kernels.available():
-            return kernels.pack(kernels.to_int8(weight), bias, rounds=self.rounds)
+            return self._rounded(weight, 8, bias)
         return Int8Linear(weight, bias)
+
+    def _rounded(self, weight: Tensor, bits: int, bias: Tensor | None) -> kernels.PackedLinear:
+        return kernels.round_weight(weight, bits, bias, rounds=self.rounds)
 
 
 class FourBits(WeightOnly):
@@ -111,4 +113,4 @@ class FourBits(WeightOnly):
                 "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "
                 f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: use 'nf4' elsewhere"
             )
-        return kernels.pack(kernels.to_int4(weight), bias, rounds=self.rounds)
+        return self._rounded(weight, 4, bias)

@@ -1,0 +1,39 @@
+"""Weights rounded to fewer bits, as packed layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.kernels import ops, pages
+from specdec.kernels.packed_layout import BLOCK
+from specdec.kernels.packed_linear import PackedLinear, measure_ways
+from specdec.kernels.quantized import GROUP
+
+
+@torch.no_grad()
+def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None, *, rounds: bool = True) -> PackedLinear:
+    """A layer over a weight `[outputs, inputs]` in 8 or 4 bits; needs `specdec.kernels.available`.
+
+    In 8 bits the largest weight of each output becomes ±127; in 4 bits each group of 32 inputs has the scale and the
+    min of least squared error.
+    """
+    weight = weight.detach().contiguous()
+    outputs, inputs = weight.shape
+    blocks, groups = -(-outputs // BLOCK), -(-inputs // GROUP)
+    shape = (blocks, groups * GROUP // (4 if bits == 8 else 8), BLOCK, 4)
+    held: dict[str, Tensor | None] = {
+        "packed": pages.empty(shape, torch.int8 if bits == 8 else torch.uint8),
+        "factors": torch.empty(outputs, dtype=torch.float32, device="cpu"),
+        "scales": None if bits == 8 else pages.empty((blocks, groups, BLOCK), torch.float16),
+        "mins": None if bits == 8 else pages.empty((blocks, groups, BLOCK), torch.float16),
+    }
+    if outputs % BLOCK:
+        for name in ("packed", "scales", "mins"):
+            if (tensor := held[name]) is not None:
+                tensor[-1] = 0
+    ops.round_weight(weight if weight.dtype == torch.bfloat16 else weight.float(), *held.values())
+    held["bias"] = None if bias is None else bias.detach().float().contiguous()
+    layer = PackedLinear.of(held, outputs, inputs, f"int{bits}", rounds=rounds)
+    measure_ways(layer.kind, layer.scales is not None, rounds)
+    return layer
