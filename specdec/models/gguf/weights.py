@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
@@ -57,7 +56,8 @@ def fill(model: Any, reader: GgufReader, parts: dict[str, tuple[Part, ...]]) -> 
 
 def converted(tensor: StoredTensor, part: Part) -> Tensor:
     """The float32 numbers of a tensor as they lie in `part.place` of the parameter."""
-    value = torch.from_numpy(np.array(floats(tensor)))
+    numbers = floats(tensor)
+    value = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())  # not the file itself
     if part.rows is not None:
         value = value.index_select(_axis(tensor.name, value.dim()), part.rows)
     if part.plus:
