@@ -40,6 +40,7 @@ class Mode(Part):
     revision: str | None = None
     backend: str | None = None
     exactness: str | None = None
+    activations: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
 
@@ -54,6 +55,7 @@ class Mode(Part):
         """The name, or the arguments that are set."""
         offload = self.offload and f"offload {self.offload}"
         parts = [self.dtype, self.quantization or self.gguf_file, offload, self.backend, self.exactness]
+        parts.append(self.activations and f"{self.activations} activations")
         return self.name or ", ".join(filter(None, parts)) or "as loaded"
 
     @property

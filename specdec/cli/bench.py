@@ -28,7 +28,7 @@ KEYS = (
 WAYS = ", ".join(SCHEDULES)
 
 
-@flags.takes("dtype quantization gguf_file backend exactness offload offload_folder quiet")
+@flags.takes("dtype quantization gguf_file activations backend exactness offload offload_folder quiet")
 def bench(
     ctx: typer.Context,
     targets: list[str] | None = Argument(

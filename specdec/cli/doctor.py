@@ -70,6 +70,7 @@ def machine() -> Iterator[Finding]:
     import torch
 
     from specdec.bench.machine import FEWER_THREADS, memory_bandwidth, provenance, waiting_threads
+    from specdec.kernels import page_state
     from specdec.models import free_bytes
 
     found = provenance()
@@ -82,6 +83,7 @@ def machine() -> Iterator[Finding]:
     free = free_bytes(torch.device("cpu")) / 2**30
     speed = memory_bandwidth() / 1e9
     yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
+    yield Finding("machine", "pages of weights", page_state(), "note")
     if (name := found["accelerator"]) is not None:
         free, whole = (size / 2**30 for size in torch.cuda.mem_get_info())
         yield Finding("machine", "accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")

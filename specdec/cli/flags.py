@@ -16,7 +16,7 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
 from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import COPYING
-from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
+from specdec.options.load import ACTIVATIONS, BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
 
 Command = Callable[..., int | None]
 
@@ -107,6 +107,9 @@ def _shared(
         None,
         help="strict: the same text as plain decoding in any dtype, bit for bit.",
         autocompletion=one_of(EXACTNESS),
+    ),
+    activations: str | None = Option(
+        None, help="float: rows meet packed integers as they are, not in 8 bits.", autocompletion=one_of(ACTIVATIONS)
     ),
     device_map: str | None = Option(None, help="Where to load the models: cpu, cuda, auto, …"),
     offload: str | None = Option(

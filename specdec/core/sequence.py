@@ -38,7 +38,8 @@ class RunningSequence:
     engine's number of the sequence; `cache_row`: its row of the target's cache while it runs. `task`: the draft's
     instructions. `unconditional`: the same sequence without its condition (guidance); it gets the same tokens. `embeds`
     `[length, width]` replace the prompt's tokens; where their ids are unknown, `tokens` starts empty and
-    `num_embeds_only` counts them. `pictures` are read with the prompt. `context`: None where keys and values are never
+    `num_embeds_only` counts them, and columns of pictures before the text. `pictures` are read with the prompt.
+    `context`: None where keys and values are never
     shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
     nodes first; `known`: the target's output at nodes that an earlier pass computed. `draft_length`: how
     much of the text its draft has read. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
@@ -77,6 +78,7 @@ class RunningSequence:
     def __post_init__(self) -> None:
         self.prompt_length = self._written = len(self.tokens)
         self.num_embeds_only = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
+        self.num_embeds_only += 0 if self.pictures is None else self.pictures.before
         self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
         self.state: Any = None if self.strategy is None else self.strategy.begin()
         self.is_search: bool = self.strategy is not None and self.strategy.is_search

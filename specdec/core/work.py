@@ -22,15 +22,16 @@ VOID_COLUMNS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The first `length` tokens of a prompt, to the last picture or recording, which a model reads in one pass.
+    """The first `length` columns of a prompt, to the last picture or recording, which a model reads in one pass.
 
     `inputs`: arguments of its forward, ids included. `shift`: what is added to positions after them, where a picture
-    takes fewer than it has tokens.
+    takes fewer than it has tokens. `before`: columns of a picture that stands before the text and has no tokens.
     """
 
     inputs: Mapping[str, Any]
     length: int
     shift: int = 0
+    before: int = 0
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make, in every pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,12 +21,13 @@ from specdec.core.strategies import Strategy
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.processors.grammar import Grammar
-from specdec.decoding.stopping import Stopping
+from specdec.decoding.stopping import Stopping, StopTexts
 from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
+from specdec.generator.tokenizers import decode
 from specdec.models import Encoding, LanguageModel, ModelState
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options, listed
@@ -128,9 +130,11 @@ class Call:
         if EosTokenCriteria in kinds and listed(self.options.eos_token_id):
             raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
-        if draft is not None and draft.needs_encoder_inputs and prompts.encoder is None:
+        encodes = draft is not None and draft.needs_encoder_inputs
+        if encodes and (prompts.encoder is None or "inputs_embeds" in prompts.encoder):
             raise UnsupportedError(
-                "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
+                "`draft` is an encoder-decoder model, which needs encoder inputs, and embeddings are the target's: "
+                "use a decoder-only draft"
             )
         # Embeddings without ids count in these lengths, but processors will not see them.
         least = max((self.options.min_length or 0) - prompts.num_embeds_only, 0)
@@ -138,14 +142,16 @@ class Call:
         o = self.options = self.options.model_copy(update=resolved)
         if o.max_time is not None and MaxTimeCriteria not in kinds:
             self.time_limit = MaxTimeCriteria(o.max_time)
-        # transformers' criteria that look at more than the last token, then the caller's own
-        criteria: list[Any] = [] if self.time_limit is None else [self.time_limit]
-        if o.stop_strings is not None:
-            criteria.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=extras.tokenizer))
-        criteria += [one for one in own if type(one) is not MaxLengthCriteria]
+        # transformers' criteria that look at more than the last token come before the caller's own
+        criteria: list[Any] = [one for one in own if type(one) is not MaxLengthCriteria]
+        stops = None if o.stop_strings is None else _stops(listed(o.stop_strings), extras.tokenizer)
         count, serial = len(prompts.rows), next(_SERIAL)
         seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
-        self.seqs = [self._sequence(r, serial, seed, criteria) for r, seed in enumerate(seeds)]
+        self.seqs = []
+        for r, (seed, row) in enumerate(zip(seeds, prompts.rows, strict=True)):
+            made = [] if self.time_limit is None else [self.time_limit]
+            made += [] if stops is None else [stops(len(row.tokens))]
+            self.seqs.append(self._sequence(r, serial, seed, [*made, *criteria]))
         self.request = Request(
             seqs=self.seqs,
             pacing=self.pacing,
@@ -208,7 +214,7 @@ class Call:
             source=(serial, r // o.copies),
             inputs=self.prompts.encoder,
             encoder_row=r // o.copies,
-            pictures=prompt.pictures,
+            pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
             allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
@@ -255,6 +261,17 @@ class Call:
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
         return make_strategy(setup)
+
+
+def _stops(strings: list[str], tokenizer: Any) -> Callable[[int], Any]:
+    """What makes the criterion of a row from the length of its prompt: transformers' one, or where that cannot read the
+    vocabulary, as WordPiece's, one that decodes.
+    """
+    try:
+        criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    except (AttributeError, TypeError, ValueError):
+        return lambda length: StopTexts(partial(decode, tokenizer), strings, lambda _: length)
+    return lambda _: criterion
 
 
 def row_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:

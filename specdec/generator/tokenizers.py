@@ -143,9 +143,10 @@ class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
     Held back are incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of these.
+    The text continues the text of the ids `before`.
     """
 
-    def __init__(self, tokenizer: Any, cut_before: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, cut_before: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._tokenizer, self._cut_before = tokenizer, cut_before
         self._bytes = TokenBytes.of(tokenizer)
         self._ids: list[int] = []
@@ -154,6 +155,7 @@ class Detokenizer:
         self._begun = b""  # the beginning of a character, which the last ids wrote
         self._pending = ""  # decoded and held back
         self._ended = False
+        self._read(before)
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is final after `ids`; with `last` all that is left."""

@@ -30,7 +30,8 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_gathered
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.inputs.prompts import FEATURES, NAMES
+from specdec.generator.inputs.prompts import FEATURES, NAMES, beside_inputs
+from specdec.models import PICTURES
 from specdec.models.hf.sides import encoder_inputs
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options, listed
@@ -108,20 +109,24 @@ class CustomGenerate:
         Raises OptionError or UnsupportedError for arguments of `generate` that cannot be honoured.
         """
         asked = _arguments()
-        _check(model, asked, generation_config)
+        _check(model, asked)
+        generator = self._generator(model)
+        _check_inputs(asked["kwargs"], generation_config, generator)
         encoder = bool(model.config.is_encoder_decoder)
         beams = generation_config.num_beams or 1
         copies = max(beams, generation_config.num_return_sequences or 1)
         rows = {name: _first(value, copies) for name, value in model_kwargs.items()}
         ids = input_ids[::copies]
         prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
+        if not encoder:  # as given, as transformers repeats pictures for beams in several ways
+            prompts |= {name: value for name, value in asked["kwargs"].items() if name in PICTURES}
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
         criteria = asked["stopping_criteria"]
         processors = asked["logits_processor"]
         detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
         streamer = asked["streamer"]
-        out = self._generator(model).generate(
+        out = generator.generate(
             **prompts,
             **_unsupported(generation_config, model.generation_config),
             generation_config=config,
@@ -199,13 +204,18 @@ def _arguments() -> dict[str, Any]:
     return {name: frame.f_locals[name] for name in inspect.signature(_GENERATE).parameters}
 
 
-def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
+def _check(model: PreTrainedModel, asked: Mapping[str, Any]) -> None:
     """Raises for unsupported arguments of `generate`, and for weights that each pass gathers from all processes."""
     check_gathered(model, asked["synced_gpus"])
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
-    for name, value in asked["kwargs"].items():
-        if value is not None and name not in (*NAMES, "labels") and not hasattr(config, name):
+
+
+def _check_inputs(given: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:
+    """Raises for free arguments of `generate` that neither the passes nor the encoder read, which has read them."""
+    names = {*NAMES, "labels", *beside_inputs(generator.target)}
+    for name, value in given.items():
+        if value is not None and name not in names and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
 
 

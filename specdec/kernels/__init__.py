@@ -1,14 +1,18 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
+from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
+from specdec.kernels.pages import state as page_state
 from specdec.kernels.quantized import to_int4, to_int8
 
 __all__ = [
     "ALIKE",
+    "BLOCKS",
     "FLOATS",
+    "IN_FLOATS",
     "Lack",
     "PackedLinear",
     "Weight",
@@ -24,6 +28,8 @@ __all__ = [
     "keep_top",
     "lack",
     "pack",
+    "pack_blocks",
+    "page_state",
     "passes",
     "signed",
     "store_nodes",

@@ -6,7 +6,7 @@
 //
 //   float32    [blocks, columns, 32, 1]
 //   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
-//   int8       [blocks, columns / 4, 4, 32]
+//   int8       [blocks, columns / 4, 32, 4]
 //   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7; a group
 //                                                 is 32 columns
@@ -33,49 +33,19 @@
 #include <numeric>
 #include <utility>
 
+#include "packed.h"
 #include "tiles.h"
-#include "vectors.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 32;       // outputs
-constexpr int64_t GROUP = 32;       // columns of one scale, as in quantized.py
-constexpr int64_t CHUNK = 128;      // bytes
 constexpr int64_t TILE = 128 << 10; // bytes of a block that several blocks of rows read again, from the second cache
 constexpr int64_t AHEAD = 4 << 10;  // bytes between reads and prefetches
 constexpr int64_t BATCH = 64;       // rows whose sums wait in the first cache
 
 // As many sums as the registers hold: rows times 32 outputs.
 constexpr int ROWS = LANES == 16 ? 12 : 3;
-constexpr int VECTORS = BLOCK / LANES;
-
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 inline Floats floats(Ints integers) { return __builtin_convertvector(integers, Floats); }
-
-inline Floats floats(const int8_t* bytes) {  // GCC's own conversion takes them one by one
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(bytes)));
-#elif defined(__AVX2__)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes)));
-#else
-  return __builtin_convertvector(load<Bytes>(bytes), Floats);
-#endif
-}
-
-inline Floats floats(const at::Half* halves) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(load<__m256i>(halves));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(load<__m128i>(halves));
-#elif defined(__aarch64__)
-  return (Floats)vcvt_f32_f16(load<float16x4_t>(halves));
-#else
-  Floats wide;
-  for (int lane = 0; lane < LANES; lane++) wide[lane] = halves[lane];
-  return wide;
-#endif
-}
 
 struct Packed {
   const char* chunks;
@@ -109,7 +79,7 @@ struct Int8 : Float32 {
 
   using Float32::Float32;
   Weights weights(const char* chunk, int i, int v) const {
-    return floats(reinterpret_cast<const int8_t*>(chunk) + i * BLOCK + v * LANES);
+    return floats((Ints)(load<Words>(chunk + v * sizeof(Words)) << (24 - 8 * i)) >> 24);
   }
 };
 
@@ -284,17 +254,6 @@ void add_blocks(const Packed& packed, int64_t block, int64_t apart, Rows<typenam
     add_block<Kind>(packed, block, rows, count, sums);
     add_block<Kind>(packed, block + apart, rows, count, sums + BATCH * BLOCK);
   }
-}
-
-// Sums to outputs: one block's columns of `y` `[rows, outputs]`.
-template <class Out>
-void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows, Out* y) {
-  auto first = block * BLOCK, count = std::min(BLOCK, packed.outputs - first);
-  for (int64_t row = 0; row < rows; row++, sums += BLOCK, y += packed.outputs)
-    for (int64_t n = 0; n < count; n++) {
-      auto sum = packed.factors ? sums[n] * packed.factors[first + n] : sums[n];
-      y[first + n] = static_cast<Out>(packed.bias ? sum + packed.bias[first + n] : sum);
-    }
 }
 
 // A thread reads its blocks as two streams, one from their middle on; an odd one remains.
@@ -571,17 +530,6 @@ at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fast
   return y;
 }
 
-template <class T>
-const T* pointer(const std::optional<at::Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-void check(const char* name, const std::optional<at::Tensor>& tensor, at::ScalarType type, at::IntArrayRef sizes) {
-  if (tensor)
-    TORCH_CHECK_VALUE(tensor->scalar_type() == type && tensor->sizes() == sizes && tensor->is_contiguous(), "`", name,
-                      "` must be contiguous ", type, " ", sizes, ", got ", tensor->scalar_type(), " ", tensor->sizes());
-}
-
 void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
            const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
            const std::optional<at::Tensor>& bias, int64_t outputs) {
@@ -593,15 +541,23 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
                     of_rows, " for ", type, ": convert it");
   TORCH_CHECK_VALUE(x.dim() > 0, "`x` must be [..., inputs], got a single number");
   TORCH_CHECK_VALUE(!mins || scales, "`mins` must come with `scales`, got them alone: pass both");
-  auto unit = scales ? GROUP : columns, units = (x.size(-1) + unit - 1) / unit, chunks = units * unit / columns;
+  auto unit = weight.is_floating_point() ? columns : GROUP, units = (x.size(-1) + unit - 1) / unit;
+  auto chunks = units * unit / columns;
   std::array sizes{blocks, chunks, BLOCK, 4 / weight.element_size()};
-  if (type == at::kChar) std::swap(sizes[2], sizes[3]);
   check("weight", weight, type, sizes);
   check("factors", factors, at::kFloat, {outputs});
   check("bias", bias, at::kFloat, {outputs});
   check("scales", scales, at::kHalf, {blocks, units, BLOCK});
   check("mins", mins, at::kHalf, {blocks, units, BLOCK});
 }
+
+// From how many rows on a weight of this type is multiplied by tiles, and unpacked, with rows in bfloat16 or `wide`.
+void set_ways(at::ScalarType weight, bool grouped, bool wide, int64_t tiles, int64_t unpacked) {
+  auto& fastest = measured_of(weight, grouped, wide);
+  fastest.tiles = tiles, fastest.unpacked = unpacked;
+}
+
+}  // namespace
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
                          const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
@@ -620,14 +576,6 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
     default: return run(wide ? linear_of<Int4, Int4, float> : linear_of<Int4Pairs, Int4, at::BFloat16>);
   }
 }
-
-// From how many rows on a weight of this type is multiplied by tiles, and unpacked, with rows in bfloat16 or `wide`.
-void set_ways(at::ScalarType weight, bool grouped, bool wide, int64_t tiles, int64_t unpacked) {
-  auto& fastest = measured_of(weight, grouped, wide);
-  fastest.tiles = tiles, fastest.unpacked = unpacked;
-}
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("packed_linear", packed_linear); }
 

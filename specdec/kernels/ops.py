@@ -1,9 +1,9 @@
 """Operators that torch can trace.
 
 `specdec::packed_rows` consists of torch's operators. All others are compiled code for the CPU alone, which checks its
-arguments: `specdec::packed_linear` (linear.cpp), `specdec::attend` and `specdec::store_nodes` (attention.cpp),
-`specdec::keep_top` and `specdec::draws` (choice.cpp). They need `specdec.kernels.available`. `passes` runs a model's
-compiled passes and drafts chains with them (passes.cpp).
+arguments: `specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and
+`specdec::store_nodes` (attention.cpp), `specdec::keep_top` and `specdec::draws` (choice.cpp). They need
+`specdec.kernels.available`. `passes` runs a model's compiled passes and drafts chains with them (passes.cpp).
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from specdec.kernels.quantized import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
+_INTEGERS = "Tensor weight, Tensor? high, Tensor? factors, Tensor? scales, Tensor? mins, Tensor? steps, Tensor? levels"
+_LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
+_OUT = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
+_LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_OUT}) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.define("set_floats(int rows) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
@@ -38,17 +43,28 @@ def _packed_linear(x: Tensor, weight: Tensor, factors: object, scales: object, m
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Tensor | None, mins: Tensor | None,
-                 inputs: int) -> Tensor:  # fmt: skip
+@torch.library.register_fake("specdec::dots", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _dots(x: Tensor, weight: object, high: object, factors: object, scales: object, mins: object, steps: object,
+          levels: object, bias: object, outputs: int, way: int = 0) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tensor | None, scales: Tensor | None,
+                 mins: Tensor | None, steps: Tensor | None, levels: Tensor | None, inputs: int) -> Tensor:  # fmt: skip
     flat = ids.reshape(-1)
-    if weight.is_floating_point():
-        values = packed_layout.rows(weight, flat, inputs)
-    else:
+    values = packed_layout.rows(weight, flat, inputs)
+    if not weight.is_floating_point():
+        bits = 8 if weight.dtype == torch.int8 else 4
+        if high is not None:
+            upper = packed_layout.high_rows(high, flat, weight.shape[1] * 8, inputs)
+            values, bits = values + 16 * upper, 5 if 4 * high.shape[1] == weight.shape[1] else 6
         values = Quantized(
-            packed_layout.rows(weight, flat, inputs),
-            bits=4 if weight.dtype == torch.uint8 else 8,
+            values,
+            bits=bits,
             scales=packed_layout.groups_of(scales, flat),
             mins=packed_layout.groups_of(mins, flat),
+            steps=packed_layout.steps_of(steps, flat),
+            levels=levels,
             factors=None if factors is None else factors[flat],
         ).weight()
     return values.view(*ids.shape, inputs)
@@ -136,6 +152,21 @@ FASTEST and UNPACKED a row's result does not depend on its neighbours, bit for b
 do not fit.
 """
 
+dots = torch.ops.specdec.dots.default
+"""`(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, way=FASTEST)`: `x` `[..., inputs]`, rounded
+to 8 bits, to `[..., outputs]`.
+
+The weight is packed (`packed_layout.py`; dots.cpp has the shapes). A row's result does not depend on its neighbours,
+bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. Raises ValueError for arguments that do not fit.
+"""
+
+pack_blocks = torch.ops.specdec.pack_blocks.default
+"""`(raw, rows, name, packed, high, scales, mins, steps)`: packs the blocks `raw` of a GGUF file, uint8 `[outputs, bytes
+of a row]`, all or the `rows`, into the other tensors, as `dots` reads them; `blocks.py` has the kinds by `name`."""
+
+set_floats = torch.ops.specdec.set_floats.default
+"""`(rows)`: from how many rows on `dots` multiplies 8 and 4 bits in floats if its way is FASTEST."""
+
 FASTEST, ALIKE, VECTORS, TILES, UNPACKED = range(5)
 """Ways to multiply, as linear.cpp names them: as is the fastest for this number of rows, in one way for all numbers of
 rows, by the processor's vectors, by its tiles (AMX), over the weight unpacked."""
@@ -148,7 +179,8 @@ has_tiles = torch.ops.specdec.has_tiles.default
 """Whether the processor has tiles (AMX), and the system lets this process use them."""
 
 packed_rows = torch.ops.specdec.packed_rows.default
-"""`(ids, weight, factors, scales, mins, inputs)`: rows of the weight, `ids` `[...]` to `[..., inputs]`.
+"""`(ids, weight, high, factors, scales, mins, steps, levels, inputs)`: rows `[..., inputs]` of the weight, by their
+`ids` `[...]`.
 
 bfloat16 weights as they are, all others in float32. `ids` are from 0 to the number of outputs; they are not checked.
 """

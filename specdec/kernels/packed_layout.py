@@ -1,7 +1,7 @@
 """The layout of packed weights: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
 
-A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; int8 has the last two dimensions swapped, and 4 bits have
-two columns in a byte, so that the last one is 4.
+A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; 4 bits have two columns in a byte, so that the last
+dimension is 4. Of integers with 5 and 6 bits, the upper bits lie apart (`packed_high`).
 """
 
 from __future__ import annotations
@@ -19,29 +19,55 @@ _BACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """Packs `values` `[outputs, inputs]` as `dtype`, which is theirs or, for 4 bits, uint8.
+    """Packs `values` `[outputs, inputs]` as `dtype`, which is theirs or, for the lower 4 bits of int8, uint8.
 
     Pads inputs with zeros to whole chunks, and to a multiple of `multiple`.
     """
-    outputs, inputs = values.shape
     columns = COLUMNS[dtype]
-    padding = 0, -inputs % max(columns, multiple), 0, -outputs % BLOCK
-    copies = any(padding) or values.storage_offset() % columns
-    whole = (F.pad(values, padding) if copies else values).contiguous()
+    whole = _padded(values, max(columns, multiple), columns)
     chunks = whole.view(-1, BLOCK, whole.shape[1] // columns, columns)
-    if dtype == torch.int8:
-        return chunks.permute(0, 2, 3, 1).contiguous()
     if dtype == torch.uint8:
         halves = chunks.to(torch.uint8)
-        chunks = halves[..., _LOW] | halves[..., _HIGH] << 4
+        chunks = halves[..., _LOW] & 15 | halves[..., _HIGH] << 4
     # The four bytes of a row in a chunk move as one number, three times as fast as column by column.
     return chunks.view(torch.int32).transpose(1, 2).contiguous().view(dtype)
 
 
+def _padded(values: Tensor, multiple: int, aligned: int) -> Tensor:
+    """Whole blocks with a multiple of so many columns."""
+    padding = 0, -values.shape[1] % multiple, 0, -values.shape[0] % BLOCK
+    copies = any(padding) or values.storage_offset() % aligned
+    return (F.pad(values, padding) if copies else values).contiguous()
+
+
+def packed_high(values: Tensor, bits: int) -> Tensor:
+    """The bits of `values` above the fourth, int32 `[blocks, parts, 32]`: of 32 columns (5 bits) or 16 (6 bits).
+
+    In byte b of a number, bit `extra * i` and `extra` bits from there are those of column b of four columns i, in the
+    order in which chunks hold columns.
+    """
+    extra = bits - 4
+    part = 32 // extra
+    upper = _padded(values, 32, 1).to(torch.int32) >> 4
+    eights = upper.view(-1, BLOCK, upper.shape[1] // part, part // 8, 8)[..., _LOW + _HIGH]
+    fours = eights.view(*eights.shape[:3], part // 4, 4)
+    places = torch.arange(part // 4)[:, None] * extra + torch.arange(4) * 8
+    return (fours << places).sum((3, 4)).to(torch.int32).transpose(1, 2).contiguous()  # bit 31 is the sign
+
+
+def high_rows(high: Tensor, ids: Tensor, columns: int, inputs: int) -> Tensor:
+    """The upper bits `[n, inputs]` of the outputs `ids` `[n]`, as int8."""
+    extra = 32 * high.shape[1] // columns
+    part = 32 // extra
+    numbers = high.transpose(1, 2)[ids // BLOCK, ids % BLOCK]  # [n, parts]
+    places = torch.arange(part // 4, device=high.device)[:, None] * extra + torch.arange(4, device=high.device) * 8
+    fours = numbers[:, :, None, None] >> places & (1 << extra) - 1
+    eights = fours.reshape(*fours.shape[:2], part // 8, 8)[..., _BACK]
+    return eights.flatten(1)[:, :inputs].to(torch.int8)
+
+
 def rows(packed: Tensor, ids: Tensor, inputs: int) -> Tensor:
     """The values `[n, inputs]` of the outputs `ids` `[n]`; 4 bits as int8 from 0 to 15."""
-    if packed.dtype == torch.int8:
-        return packed.permute(0, 3, 1, 2)[ids // BLOCK, ids % BLOCK].flatten(1)[:, :inputs]
     lanes = packed.view(torch.int32).permute(0, 2, 1, 3)[ids // BLOCK, ids % BLOCK]
     values = lanes.view(packed.dtype)
     if packed.dtype == torch.uint8:
@@ -60,3 +86,16 @@ def packed_groups(of_groups: Tensor | None) -> Tensor | None:
 def groups_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:
     """Scales or mins `[n, groups]` of the outputs `ids` `[n]`; None stays None."""
     return None if packed is None else packed.transpose(1, 2)[ids // BLOCK, ids % BLOCK]
+
+
+def packed_steps(steps: Tensor | None) -> Tensor | None:
+    """Steps `[outputs, supers, 2]` as `[blocks, supers, 2, 32]`; None stays None."""
+    if steps is None:
+        return None
+    whole = F.pad(steps, (0, 0, 0, 0, 0, -len(steps) % BLOCK))
+    return whole.view(-1, BLOCK, *steps.shape[1:]).permute(0, 2, 3, 1).contiguous()
+
+
+def steps_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Steps `[n, supers, 2]` of the outputs `ids` `[n]`; None stays None."""
+    return None if packed is None else packed.permute(0, 3, 1, 2)[ids // BLOCK, ids % BLOCK]

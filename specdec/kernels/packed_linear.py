@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels import ops, packed_layout
+from specdec.kernels import ops, packed_layout, pages
 from specdec.kernels.quantized import GROUP, Quantized, to_int4, to_int8
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
-_HELD = ("packed", "factors", "scales", "mins", "bias")
+_OF_FLOATS = ("packed", "factors", "scales", "mins", "bias")
+_HELD = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
 _TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
 _EVEN, _WINS = 1.1, 0.9  # shares of the time that tiles may take, which suit all numbers of rows, and unpacked weights
@@ -28,66 +28,95 @@ class PackedLinear(nn.Module):
     """A linear layer on the kernels: passes over a few rows read the weight at the speed of the memory.
 
     `weight` is float32, bfloat16 or `Quantized` `[outputs, inputs]`, `bias` `[outputs]` or None. `kind` is its name in
-    `FLOATS` or `INTEGERS`, `takes` the dtypes of the layer's inputs. A row's result does not depend, bit for bit, on
-    the rows beside it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ where this
-    machine is faster in another way from some number of rows on.
+    `FLOATS` or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are multiplied by inputs that are
+    rounded to 8 bits in groups, if the layer `rounds`. A row's result does not depend, bit for bit, on the rows beside
+    it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ where this machine is faster in
+    another way from some number of rows on.
     """
 
     bias: Tensor | None
     packed: Tensor
+    high: Tensor | None
     factors: Tensor | None
     scales: Tensor | None
     mins: Tensor | None
+    steps: Tensor | None
+    levels: Tensor | None
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> None:
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
-        self.outputs, self.inputs = given.values.shape
-        self.kind, self.way = kind_of(weight), ops.FASTEST
-        self.takes = (FLOATS[self.kind],) if self.kind in FLOATS else tuple(FLOATS.values())
-        self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
-        stored = (FLOATS | INTEGERS)[self.kind]
-        self.register_buffer("packed", packed_layout.packed(given.values, stored, 1 if given.scales is None else GROUP))
-        self.register_buffer("factors", given.factors)
-        self.register_buffer("scales", packed_layout.packed_groups(given.scales))
-        self.register_buffer("mins", packed_layout.packed_groups(given.mins))
+        kind = kind_of(weight)
+        is_float = kind in FLOATS
+        stored = FLOATS[kind] if is_float else torch.int8 if given.bits == 8 else torch.uint8
+        held = {
+            "packed": packed_layout.packed(given.values, stored, 1 if is_float else GROUP),
+            "high": packed_layout.packed_high(given.values, given.bits) if given.bits in (5, 6) else None,
+            "factors": given.factors,
+            "scales": packed_layout.packed_groups(given.scales),
+            "mins": packed_layout.packed_groups(given.mins),
+            "steps": packed_layout.packed_steps(given.steps),
+            "levels": given.levels,
+            "bias": None if bias is None else bias.detach().float().contiguous(),
+        }
+        held = {name: None if one is None else pages.settled(one) for name, one in held.items()}
+        outputs, inputs = given.values.shape
+        self._set(held, outputs, inputs, kind, rounds)
+
+    @classmethod
+    def of(
+        cls, held: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, *, rounds: bool
+    ) -> PackedLinear:
+        """A layer over tensors that are packed, by the names of its buffers; those that are left out are None."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set(held, outputs, inputs, kind, rounds)
+        return made
+
+    def _set(self, held: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, rounds: bool) -> None:
+        self.outputs, self.inputs, self.kind, self.way = outputs, inputs, kind, ops.FASTEST
+        self.rounds = rounds and kind not in FLOATS
+        self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
+        for name in _HELD:
+            self.register_buffer(name, held.get(name))
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:
         """Whether these layers can be joined: alike, and made of whole blocks."""
         kinds = {
-            (one.kind, one.inputs, one.way, *(one._buffers[name] is None for name in _HELD[:-1])) for one in layers
+            (one.kind, one.inputs, one.way, one.rounds, *map(_form, map(one._buffers.get, _HELD[:-1])))
+            for one in layers
         }
         return len(kinds) == 1 and all(one.outputs % packed_layout.BLOCK == 0 for one in layers)
 
     @classmethod
     def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:
         """One layer with the outputs of all these, whose tensors become views of its own; see `can_join`."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        for name in ("kind", "takes", "inputs", "way"):
-            setattr(made, name, getattr(layers[0], name))
-        sizes = [one.outputs for one in layers]
-        made.outputs = sum(sizes)
+        first, outputs = layers[0], sum(one.outputs for one in layers)
         if any(one.bias is not None for one in layers):
             for one in layers:
                 if one.bias is None:
                     one.bias = torch.zeros(one.outputs, dtype=torch.float32, device=one.packed.device)
+        held = dict[str, Tensor | None]()
         for name in _HELD:
             parts = [part for one in layers if (part := one._buffers[name]) is not None]
-            whole = torch.cat(parts) if parts else None
-            made.register_buffer(name, whole)
-            if whole is not None:
+            whole = None if not parts else parts[0] if name == "levels" else pages.joined(parts)
+            held[name] = whole
+            if whole is not None and name != "levels":
                 pieces = torch.split(whole, [len(part) for part in parts])
                 for one, piece in zip(layers, pieces, strict=True):
                     one._buffers[name] = piece
+        made = cls.of(held, outputs, first.inputs, first.kind, rounds=first.rounds)
+        made.way = first.way
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`, in the dtype of `x`; raises ValueError for one that does not fit."""
         # Attribute lookups, one by one, would cost as much as the dispatch.
-        packed, factors, scales, mins, bias = map(self._buffers.get, _HELD)
-        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.way)
+        held = self._buffers.get
+        if self.rounds:
+            return ops.dots(x, *map(held, _HELD), self.outputs, self.way)
+        return ops.packed_linear(x, *map(held, _OF_FLOATS), self.outputs, self.way)
 
     def weight(self) -> Tensor:
         """The weight `[outputs, inputs]`: as given, or integers as float32."""
@@ -95,7 +124,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
-        return ops.packed_rows(ids, self.packed, self.factors, self.scales, self.mins, self.inputs)
+        return ops.packed_rows(ids, *map(self._buffers.get, _HELD[:-1]), self.inputs)
 
     @property
     def table(self) -> Tensor | None:
@@ -109,32 +138,41 @@ class PackedLinear(nn.Module):
         return f"{self.kind}, inputs={self.inputs}, outputs={self.outputs}, bias={self.bias is not None}"
 
 
+def _form(tensor: Tensor | None) -> tuple[object, ...]:
+    return () if tensor is None else (tensor.dtype, *tensor.shape[1:])
+
+
 @torch.no_grad()
-def pack(weight: Weight, bias: Tensor | None = None) -> PackedLinear:
+def pack(weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> PackedLinear:
     """A layer over a weight `[outputs, inputs]`, multiplied as is fastest here; needs `specdec.kernels.available`."""
-    measure_ways(kind_of(weight), isinstance(weight, Quantized) and weight.scales is not None)
-    return PackedLinear(weight, bias)
+    layer = PackedLinear(weight, bias, rounds=rounds)
+    measure_ways(layer.kind, layer.scales is not None, layer.rounds)
+    return layer
 
 
 def kind_of(weight: Weight) -> str:
-    """The weight's name in `FLOATS` or `INTEGERS`."""
+    """The weight's name: of `FLOATS`, or "int4" to "int8"."""
     return f"int{weight.bits}" if isinstance(weight, Quantized) else str(weight.dtype).removeprefix("torch.")
 
 
 @cache
-def measure_ways(kind: str, grouped: bool) -> None:
+def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
     """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once per process, in some
     0.1 s.
 
-    All layers follow, those of compiled passes too.
+    All layers follow, those of compiled passes too. Integers that meet rounded rows are tried beside tiles alone.
     """
+    if rounds and (kind not in ("int8", "int4") or not ops.has_tiles()):
+        return
     sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE, device="cpu").view(_SAMPLE, _SAMPLE)
+    weight: Weight
     if kind in FLOATS:
-        packed = PackedLinear(sample.to(FLOATS[kind]))
+        weight = sample.to(FLOATS[kind])
     else:
         int4 = to_int4(sample)
-        int8 = replace(int4, bits=8, mins=None) if grouped else to_int8(sample)
-        packed = PackedLinear(int8 if kind == "int8" else int4)
+        int8 = replace(int4, values=int4.values - 8, bits=8, mins=None) if grouped else to_int8(sample)
+        weight = int8 if kind == "int8" else int4
+    packed = PackedLinear(weight, rounds=False)
     for dtype in packed.takes:
         tiles = _NEVER
         if dtype == torch.bfloat16 and ops.has_tiles():
@@ -142,19 +180,32 @@ def measure_ways(kind: str, grouped: bool) -> None:
         best = ops.VECTORS if tiles == _NEVER else ops.TILES
         unpacked = _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)
         ops.set_ways(packed.packed.dtype, grouped, dtype == torch.float32, tiles, unpacked)
+    if rounds:
+        rounding = PackedLinear(weight)
+        rounding.way = ops.ALIKE
+        ops.set_floats(_since(packed, torch.bfloat16, ops.FASTEST, ops.ALIKE, _UNPACKED, _WINS, rounding))
 
 
-def _since(packed: PackedLinear, dtype: torch.dtype, way: int, other: int, counts: Sequence[int], share: float) -> int:
-    """From how many rows on, of these `counts`, one way takes less than this `share` of the other's time."""
+def _since(
+    packed: PackedLinear,
+    dtype: torch.dtype,
+    way: int,
+    other: int,
+    counts: Sequence[int],
+    share: float,
+    beside: PackedLinear | None = None,
+) -> int:
+    """From how many rows on, of these `counts`, one way takes less than this `share` of the time of the other, which
+    may be another layer's."""
 
-    def seconds(way: int, rows: Tensor) -> float:
-        packed.way = way
-        return best_seconds(partial(packed, rows))
+    def seconds(layer: PackedLinear, way: int, rows: Tensor) -> float:
+        layer.way = way
+        return best_seconds(partial(layer, rows))
 
     since = _NEVER
     for count in reversed(counts):
         rows = torch.ones(count, _SAMPLE, dtype=dtype, device="cpu")
-        if seconds(way, rows) > share * seconds(other, rows):
+        if seconds(packed, way, rows) > share * seconds(beside or packed, other, rows):
             break
         since = count
     return since

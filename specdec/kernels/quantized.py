@@ -19,23 +19,27 @@ _AT_ONCE = 1 << 24  # weights rounded at a time, which bounds memory
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight `[outputs, inputs]` as integers: `(value * scale + min) * factor`.
+    """A weight `[outputs, inputs]` as integers: `((value - zero) * scale + min) * factor`.
 
-    `values` int8 `[outputs, inputs]`, with 4 `bits` from 0 to 15, less 8 if `mins` is None; `scales` and `mins` float16
-    `[outputs, groups]`, each for `GROUP` inputs (the last group may be shorter); `factors` float32 `[outputs]`. None
-    stands for ones, for `mins` zeros.
+    `values` int8 `[outputs, inputs]`: with 8 `bits` signed, with 4, 5 or 6 from 0 on, where `zero` is half of the range
+    without `mins`. `scales` and `mins` `[outputs, groups]`: one for `GROUP` inputs or half as many (the last group may
+    be shorter), float16 or bfloat16; or int8, to be multiplied by their `steps` float16 `[outputs, supers, 2]`, one of
+    scales and one of mins for 256 inputs. `levels` int8 `[16]`: the integers that 4 bits stand for. `factors` float32
+    `[outputs]`. None stands for ones, for `mins` zeros.
     """
 
     values: Tensor
     bits: int = 8
     scales: Tensor | None = None
     mins: Tensor | None = None
+    steps: Tensor | None = None
+    levels: Tensor | None = None
     factors: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Its tensors by name; all have outputs as their first dimension."""
-        return {name: getattr(self, name) for name in ("values", "scales", "mins", "factors")}
+        """Its tensors by name that have outputs as their first dimension."""
+        return {name: getattr(self, name) for name in ("values", "scales", "mins", "steps", "factors")}
 
     def rows(self, ids: Tensor) -> Quantized:
         """The outputs `ids` `[n]` alone."""
@@ -44,17 +48,22 @@ class Quantized:
 
     def weight(self) -> Tensor:
         """The weight as float32 `[outputs, inputs]`."""
-        weight = self.values.float()
-        if self.bits == 4 and self.mins is None:
-            weight -= 8
+        weight = self.values.float() if self.levels is None else self.levels[self.values.long()].float()
+        if self.bits < 8 and self.mins is None and self.levels is None:
+            weight -= 1 << (self.bits - 1)
         if self.scales is not None:
-            weight *= self._wide(self.scales)
+            weight *= self._wide(self.scales, 0)
         if self.mins is not None:
-            weight += self._wide(self.mins)
+            weight += self._wide(self.mins, 1)
         return weight if self.factors is None else weight.mul_(self.factors[:, None])
 
-    def _wide(self, of_groups: Tensor) -> Tensor:
-        return of_groups.float().repeat_interleave(GROUP, 1)[:, : self.values.shape[1]]
+    def _wide(self, of_groups: Tensor, which: int) -> Tensor:
+        """Scales or mins, times their steps, for each input."""
+        inputs, floats = self.values.shape[1], of_groups.float()
+        if self.steps is not None:
+            floats *= self.steps[:, :, which].float().repeat_interleave(floats.shape[1] // self.steps.shape[1], 1)
+        size = GROUP if of_groups.shape[1] == -(-inputs // GROUP) else GROUP // 2
+        return floats.repeat_interleave(size, 1)[:, :inputs]
 
 
 def _in_parts(rounded: Callable[[Tensor], Quantized]) -> Callable[[Tensor], Quantized]:
@@ -87,7 +96,7 @@ def to_int4(weight: Tensor) -> Quantized:
     scales, mins = (scales / factors[:, None]).half(), (mins / factors[:, None]).half()
     scaled = grouped / factors[:, None, None] - mins.float()[:, :, None]
     values = _levels(scaled, scales.float()[:, :, None], 0, 15).flatten(1)[:, : weight.shape[1]]
-    return Quantized(values.contiguous(), 4, scales, mins, factors)
+    return Quantized(values.contiguous(), 4, scales, mins, factors=factors)
 
 
 def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:

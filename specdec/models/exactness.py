@@ -31,14 +31,16 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
     """How a text decoded with a draft compares with the same call without one.
 
     "exact": it is the same. "rounding": the same but for near-ties, as kernels round differently in passes of other
-    sizes and something in the model is in half precision. "row-dependent": it may differ, as some quantized layers look
-    at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one layer each is tried.
+    sizes and something in the model is in half precision, or rows are in 8 bits. "row-dependent": it may differ, as
+    some quantized layers look at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one
+    layer each is tried.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
     unknown: list[Any] = [module for kind, module in kinds.items() if kind not in _KNOWN]
     # Adapters around embeddings take ids.
     unknown = [m for m in unknown if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
-    half = dtype not in (torch.float32, torch.float64)
+    # Rows in 8 bits turn the last bit of a float32 into a step, now and then.
+    half = dtype not in (torch.float32, torch.float64) or any(getattr(m, "rounds", False) for m in model.modules())
     try:
         if not all(_rows_independent(module, _row(module, dtype)) for module in unknown):
             return "row-dependent"

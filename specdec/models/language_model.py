@@ -208,8 +208,10 @@ class LanguageModel:
 
     @cached_property
     def forgets_order(self) -> bool:
-        """Whether tokens see later ones where no mask is given, as UMT5's do in transformers 5.17."""
-        layers = [module for name, module in self.decoder.named_modules() if name.endswith(".SelfAttention")]
+        """Whether tokens see later ones where no mask is given, as PaliGemma's do, and UMT5's in transformers 5.17."""
+        masks_itself = self.is_encoder_decoder or attention_of(self.config) == "eager"
+        end = ".SelfAttention" if masks_itself else ".self_attn"
+        layers = [module for name, module in self.decoder.named_modules() if name.endswith(end)]
         return not all(getattr(layer, "is_causal", True) for layer in layers)
 
     @property
@@ -270,7 +272,8 @@ class LanguageModel:
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
-        given = {name: self._placed(name, value) for name, value in inputs.items()}
+        read = inputs.keys() & (self.source_names | self.input_names)  # a target of another class may read more
+        given = {name: self._placed(name, inputs[name]) for name in inputs if name in read}
         merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
         if not merged:
             given = {name: value for name, value in given.items() if name in self.source_names}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -42,13 +43,22 @@ _SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size
 
 _WAY_OUT = "pass what one call of the processor made of text and pictures"
 
-# model_type -> their prompts are read in both directions, if token types mark them
+# Their prompts are read in both directions: if token types mark them, and without types where nobody masks anything.
 _TWO_WAYS = {"paligemma"}
+# Their pictures stand before the text, in columns without tokens.
+_BEFORE_TEXT = {"git"}
 
 
 def sees(model: Any, input_names: frozenset[str]) -> bool:
     """Whether a model continues text and reads pictures or recordings in it."""
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
+
+
+def reads_two_ways(language: ModelSpec, given: Mapping[str, Any]) -> bool:
+    """Whether a model reads its prompts with these inputs in both directions."""
+    if language.model.config.model_type not in _TWO_WAYS:
+        return False
+    return "token_type_ids" in given or (language.forgets_order and language.capability.cache_kind == "kv")
 
 
 def place_tokens(config: Any) -> set[int]:
@@ -83,12 +93,16 @@ def read_pictures(
     if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
         raise UnsupportedError(f"{type(language.model).__name__} does not read `{unknown[0]}`: leave it out")
     parts: list[dict[str, Tensor]] = [{} for _ in rows]
-    ends = [0] * len(rows)
+    ends, before = [0] * len(rows), 0
     for name, kind in _KINDS.items():
         places = _places(language.model.config, name, rows)
         ends = [max(end, own[-1] + 1 if own else 0) for end, own in zip(ends, places, strict=True)]
         beside = {one: tensors[one] for one in (kind.main, *kind.beside) if one in tensors}
-        dealt = _dealt(language, kind, beside, list(map(len, places)), tensors)
+        if kind.main in beside and language.model.config.model_type in _BEFORE_TEXT:
+            dealt, before = _before_text(language, kind, beside[kind.main], len(rows))
+            ends = [1] * len(rows)
+        else:
+            dealt = _dealt(language, kind, beside, list(map(len, places)), tensors)
         parts = [{**part, **more} for part, more in zip(parts, dealt, strict=True)]
     for name in _PER_TOKEN:
         if name in tensors and name in language.input_names:
@@ -97,14 +111,19 @@ def read_pictures(
                 raise OptionError.of(name, f"of shape {shape}, like the ids", list(types.shape))
             for part, own, mask in zip(parts, types, masks, strict=True):
                 part[name] = own[: len(mask)][torch.tensor(mask)][None]
-    two_ways = language.model.config.model_type in _TWO_WAYS and "token_type_ids" in tensors
+    if two_ways := reads_two_ways(language, given):
+        zeros = [torch.zeros(1, len(ids), dtype=torch.long) for ids in rows]
+        parts = [{"token_type_ids": own, **part} for part, own in zip(parts, zeros, strict=True)]
     found: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
         for name in _PER_ROW:
             if end and name in tensors:
                 part[name] = tensors[name][row : row + 1]
         end = len(ids) if two_ways or (end and whole) else end
-        found.append(_read(language, part, list(ids), end) if end else None)
+        pictures = _read(language, part, list(ids), end) if end else None
+        if pictures is not None and before:
+            pictures = replace(pictures, length=before + end, shift=-before, before=before)
+        found.append(pictures)
     if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
@@ -146,9 +165,6 @@ def _dealt(
                 f"the text has {sum(places)} places for a {kind.word}, and none was given: pass `{kind.main}`"
             )
         return [{} for _ in places]
-    if not sum(places) and not place_tokens(language.model.config):  # GIT reads it before the text, without tokens
-        name = type(language.model).__name__
-        raise UnsupportedError(f"{name} has no tokens for a {kind.word}'s places in the text: call `model.generate`")
     if not sum(places):
         way_out = "put its placeholder tokens into the text, as the processor or chat template does"
         raise OptionError(f"`{kind.main}` holds a {kind.word} without a place in the text: {way_out}")
@@ -175,6 +191,17 @@ def _dealt(
                 raise OptionError.of(name, f"one entry for each of {len(sizes)} {kind.word}s", list(tensor.shape))
         parts.append(own)
     return parts
+
+
+def _before_text(language: ModelSpec, kind: _Kind, value: Tensor, count: int) -> tuple[list[dict[str, Tensor]], int]:
+    """Each row's picture, or frames of a video, and how many columns they take before the text, as GIT reads them."""
+    config = language.model.config
+    vision, frames = config.vision_config, getattr(config, "num_image_with_embedding", None)
+    shape = [count, *([frames] if frames else []), vision.num_channels, vision.image_size, vision.image_size]
+    if list(value.shape) != shape:
+        raise OptionError.of(kind.main, f"one {kind.word} a row, of shape {shape}", list(value.shape))
+    columns = ((vision.image_size // vision.patch_size) ** 2 + 1) * (frames or 1)
+    return [{kind.main: value[row : row + 1]} for row in range(count)], columns
 
 
 def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:

@@ -196,9 +196,9 @@ def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None 
     ids, inputs = torch.tensor([tokens], device=language.device), dict[str, Any]()
     if language.forgets_order:
         lowest = torch.full([len(tokens)] * 2, torch.finfo(language.dtype).min, dtype=language.dtype)
-        inputs["decoder_attention_mask"] = lowest.triu(1)[None, None].to(language.device)
+        inputs[language.prefix + "attention_mask"] = lowest.triu(1)[None, None].to(language.device)
     if encoding is None:
-        return language.model(input_ids=ids, use_cache=False).logits[0, -1]
+        return language.model(input_ids=ids, use_cache=False, **inputs).logits[0, -1]
     inputs["encoder_outputs"] = encoding.output
     if encoding.mask is not None:
         inputs["attention_mask"] = encoding.mask

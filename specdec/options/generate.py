@@ -126,6 +126,7 @@ class Options(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     no_repeat_ngram_size: Count | None = None
+    no_repeat_ngram_window_size: Positive | None = None
     encoder_no_repeat_ngram_size: Count | None = None
     bad_words_ids: list[Annotated[IdList, Field(min_length=1)]] | None = None
     sequence_bias: Bias | None = None

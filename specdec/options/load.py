@@ -18,6 +18,8 @@ PASSES = ("backend", "exactness")
 """Options that also apply to models that are already loaded."""
 EXACTNESS = ("auto", "strict")
 """What is promised: as much as the dtype allows, or texts equal bit for bit."""
+ACTIVATIONS = ("auto", "float")
+"""What packed integers are multiplied by: rows in 8 bits, or rows as they are."""
 _WHOLE = ("quantization", "gguf_file", "device_map", "max_memory", "offload", "offload_folder")
 """Options that place or convert all weights."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
@@ -71,8 +73,9 @@ class Loading:
     `max_memory` those that do not fit; `offload_folder`: for weights that must be rewritten, by default a temporary
     one. `tp_plan`: "auto" or transformers' plan of a division among the processes of a job (torchrun), of which the
     first returns. `backend`: "eager" layers, "packed" weights in the order in which short passes on a CPU read them,
-    "compiled" passes, or "auto", which measures. `exactness`="strict" promises the text of plain decoding bit for bit,
-    with any draft and beside any calls, and is verified.
+    "compiled" passes, or "auto", which measures. `activations`="float" multiplies packed integers by rows as they are,
+    not rounded to 8 bits. `exactness`="strict" promises the text of plain decoding bit for bit, with any draft and
+    beside any calls, and is verified.
 
     Raises OptionError for unknown values, and for fields that contradict one another or lack another.
     """
@@ -87,11 +90,13 @@ class Loading:
     tp_plan: str | Mapping[str, str] | None = None
     backend: str = "auto"
     exactness: str = "auto"
+    activations: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         words = {"quantization": QUANTIZATIONS, "offload": OFFLOADS, "backend": BACKENDS, "exactness": EXACTNESS}
+        words["activations"] = ACTIVATIONS
         for name, known in words.items():
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))

@@ -124,10 +124,12 @@ class TextModel:
         with refusing():
             tokenizer = self._marking(self.calls(request))
             job = self.generator.submit(inputs, **self._options(prompt, ids, tokenizer))
-        echo = (yield from self._echo(prompt, ids, notify)) if getattr(request, "echo", False) else ("", [])
+        echoes = bool(getattr(request, "echo", False))
+        echo = (yield from self._echo(prompt, ids, notify)) if echoes else ("", [])
         yield Started(len(ids))
         stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
-        rows = [_Row(tokenizer, prompt, row, echo, stops) for row in range(request.n)]
+        before = ids if echoes and not self.is_encoder_decoder else []
+        rows = [_Row(tokenizer, prompt, row, echo, stops, before) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
         with closing(_polled(job, notify, stream=stream)) as rounds:
             for deltas in rounds:
@@ -172,21 +174,22 @@ class TextModel:
         self, prompt: PromptRequest, ids: list[int], notify: Callable[[], object]
     ) -> Generator[None, None, tuple[str, list[TokenScore]]]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
-        text, top = decode(self.tokenizer, ids), prompt.request.top
+        # what a token of the answer may change of its end belongs to the answer
+        text, top = Detokenizer(self.tokenizer).push(ids, last=self.is_encoder_decoder), prompt.request.top
         if top is None:
             return text, []
         if self.is_encoder_decoder:
             message = f"{self.name!r} is an encoder-decoder, whose prompts have no `logprobs`: leave out `echo`"
             raise ApiError(400, message, param="echo")
         scorer = Scorer(self.tokenizer)
-        scores = [scorer.score(ids[0], last=len(ids) == 1)]
+        scores = [scorer.score(ids[0])]
         if len(ids) > 1:
             with closing(_polled(scoring(self.generator, ids, top, prompt.salt), notify)) as rounds:
                 for deltas in rounds:
                     if deltas is None:
                         yield None
                     for step in (step for delta in deltas or () for step in delta.steps):
-                        scores.append(scorer.score_of(step, last=len(scores) == len(ids) - 1))
+                        scores.append(scorer.score_of(step))
         return text, scores
 
     def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
@@ -267,7 +270,10 @@ class TextModel:
 
 
 class _Row:
-    """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`."""
+    """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`.
+
+    `before`: tokens that the text continues.
+    """
 
     def __init__(
         self,
@@ -276,10 +282,11 @@ class _Row:
         row: int,
         echo: tuple[str, Sequence[TokenScore]],
         cut_before: Sequence[str],
+        before: Sequence[int],
     ) -> None:
         request = prompt.request
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
-        self._text, self._scorer = Detokenizer(tokenizer, cut_before), Scorer(tokenizer)
+        self._text, self._scorer = Detokenizer(tokenizer, cut_before, before), Scorer(tokenizer, before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
@@ -324,19 +331,19 @@ def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> G
 class Scorer:
     """Spells the tokens of one text, each after those before it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._text = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._text = Detokenizer(tokenizer, before=before)
 
-    def score(self, token: int, *, last: bool = False, **scores: Any) -> TokenScore:
-        """The score of the next token; `last`: no other follows."""
+    def score(self, token: int, **scores: Any) -> TokenScore:
+        """The score of the next token."""
         spelling = self._text.spell(token)
-        return TokenScore(spelling, len(self._text.push([token], last=last)), **scores)
+        return TokenScore(spelling, len(self._text.push([token])), **scores)
 
-    def score_of(self, step: Step, *, last: bool = False) -> TokenScore:
+    def score_of(self, step: Step) -> TokenScore:
         """The score of a step's token."""
         assert step.top is not None
         top = [(token, self._text.spell(token), _finite(value)) for token, value in zip(*step.top, strict=True)]
-        return self.score(step.token, last=last, log_prob=_finite(step.log_prob), top=top)
+        return self.score(step.token, log_prob=_finite(step.log_prob), top=top)
 
 
 def openai_reason(finish: str) -> str:

@@ -107,6 +107,9 @@ WRONG_OPTIONS = [
         for value in (3, {"colour": 3})
     ),
     ({"stop": ["x"]}, "`stop` is not an option of generate: pass `stop_strings=`"),
+    ({"position_ids": [[0]]}, "`position_ids` is not an option of generate: leave it out, as positions follow from"),
+    ({"language": "en"}, "`language` is not an option of generate: for Whisper there is specdec.Transcriber"),
+    ({"tgt_lang": "eng"}, "`tgt_lang` is not an option of generate: pass the id of the language as `decoder_input_ids"),
     ({"num_draft_branches": 2}, "`num_draft_branches` is not an option of generate: pass `num_assistant_branches=`"),
     ({"max_tokens": 9}, "pass `max_new_tokens=`"),
     *(

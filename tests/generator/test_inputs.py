@@ -393,7 +393,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("llama", IDS, {name: [64]}, name) for name in ("suppress_tokens", "begin_suppress_tokens")),
     ("llama", IDS, {"forced_bos_token_id": 64}, "forced_bos_token_id"),
     ("llama", IDS, {"forced_eos_token_id": [2, 64]}, "forced_eos_token_id"),
-    ("t5", None, {"inputs_embeds": EMBEDS}, "inputs_embeds"),
+    ("whisper", None, {"inputs_embeds": EMBEDS}, "does not read `inputs_embeds`"),
     ("t5", IDS, GUIDED, "guidance_scale"),
     ("t5", IDS, {"decoder_input_ids": [[5]]}, "2 rows"),
     ("t5", IDS, {"decoder_attention_mask": [[1]]}, "decoder_input_ids"),

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
+from tests.generator.test_tokenizers import word_piece
 from tests.matrix import endless
 from tests.oracle import oracle
 from tests.test_exact import noisy
@@ -155,6 +156,24 @@ def test_stop_strings_inside_trees(model: Any, kind: str) -> None:
         off_it += sum(event.accepted < len(event.token_ids) for event in last.values())
     assert on_a_path
     assert off_it
+
+
+def test_stop_strings_of_word_pieces() -> None:
+    """transformers' criterion cannot read such a vocabulary. (It ended in "substring not found".)"""
+    words = word_piece()
+    target = tiny("llama", len(words))
+    options = endless(24, repetition_penalty=1.5)
+    free = SpecGenerator(target, tokenizer=words).generate(ROWS, **options)
+    for draft in (None, oracle("perfect", free.sequences.tolist(), len(words)), "suffix"):
+        generator = SpecGenerator(target, draft, tokenizer=words)
+        for at in (2, 9, 20):
+            stop = free.texts[0][at : at + 3]
+            out = generator.generate(ROWS, **options, stop_strings=stop)
+            for new, whole in zip(out.new_tokens(), free.new_tokens(), strict=True):
+                assert new == whole[: len(new)]
+                assert stop not in words.decode(new[:-1])
+            assert stop in out.texts[0]
+            assert out.stats.finish_reasons[0] == "stop"
 
 
 def cut(tokenizer: Any, prompt: list[int], new: list[int], stops: list[str]) -> list[int]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
@@ -21,10 +23,13 @@ from transformers import (
     pipeline,
 )
 
-from specdec import OptionError, SpecGenerator, custom_generate
-from tests import speech
+from specdec import OptionError, SpecGenerator, UnsupportedError, custom_generate
+from tests import pictures, speech
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.test_outputs import same_fields
+from tests.models import encoders
+from tests.models import test_composites as composites
+from tests.models.test_encoders import git
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 
@@ -104,6 +109,38 @@ def test_encoder_decoders(name: str) -> None:
     outputs = model.get_encoder()(**inputs)
     mask = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
     check(model, None, encoder_outputs=outputs, **mask, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "gemma3"])
+def test_pictures(family: str) -> None:
+    """They reach the passes, as given and not as beams repeat them. (They were left out: no picture was known.)"""
+    model, row = pictures.seeing(family), pictures.prompt(family, [1, 5, 6], 0, [9], 1, [7, 8])
+    for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        check(model, "suffix", **row, max_new_tokens=6, do_sample=False, **how)
+
+
+def test_pictures_without_a_place() -> None:
+    """GIT reads its picture before the text. (It was left out without a word: the texts were others.)"""
+    noise = torch.Generator().manual_seed(0)
+    given = {"input_ids": IDS[:1], "pixel_values": 3 * torch.randn(1, 3, 16, 16, generator=noise)}
+    check(git(None), "suffix", **given, max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["led", "udop", "florence2"])
+def test_what_encoders_have_read(name: str) -> None:
+    """Masks, boxes and pictures beside ids. (LED's masks and UDOP's boxes were refused.)"""
+    model, inputs = encoders.MADE[name]()
+    for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        check(model, "suffix", **inputs, max_new_tokens=6, do_sample=False, **how)
+
+
+def test_types_of_tokens(model: PreTrainedModel) -> None:
+    """Types that change GPT-2's text are refused. (They were left out without a word: the texts were others.)"""
+    hook, types = custom_generate("suffix"), {"token_type_ids": IDS % 3}
+    with pytest.raises(UnsupportedError, match="`token_type_ids` other than those that GPT2LMHeadModel adds"):
+        tiny("gpt2").generate(**BATCH, **types, max_new_tokens=5, custom_generate=hook)
+    bert = encoders.loud(BertLMHeadModel, BertConfig(vocab_size=64, **composites.LAYERS, is_decoder=True))
+    check(bert, None, **BATCH, token_type_ids=0 * IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
 def test_fewer_passes(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def rounded(weight: Tensor, kind: str, grouped: bool = False, mins: bool = True)
 
 
 def layer_of(kind: str, options: dict, outputs: int, inputs: int, *, bias: bool = True) -> PackedLinear:
-    layer = pack(rounded(numbers(outputs, inputs), kind, **options), numbers(outputs, seed=1) if bias else None)
+    weight = rounded(numbers(outputs, inputs), kind, **options)
+    layer = pack(weight, numbers(outputs, seed=1) if bias else None, rounds=False)
     assert isinstance(layer, PackedLinear)
     layer.way = ops.ALIKE
     return layer
@@ -136,7 +138,7 @@ def test_a_default_dtype_or_device_changes_no_layer() -> None:
         with torch.device("meta"):
             joint, found = PackedLinear.join(layers), layers[0].weight()
             measure_ways.cache_clear()
-            measure_ways("float32", grouped=False)
+            measure_ways("float32", False, False)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
@@ -175,7 +177,10 @@ def test_operators_keep_their_promises(kind: str, options: dict, dtype: torch.dt
     layer = layer_of(kind, options, 40, 72)
     held = layer.packed, layer.factors, layer.scales, layer.mins
     torch.library.opcheck(ops.packed_linear, (numbers(2, 3, 72, dtype=dtype), *held, layer.bias, 40))
-    torch.library.opcheck(ops.packed_rows, (torch.tensor([1, 39]), *held, 72))
+    whole = layer.packed, layer.high, layer.factors, layer.scales, layer.mins, layer.steps, layer.levels
+    torch.library.opcheck(ops.packed_rows, (torch.tensor([1, 39]), *whole, 72))
+    if kind in ("int8", "int4"):
+        torch.library.opcheck(ops.dots, (numbers(2, 3, 72, dtype=dtype), *whole, layer.bias, 40))
 
 
 def test_any_shape() -> None:
@@ -270,6 +275,101 @@ def test_wrong_operands() -> None:
         refused(name, lambda arguments={**right, name: value}: ops.packed_linear(*arguments.values()))
     turned = layer.packed.transpose(2, 3).contiguous().transpose(2, 3)
     refused("weight", lambda: ops.packed_linear(*{**right, "weight": turned}.values()))
+
+
+# Weights as GGUF has them: bits, inputs of a scale, whether there are mins, steps and levels.
+FORMS = [
+    (8, 32, ""), (8, 32, "scales"), (4, 32, "scales"), (4, 32, "scales mins"), (4, 32, "bfloat16 levels"),
+    (4, 32, "levels steps"), (4, 32, "mins steps"), (4, 16, "mins steps"), (4, 16, "steps"), (5, 32, "scales"),
+    (5, 32, "scales mins"), (5, 32, "mins steps"), (6, 16, "steps"),
+]  # fmt: skip
+forms = pytest.mark.parametrize(("bits", "part", "words"), FORMS)
+
+
+def integers(bits: int, part: int, words: str, outputs: int, inputs: int) -> Quantized:
+    """A random weight of this form."""
+    source = torch.Generator().manual_seed(bits)
+
+    def some(least: int, most: int, *shape: int) -> Tensor:
+        return torch.randint(least, most, shape, dtype=torch.int8, generator=source)
+
+    least = -127 if bits == 8 else 0
+    given: dict[str, Tensor] = {
+        "factors": numbers(outputs, seed=3),
+        "values": some(least, min(2**bits, 127), outputs, inputs),
+    }
+    shape = outputs, -(-inputs // part)
+    if "levels" in words:
+        given["levels"] = some(-127, 127, 16)
+    if "steps" in words:
+        given |= {"scales": some(-32, 32, *shape), "steps": numbers(outputs, inputs // 256, 2).half()}
+    elif words:
+        given["scales"] = numbers(*shape).to(torch.bfloat16 if "bfloat16" in words else torch.float16)
+    if "mins" in words:
+        given["mins"] = some(0, 64, *shape) if "steps" in words else numbers(*shape, seed=4).half()
+    return Quantized(bits=bits, **given)
+
+
+def in_eight_bits(x: Tensor) -> Tensor:
+    """Rows as the kernels round them: in groups of 32, each with its scale, in float64."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    steps = (groups * torch.where(largest > 0, 127 / largest, 0)).round()
+    return (steps.double() * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
+
+
+@forms
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+def test_integer_products(bits: int, part: int, words: str, dtype: torch.dtype) -> None:
+    """They equal float64 over the rounded rows, each row bit for bit alone and among others, for all widths and tails;
+    weights and looked up rows come back exactly."""
+    for outputs, inputs in ((40, 512), (65, 256)) if "steps" in words else ((33, 129), (64, 72), (31, 7)):
+        weight = integers(bits, part, words, outputs, inputs)
+        layer = pack(weight, numbers(outputs, seed=1))
+        expected, ids = weight.weight(), torch.tensor([outputs - 1, 0, 5])
+        assert torch.equal(layer.weight(), expected)
+        assert torch.equal(layer.rows(ids), expected[ids])
+        x = numbers(70, inputs, seed=2, dtype=dtype)
+        x[3] = 0
+        rows = in_eight_bits(x)
+        parts = rows, expected.double(), layer.bias.double()
+        exact, size = F.linear(*parts), F.linear(*(one.abs() for one in parts))
+        if "mins" in words:  # of which products may be larger than their sum
+            least = replace(weight, mins=torch.zeros_like(weight.mins)).weight()
+            size += F.linear(rows.abs(), (least - expected).abs().double())
+        alone = torch.cat([layer(row[None]) for row in x])
+        assert alone.dtype == dtype
+        assert ((alone - exact).abs() / size).max() < (2e-6 if dtype == FLOATS else 4e-3)
+        for count in (2, 3, 4, 5, 8, 9, 11, 16, 17, 70):
+            assert torch.equal(layer(x[:count]), alone[:count])
+            assert torch.equal(layer(x[70 - count :]), alone[70 - count :])
+
+
+@forms
+def test_integer_products_on_any_threads(bits: int, part: int, words: str) -> None:
+    layer, x = pack(integers(bits, part, words, 200, 1024)), numbers(140, 1024, dtype=HALVES)
+    expected = layer(x)
+    for count in (1, 2, 3):
+        with threads(count):
+            assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x.flip(0)).flip(0), expected)
+
+
+def test_wrong_integers() -> None:
+    """The operator refuses what does not fit, before it reads memory that is not there."""
+    layer = pack(integers(5, 32, "mins steps", 40, 256))
+    names = "weight", "high", "factors", "scales", "mins", "steps", "levels"
+    held = {"weight": layer.packed} | {name: getattr(layer, name) for name in names[1:]}
+    right: dict[str, Any] = {"x": numbers(2, 256), **held, "bias": None, "outputs": 40}
+    wrong = {
+        "x": torch.tensor(1.0), "weight": layer.packed[:1], "high": layer.high[:, :1], "factors": numbers(39),
+        "scales": layer.scales.float(), "mins": layer.mins[:1], "steps": layer.steps[:, :0], "bias": numbers(80)[::2],
+        "levels": torch.zeros(16, dtype=torch.int8),
+    }  # fmt: skip
+    ops.dots(*right.values())
+    refused("x", lambda: ops.dots(*{**right, "x": right["x"].double()}.values()))
+    for name, value in wrong.items():
+        refused(name, lambda arguments={**right, name: value}: ops.dots(*arguments.values()))
 
 
 def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:

@@ -8,12 +8,14 @@ import torch
 from transformers import (
     BertConfig,
     BertGenerationConfig,
+    BertLMHeadModel,
     DeiTConfig,
     DistilBertConfig,
     ElectraConfig,
     EncoderDecoderConfig,
     EncoderDecoderModel,
     GPT2Config,
+    GPT2LMHeadModel,
     HubertConfig,
     RobertaConfig,
     RoFormerConfig,
@@ -27,7 +29,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, UnsupportedError
 from tests.models.encoders import IDS, loud, masked, text
 from tests.oracle import oracle
 
@@ -108,3 +110,30 @@ def test_a_composite_writes_its_own_text(encoder: str, decoder: str, built: None
 def test_all_composites(encoder: str, decoder: str, backend: str, built: None) -> None:
     """Of six encoders and eight decoders. (MegatronBERT's attention to an encoder fails in transformers 5.23.)"""
     check(encoder, decoder, backend)
+
+
+@pytest.mark.parametrize("decoder", ["bert", "gpt2"])
+def test_types_of_tokens_reach_the_encoder(decoder: str) -> None:
+    """A tokenizer of BERT makes them for every text. (They were refused, as if they belonged to pictures.)"""
+    model, inputs = made("bert", decoder)
+    types = torch.zeros_like(inputs["input_ids"])
+    types[:, 4:] = 1
+    inputs = {**inputs, "token_type_ids": types}
+    for how in ({}, {"num_beams": 3}):
+        expected = model.generate(**inputs, **COMMON, **how).tolist()
+        for draft in (None, "suffix", made("distilbert", decoder)[0]):
+            out = SpecGenerator(model, draft).generate(**inputs, **COMMON, **how)
+            assert out.sequences.tolist() == expected
+    assert model.generate(**{**inputs, "token_type_ids": 0 * types}, **COMMON, **how).tolist() != expected
+
+
+def test_types_that_change_nothing() -> None:
+    """Zeros are what BERT's decoder reads without types; others are refused, and all of GPT-2's. (All were refused.)"""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    bert = loud(BertLMHeadModel, BertConfig(vocab_size=64, **LAYERS, is_decoder=True))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = bert.generate(**given, token_type_ids=0 * ids, **COMMON).tolist()
+    assert SpecGenerator(bert).generate(**given, token_type_ids=0 * ids, **COMMON).sequences.tolist() == expected
+    for model, types in ((bert, ids % 2), (loud(GPT2LMHeadModel, GPT2Config(**OF_GPT2)), 0 * ids)):
+        with pytest.raises(UnsupportedError, match="`token_type_ids` other than those that"):
+            SpecGenerator(model).generate(**given, token_type_ids=types, **COMMON)

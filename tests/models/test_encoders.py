@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git import GitConfig, GitForCausalLM
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from tests.families import verdicts
-from tests.models.encoders import IDS, MADE, Made, loud
+from tests.families import prompts, verdicts
+from tests.models.encoders import IDS, MADE, loud
 from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
+from tests.tiny import tiny, tiny_inputs
 
 COMMON: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 made = cache(lambda name: MADE[name]())
@@ -73,6 +75,77 @@ def test_the_encoders_own_output_is_taken() -> None:
     assert out.sequences.tolist() == own_text(model, inputs)
 
 
+def test_a_plain_output_has_all_fields() -> None:
+    """Hidden states in transformers' plain class. (Moonshine and SwitchTransformers ended in an AttributeError.)"""
+    for name, asked in (("moonshine", "input_values"), ("switch_transformers", "input_ids")):
+        model, inputs = made(name)
+        row = {asked: inputs[asked][:1]}
+        with torch.no_grad():
+            plain = BaseModelOutput(model.get_encoder()(**row)[0])
+        out = SpecGenerator(model, "suffix").generate(encoder_outputs=plain, **COMMON)
+        assert out.sequences.tolist() == own_text(model, row)
+
+
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_the_mask_of_an_encoders_output(backend: str, built: None) -> None:
+    """A list is a mask, and one that does not fit is named. (Lists, texts and, packed, masks of another length were
+    left out without a word, and rows saw padding; one of another number of rows ended in an IndexError.)
+    """
+    model, inputs = tiny("t5"), tiny_inputs("t5", rows=2)
+    expected, mask = own_text(model, inputs), inputs["attention_mask"]
+    with torch.no_grad():
+        read = model.get_encoder()(**inputs)
+    generator = SpecGenerator(model, backend=backend)
+    for given in (mask, mask.tolist(), mask.bool()):
+        out = generator.generate(encoder_outputs=read, attention_mask=given, **COMMON)
+        assert out.sequences.tolist() == expected
+    for wrong in (mask[:, :5], mask[:1], mask[0], "mask"):
+        with pytest.raises(OptionError, match="`attention_mask` must be"):
+            generator.generate(encoder_outputs=read, attention_mask=wrong, **COMMON)
+
+
+@pytest.mark.parametrize("name", ["PPFormulaNet", "T5Gemma2"])
+def test_outputs_of_other_forms(name: str) -> None:
+    """PPFormulaNet's is a map, of which the decoder reads the pooled form; T5Gemma2's has its width in a part of the
+    config. (The one was refused as no hidden states, the other ended in an AttributeError about `hidden_size`.)
+    """
+    model = tiny_of(class_named(f"{name}ForConditionalGeneration"))
+    row = next(rows for rows in prompts(model) if model.main_input_name in rows[0])[0]
+    with torch.no_grad():
+        read = model.get_encoder()(**row)
+    out = SpecGenerator(model, "suffix").generate(encoder_outputs=read, **COMMON)
+    assert out.sequences.tolist() == own_text(model, row)
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "perfect", "early_exit:1"])
+@pytest.mark.parametrize("name", ["t5", "bart", "marian", "mbart"])
+def test_embeddings_in_place_of_ids(name: str, draft: str | None) -> None:
+    """The encoder reads them, each row with its mask. (They were refused.)"""
+    model, inputs = tiny(name), tiny_inputs(name, rows=2)
+    with torch.no_grad():
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        expected = own_text(model, inputs, **how)
+        guess = oracle(draft, expected, 64) if draft == "perfect" else draft
+        generator = SpecGenerator(model, guess, prefix_cache=True)
+        for _ in range(2):
+            assert generator.generate(**inputs, **COMMON, **how).sequences.tolist() == expected
+
+
+def test_embeddings_that_do_not_fit() -> None:
+    """Given beside ids, to an encoder of sound, of another width, and to a draft with other embeddings."""
+    model, inputs = tiny("t5"), tiny_inputs("t5")
+    generator, embeds = SpecGenerator(model), {"inputs_embeds": torch.zeros(1, 9, 32)}
+    with pytest.raises(OptionError, match=r"given 2 times \(input_ids, inputs_embeds\)"):
+        generator.generate(**inputs, **embeds, **COMMON)
+    with pytest.raises(OptionError, match=r"the encoder of T5\w+ cannot read `inputs_embeds` \[1, 9, 8\]"):
+        generator.generate(inputs_embeds=torch.zeros(1, 9, 8), **COMMON)
+    with pytest.raises(UnsupportedError, match=r"the encoder of Whisper\w+ does not read `inputs_embeds`"):
+        SpecGenerator(tiny("whisper")).generate(**embeds, **COMMON)
+    with pytest.raises(UnsupportedError, match="embeddings are the target's: use a decoder-only draft"):
+        SpecGenerator(model, tiny("t5", seed=1)).generate(**embeds, **COMMON)
+
+
 @pytest.mark.parametrize("draft", [None, "suffix", "perfect"])
 def test_a_decoder_may_change_what_it_reads(draft: str | None) -> None:
     """MoonshineStreaming's adds positions to its encoder's output in place. (Each pass added them again.)"""
@@ -109,16 +182,52 @@ def test_inputs_that_do_not_fit() -> None:
         generator.generate(**inputs, bbox=torch.zeros(2, 12, 4), **COMMON)
 
 
-def git() -> Made:
+def git(frames: int | None, seed: int = 0) -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     eyes = {**sizes, "image_size": 16, "patch_size": 8}
     ids = {name: number for name, number in IDS.items() if name != "decoder_start_token_id"}
-    model = loud(GitForCausalLM, GitConfig(vocab_size=64, vision_config=eyes, **sizes, **ids))
-    return model, {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    config = GitConfig(vocab_size=64, vision_config=eyes, num_image_with_embedding=frames, **sizes, **ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return loud(GitForCausalLM, config)
 
 
-def test_pictures_without_places_are_refused_truly() -> None:
-    """GIT reads a picture before the text. (The advice was to write placeholders, which it does not have.)"""
-    model, inputs = git()
-    with pytest.raises(UnsupportedError, match="GitForCausalLM has no tokens for a picture's places"):
-        SpecGenerator(model).generate(**inputs, **COMMON)
+@pytest.mark.parametrize("frames", [None, 3])
+@pytest.mark.parametrize("draft", [None, "suffix", "same", "other"])
+def test_pictures_before_the_text(draft: str | None, frames: int | None) -> None:
+    """GIT reads a picture, or a video's frames, in columns without tokens. (Both were refused.)"""
+    model = git(frames)
+    generator = SpecGenerator(
+        model, {"same": model, "other": git(frames, 1)}.get(draft or "", draft), prefix_cache=True
+    )
+    shape, ids = [*([frames] if frames else []), 3, 16, 16], torch.tensor([[5, 6, 7], [8, 9, 4]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    calls: list[dict[str, Any]] = [
+        {"input_ids": ids[:1], "pixel_values": 3 * torch.randn(1, *shape)},
+        {"input_ids": ids, "pixel_values": 3 * torch.randn(2, *shape)},
+        {"input_ids": ids * mask, "attention_mask": mask, "pixel_values": 3 * torch.randn(2, *shape)},
+        {"pixel_values": 3 * torch.randn(1, *shape)},
+        {"input_ids": ids[:1]},
+    ]
+    for call in [*calls, calls[1]]:
+        for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+            expected = model.generate(**call, **how, **COMMON)
+            assert generator.generate(**call, **how, **COMMON).sequences.tolist() == expected.tolist()
+    traced = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected = model.generate(**calls[0], **traced, **COMMON)
+    states = generator.generate(**calls[0], **traced, **COMMON).hidden_states
+    assert [one[-1].shape for one in states] == [one[-1].shape for one in expected.hidden_states]
+    torch.testing.assert_close(states[0][-1], expected.hidden_states[0][-1], rtol=1e-4, atol=1e-4)
+
+
+def test_pictures_of_another_number() -> None:
+    model, call = git(3), {"input_ids": torch.tensor([[5, 6, 7]])}
+    with pytest.raises(OptionError, match=r"`pixel_values` must be one picture a row, of shape \[1, 3, 3, 16, 16\]"):
+        SpecGenerator(model).generate(**call, pixel_values=torch.randn(1, 2, 3, 16, 16), **COMMON)
+
+
+def test_recordings_of_a_model_without_a_token_for_them() -> None:
+    """They were taken for GIT's pictures, which ended in an AttributeError about `vision_config`."""
+    model, ids = tiny_of(class_named("VoxtralForConditionalGeneration")), torch.tensor([[5, 6, 7]])
+    with pytest.raises(OptionError, match="`input_features` holds a recording without a place in the text"):
+        SpecGenerator(model).generate(ids, input_features=torch.randn(1, 8, 40), **COMMON)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.hf.derived import eyes
 from tests.heads import changed, eagle_folder
@@ -68,6 +68,24 @@ def test_greedy_equals_transformers(family: str) -> None:
         assert new(out.sequences) == new(expected(family)), kind
         if kind == "perfect":
             assert out.stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_prompts_in_both_directions_without_types(backend: str, built: None) -> None:
+    """PaliGemma's layers read text alone so, in `generate` too. (A draft's first guesses were read with the prompt,
+    which made another text, and in a batch a row's text was not the text of the row alone.)
+    """
+    model = model_of("paligemma")
+    texts = [[1, 5, 6, 7, 8, 9, 10, 11], [1, 12, 13]]
+    for how in ({}, {"repetition_penalty": 1.6}, {"num_beams": 3}):
+        answers = [reference(model, {"input_ids": torch.tensor([text])}, **how)[0] for text in texts]
+        for kind in (None, "perfect", "half", "wrong"):
+            generator = SpecGenerator(model, kind and oracle(kind, answers, VOCAB), backend=backend)
+            assert new(generator.generate(texts, **endless(LENGTH, **how)).sequences) == new(answers), kind
+            alone = generator.generate(texts[:1], **endless(LENGTH, **how)).sequences
+            assert alone.tolist() == answers[:1], kind
+    with pytest.raises(UnsupportedError, match="reads prompts in both directions, without `guidance_scale`"):
+        generator.generate(texts, guidance_scale=1.5, **endless(4))
 
 
 @pytest.mark.parametrize("family", SOME)

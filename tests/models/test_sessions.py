@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from specdec import SpecGenerator
 from specdec.core.tree import EMPTY
 from specdec.core.work import Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.cache import buffers, recurrent_state
+from tests.matrix import endless
 from tests.models.exact import TOLERANCE, Twin, encoding_for, twin_of
+from tests.oracle import KINDS, oracle
+from tests.shrink import class_named, tiny_of
 from tests.tiny import tiny, tiny_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -407,3 +411,38 @@ def test_cross_attentions_of_rows_with_encodings_of_different_lengths() -> None:
     twin.join(1, short)
     outputs = twin.forward([twin.chain(4), twin.chain(4)], [1, 1], attentions=True)
     assert [out.cross_attentions[0].shape[-1] for out in outputs] == [9, 3]
+
+
+@pytest.mark.parametrize("search", [{"repetition_penalty": 1.4}, {"num_beams": 3}], ids=str)
+def test_a_window_that_begins_after_the_prompt(search: dict[str, Any]) -> None:
+    """UnlimitedOcr keeps its prompt whole, and a window of the answer. (A draft's first guesses counted as prompt: from
+    the end of the window on the text was another one.)
+    """
+    model = tiny_of(class_named("UnlimitedOcrForConditionalGeneration"))
+    prompts = [[*range(5, 25)], [*range(5, 20), 40, 41], [7, 8]]
+    answers = [theirs(model, prompt, **search) for prompt in prompts]
+    for kind in (None, *KINDS):
+        generator = SpecGenerator(model, kind and oracle(kind, answers, 64), prefix_cache=True)
+        for some in (prompts, prompts[:1], prompts[1:2]):
+            out = generator.generate(some, **endless(30, **search))
+            found = [row[-30:] for row in out.sequences.tolist()]
+            assert found == [answer[-30:] for answer in answers if answer[:-30] in some], kind
+
+
+def theirs(model: Any, prompt: list[int], **search: Any) -> list[int]:
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, **search)
+    text: list[int] = found[0].tolist()
+    return text
+
+
+def test_ngrams_of_a_window() -> None:
+    """UnlimitedOcr's checkpoint asks for it. (All of the text was the window, without a word: another text.)"""
+    model = tiny_of(class_named("UnlimitedOcrForConditionalGeneration"))
+    whole = theirs(model, [5, 6, 7, 8], no_repeat_ngram_size=1)
+    model.generation_config.no_repeat_ngram_size, model.generation_config.no_repeat_ngram_window_size = 1, 2
+    for search in ({}, {"num_beams": 3}):
+        answer = theirs(model, [5, 6, 7, 8], **search)
+        assert answer != whole
+        for kind in (None, *KINDS):
+            generator = SpecGenerator(model, kind and oracle(kind, [answer], 64))
+            assert generator.generate([[5, 6, 7, 8]], **endless(30, **search)).sequences.tolist() == [answer], kind

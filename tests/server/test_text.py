@@ -10,6 +10,7 @@ from specdec import LanguageModel, SpecGenerator, __version__
 from specdec.generator.tokenizers import decode
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
+from tests.generator.test_tokenizers import KINDS, kinds
 from tests.server.served import DRAFTS, TOKENIZER, app, asking, events, model_of, text_model
 from tests.tiny import tiny
 
@@ -337,3 +338,22 @@ def test_choices_read_the_prompt_once(dtype: torch.dtype) -> None:
         metrics = c.get("/metrics").text
     assert found == [0, usages[0]["prompt_tokens"] - 1]
     assert f'specdec_prompt_tokens_cached_total{{model="text"}} {sum(found)}.0' in metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_echo_joins_its_answer(kind: str) -> None:
+    """As the tokenizer decodes both at once. (A blank between them was lost where a tokenizer strips the first one, and
+    a character that began in the prompt became replacement characters.)
+    """
+    tokenizer = kinds()[kind]
+    ids = tokenizer("the 日本 fox กข a", add_special_tokens=False)["input_ids"]
+    generator = SpecGenerator(tiny("llama", vocab=len(tokenizer)), tokenizer=tokenizer)
+    with asking(app(TextModel("text", generator, context=512))) as c:
+        for cut in range(1, len(ids)):
+            body = asked(prompt=ids[:cut], echo=True, temperature=0, max_tokens=2, logit_bias={str(ids[cut]): 100})
+            [plain] = c.complete(**body)["choices"]
+            [scored] = c.complete(**body, logprobs=1)["choices"]
+            assert plain["text"] == scored["text"] == decode(tokenizer, [*ids[:cut], *[ids[cut]] * 2])
+            places = zip(scored["logprobs"]["tokens"], scored["logprobs"]["text_offset"], strict=True)
+            for text, offset in places:
+                assert text.startswith("bytes:") or plain["text"][offset:].startswith(text)

@@ -49,6 +49,19 @@ class Suppress:
         return logits.index_fill(-1, self._known[vocab].to(logits.device), -torch.inf)
 
 
+class RecentNgrams(stock.NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
+    """Forbids to repeat an n-gram of the last `window` tokens, as UnlimitedOcr's `generate` does."""
+
+    def __init__(self, size: int, window: int) -> None:
+        super().__init__(size)
+        self._window = window
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` with the tokens that would repeat one at -inf; `ids` `[n, length]`."""
+        scores: Tensor = super().__call__(ids[:, -self._window :], logits)
+        return scores
+
+
 class SuppressAtBegin(Suppress):
     """The same for the first token after `begin` of them."""
 

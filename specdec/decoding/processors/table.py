@@ -18,6 +18,7 @@ from specdec.decoding.processors.own import (
     MinNewTokens,
     OutputPenalty,
     PrefixFn,
+    RecentNgrams,
     RowPrefix,
     Suppress,
     SuppressAtBegin,
@@ -59,6 +60,12 @@ class ProcessorSetup:
     def eos(self) -> Tensor | None:
         """The end-of-sequence ids `[n]`, or None, as transformers prepares them."""
         return torch.tensor(list(self.eos_ids), device=self.device) if self.eos_ids else None
+
+    @property
+    def window(self) -> int | None:
+        """In how many of the last tokens an n-gram must not be repeated; None: in all."""
+        size: int | None = getattr(self.options, "no_repeat_ngram_window_size", None)
+        return size
 
     @property
     def least(self) -> int:
@@ -111,7 +118,8 @@ PROCESSORS: tuple[Entry, ...] = (
     ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
     ("frequency_penalty", OutputPenalty, lambda r, v: (r.own_length, 0.0, v) if v else None),
-    ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
+    ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 and not r.window else None),
+    ("no_repeat_ngram_size", RecentNgrams, lambda r, v: (v, r.window) if v > 0 and r.window else None),
     (
         "encoder_no_repeat_ngram_size",
         EncoderNgrams,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
@@ -18,6 +19,8 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
 from specdec.models import PICTURES, EncoderOutput, Encoding, LanguageModel, read_pictures
+from specdec.models.hf.sides import adds_zero_types, source_width
+from specdec.models.pictures import reads_two_ways
 from specdec.options.fields import is_list, is_whole, plain
 from specdec.options.generate import Options
 from specdec.options.resolve import warn_of_idle
@@ -171,26 +174,41 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any], target: Langu
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
     """Raises OptionError for a prompt given twice, UnsupportedError for inputs that the target does not read."""
     sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
-    features = FEATURES if target.is_encoder_decoder and main_input(target) != "input_ids" else ()
-    sources += [name for name in ("inputs", "input_ids", *features) if name in given]
+    sources += [name for name in ("inputs", "input_ids", *_in_place_of_ids(target)) if name in given]
     if len(sources) > 1:
         raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
-    if target.is_encoder_decoder and "inputs_embeds" in given:
-        raise UnsupportedError("`inputs_embeds` is not supported for targets with an encoder: pass ids or features")
-    if not target.sees and (odd := sorted(PICTURES - FEATURES.keys() & given.keys())):
-        raise UnsupportedError(f"`{odd[0]}` is for models that see pictures; this target does not: leave it out")
-    if "inputs_embeds" in given and (odd := sorted(PICTURES & given.keys())):
-        raise OptionError(f"`{odd[0]}` and `inputs_embeds` both stand for parts of the prompt: pass ids and pictures")
-    others = () if target.sees else FEATURES
-    for name in (*others, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
-        if name in given and not target.is_encoder_decoder:
-            kinds = "models that see or hear, or have an encoder" if name in PICTURES else "models with an encoder"
-            raise UnsupportedError(f"`{name}` is for {kinds}; this target continues `input_ids`")
+    if not target.is_encoder_decoder:
+        _check_beside(given, target)
     known = sources or "inputs_embeds" in given or "encoder_outputs" in given
     named = {*given, "prompt"} if known else {*given}
     for name, mask in MASKS.items():
         if mask in named and name not in named:
             raise OptionError(f"`{mask}` marks tokens that count, but no tokens were given: pass `{name}` with it")
+
+
+def _in_place_of_ids(target: LanguageModel) -> tuple[str, ...]:
+    """The arguments that may stand for an encoder's ids."""
+    if not target.is_encoder_decoder:
+        return ()
+    return ("inputs_embeds", *(FEATURES if main_input(target) != "input_ids" else ()))
+
+
+def _check_beside(given: Mapping[str, Any], target: LanguageModel) -> None:
+    """Raises for inputs that a target without an encoder does not read beside its text."""
+    if target.sees and "inputs_embeds" in given and (odd := sorted(PICTURES & given.keys())):
+        raise OptionError(f"`{odd[0]}` and `inputs_embeds` both stand for parts of the prompt: pass ids and pictures")
+    types = given.get("token_type_ids") if "token_type_ids" in target.input_names else None
+    if not target.sees and (odd := sorted(PICTURES - FEATURES.keys() & given.keys())):
+        if types is None or len(odd) > 1:
+            raise UnsupportedError(f"`{odd[0]}` is for models that see pictures; this target does not: leave it out")
+        if not adds_zero_types(target.model) or bool(_tensor("token_type_ids", types).any()):
+            name = type(target.model).__name__
+            raise UnsupportedError(f"`token_type_ids` other than those that {name} adds are not read: leave it out")
+    others = () if target.sees else FEATURES
+    for name in (*others, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
+        if name in given:
+            kinds = "models that see or hear, or have an encoder" if name in PICTURES else "models with an encoder"
+            raise UnsupportedError(f"`{name}` is for {kinds}; this target continues `input_ids`")
 
 
 def read_messages(
@@ -260,7 +278,9 @@ def _encoder_decoder(
                 "specdec.Transcriber and `specdec transcribe`"
             )
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
-    features = None if main == "input_ids" else next((name for name in FEATURES if name in given), None)
+    features = next((name for name in _in_place_of_ids(target) if name in given), None)
+    if features is not None and features not in target.input_names & (target.source_names | FEATURES.keys()):
+        raise UnsupportedError(f"the encoder of {type(target.model).__name__} does not read `{features}`: leave it out")
     ids, encoder = None, {}
     if features is not None:
         encoder = _features(features, given)
@@ -269,8 +289,7 @@ def _encoder_decoder(
         encoder = _as_given(ids, options, target)
     elif "encoder_outputs" not in given:
         raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
-    if encoder:
-        encoder |= _beside(given, encoder, target)
+    encoder |= _beside(given, encoder, target)
     encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
     encoding = _encoding(given, encoder, target)
     count = len(next(iter(encoder.values()))) if encoding is None else len(encoding)
@@ -283,21 +302,25 @@ def _encoder_decoder(
 
 
 def _beside(given: Mapping[str, Any], encoder: Mapping[str, Tensor], target: LanguageModel) -> dict[str, Tensor]:
-    """What the encoder reads beside its ids or features, with one entry per row: pictures, boxes, further masks."""
-    count = len(next(iter(encoder.values())))
+    """What the encoder reads beside its ids or features, with one entry per row: pictures, boxes, further masks.
+
+    Nothing where it reads neither, as its output was given.
+    """
+    count = len(next(iter(encoder.values()), ()))
     found = {}
-    for name in sorted(given.keys() & (beside_inputs(target) | FEATURES.keys()) - encoder.keys()):
+    for name in sorted(given.keys() & (beside_inputs(target) | PICTURES | FEATURES.keys()) - encoder.keys()):
         if name not in target.input_names | target.source_names:
             raise UnsupportedError(f"{type(target.model).__name__} does not read `{name}`: leave it out")
         found[name] = tensor = _tensor(name, given[name])
-        if not tensor.dim() or len(tensor) != count:
+        if encoder and (not tensor.dim() or len(tensor) != count):
             raise OptionError.of(name, f"one entry for each of {count} rows", list(tensor.shape))
-    return found
+    return found if encoder else {}
 
 
-def _moved(output: ModelOutput, target: LanguageModel) -> Any:
-    """The caller's encoder output on the target's device, in its type."""
-    return type(output)(
+def _moved(output: Mapping[str, Any], target: LanguageModel) -> Any:
+    """The caller's encoder output on the target's device, in its type; a plain one with the fields of all decoders."""
+    kind = EncoderOutput if type(output) in (dict, BaseModelOutput) else type(output)
+    return kind(
         **{
             name: value.to(target.device, target.dtype if value.is_floating_point() else None)
             if isinstance(value, Tensor)
@@ -312,24 +335,25 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
     outputs = given.get("encoder_outputs")
     if outputs is None:
         return None
+    way_out, mask = "pass what the encoder returned", None
     if not isinstance(outputs, Encoding):
-        hidden = outputs[0] if isinstance(outputs, tuple | list | ModelOutput) and len(outputs) else outputs
+        is_named = isinstance(outputs, ModelOutput) and "last_hidden_state" in outputs
+        first = outputs[0] if isinstance(outputs, tuple | list | ModelOutput) and len(outputs) else outputs
+        hidden = outputs.get("pooler_output", first) if is_named and first.dim() > 3 else first
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-            way_out = "pass what the encoder returned"
-            raise OptionError.of(
-                "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
-            )
-        mask = inputs.get("attention_mask", given.get("attention_mask"))
-        if not isinstance(outputs, ModelOutput) or "last_hidden_state" not in outputs:
-            outputs = EncoderOutput(last_hidden_state=hidden)
-        outputs = target.encoding_of(_moved(outputs, target), mask)
-    config = getattr(target.model.get_encoder(), "config", target.config)
-    width = getattr(config, "d_model", None) or config.hidden_size
-    if outputs.hidden.shape[-1] != width or not outputs.hidden.shape[1]:
+            needed = "hidden states [rows, frames, width]"
+            raise OptionError.of("encoder_outputs", needed, type(hidden).__name__, way_out)
+        mask = inputs.get("attention_mask") if inputs else _encoder_mask(given, len(hidden))
+        outputs = target.encoding_of(_moved(outputs if is_named else {"last_hidden_state": hidden}, target), mask)
+    width = source_width(target.model)
+    rows, frames = outputs.hidden.shape[:2]
+    if outputs.hidden.shape[-1] != width or not frames:
         needed = f"hidden states [rows, frames, {width}] of at least one frame"
-        raise OptionError.of("encoder_outputs", needed, list(outputs.hidden.shape), "pass what the encoder returned")
-    if inputs and len(outputs) != (count := len(next(iter(inputs.values())))):
-        raise OptionError.of("encoder_outputs", f"{count} rows, one per encoder input", len(outputs))
+        raise OptionError.of("encoder_outputs", needed, list(outputs.hidden.shape), way_out)
+    if inputs and rows != (count := len(next(iter(inputs.values())))):
+        raise OptionError.of("encoder_outputs", f"{count} rows, one per encoder input", rows)
+    if mask is not None and outputs.mask is None and target.num_source_ids is not None:  # each id has a frame
+        raise OptionError.of("attention_mask", f"of shape [{rows}, {frames}], as `encoder_outputs`", list(mask.shape))
     return outputs
 
 
@@ -337,6 +361,9 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], target: Language
     """The rows with their negative prompts, by default the prompt's last token."""
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
+    if reads_two_ways(target, given):
+        name = type(target.model).__name__
+        raise UnsupportedError(f"{name} reads prompts in both directions, without `guidance_scale`: leave it out")
     count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
     if "negative_prompt_ids" in given:
         negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target.num_ids).kept
@@ -374,16 +401,24 @@ def _as_given(ids: Ids, options: Options, target: LanguageModel) -> dict[str, Te
 
 
 def _features(name: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """An encoder's features, one entry per row, and their mask `[rows, length]`."""
-    features = {n: _tensor(n, given[n]) for n in (name, "attention_mask") if n in given}
-    count = len(features[name]) if features[name].dim() == FEATURES[name] else 0
-    if not features[name].numel() or not count:
-        shape = list(features[name].shape)
-        raise OptionError.of(name, f"a tensor of {FEATURES[name]} dimensions, rows first, that is not empty", shape)
-    mask = features.get("attention_mask")
-    if mask is not None and (mask.dim() != 2 or len(mask) != count):
+    """An encoder's features, or embeddings, one entry per row, and their mask `[rows, length]`."""
+    features, dimensions = _tensor(name, given[name]), FEATURES.get(name, 3)
+    count = len(features) if features.dim() == dimensions else 0
+    if not features.numel() or not count:
+        shape = list(features.shape)
+        raise OptionError.of(name, f"a tensor of {dimensions} dimensions, rows first, that is not empty", shape)
+    mask = _encoder_mask(given, count)
+    return {name: features} if mask is None else {name: features, "attention_mask": mask}
+
+
+def _encoder_mask(given: Mapping[str, Any], count: int) -> Tensor | None:
+    """The mask of the `count` rows that an encoder has read, or will read."""
+    if "attention_mask" not in given:
+        return None
+    mask = _tensor("attention_mask", given["attention_mask"])
+    if mask.dim() != 2 or len(mask) != count:
         raise OptionError.of("attention_mask", f"of shape [{count}, length]", list(mask.shape))
-    return features
+    return mask
 
 
 def _tensor(name: str, value: Any) -> Tensor:

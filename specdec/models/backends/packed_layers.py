@@ -117,14 +117,21 @@ def _pack(model: Any) -> Callable[[], None]:
 
 
 def pack_layers(
-    model: Any, names: Sequence[str], weight: Callable[[str, Any], kernels.Weight | None]
+    model: Any,
+    names: Sequence[str],
+    weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None],
+    *,
+    rounds: bool = True,
 ) -> Callable[[], None]:
-    """Replaces layers by packed ones over `weight(name, layer)`, unless that is None; returns the undoing."""
+    """Replaces layers by packed ones, `weight(name, layer)` or over it, unless that is None; returns the undoing."""
     undo, tied, any_packed = ExitStack(), tied_embeddings(model), False
     for name in names:
         layer = model.get_submodule(name)
         if (found := weight(name, layer)) is not None:
-            packed = kernels.pack(found, bias=layer.bias)
+            if isinstance(found, kernels.PackedLinear):
+                packed = found
+            else:
+                packed = kernels.pack(found, bias=layer.bias, rounds=rounds)
             del layer, found  # frees its weight
             undo.callback(replaced(model, name, packed, tied.get(name, ())))
             any_packed = True

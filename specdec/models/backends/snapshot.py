@@ -53,7 +53,7 @@ class _Row:
         tree = work.tree
         if not tree.tokens:
             return
-        if not self.tokens:
+        if not (self.tokens and self.initial_length):
             self.initial_length = work.text_length or len(tree.path(min(work.first, len(tree) - 1)))
         length = len(self.tokens) + tree.depth
         if reset_length is not None and self.initial_length <= reset_length < length:
@@ -105,6 +105,8 @@ class ReplaySession(Session):
         names = (name for name in recurrent_state.CACHE_NAMES if name in language.input_names)
         self._cache_name = next(names, None)
         self._state_names = recurrent_state.MODULE_STATE.get(language.config.model_type, ())
+        # its cache holds a prompt apart from what follows, and a fork may belong to a longer prompt
+        self._begins_anew = recurrent_state.holds_prompts_apart(language.config)
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, encoding: Encoding | None = None) -> int:
@@ -116,8 +118,11 @@ class ReplaySession(Session):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
         # The snapshot is shared: restoring copies its tensors.
         own = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
-        number = self._new(replace(source, **own, tree=EMPTY, ran=[]))
+        number = self._new(made := replace(source, **own, tree=EMPTY, ran=[]))
         self.truncate([number], [length])
+        if self._begins_anew:
+            made.forget_cache()
+            made.initial_length = 0
         return number
 
     def remove(self, rows: Sequence[int]) -> None:
@@ -315,6 +320,8 @@ class ReplaySession(Session):
         language = self._language
         ids = torch.tensor([tokens], device=language.device)
         inputs: dict[str, Any] = {"use_cache": language.capability.cache_kind == "replay", "return_dict": True}
+        if row.cache is None and self._begins_anew:
+            row.cache = recurrent_state.cache_for_prompt(language.config, row.initial_length)
         if row.cache is not None and self._cache_name is not None:
             inputs[self._cache_name] = row.cache
         if row.encoding is not None:

@@ -183,7 +183,8 @@ class Layout:
     def shifted(self) -> Tensor:
         """Positions `[rows, nodes]` as an argument of the model."""
         shifts = torch.tensor([own.shift for own in self.maps], device=self.device)
-        return (self.view or self.causal()).positions + shifts[:, None]
+        positions = (self.view or self.causal()).positions + shifts[:, None]
+        return positions.clamp(min=0)  # nodes of padding are at position 0, and a shift may be negative
 
     def spans(self) -> Tensor:
         """Length of the text when plain decoding read each node, `[rows, nodes]`."""

@@ -6,12 +6,26 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 # model_type -> attributes of modules that hold a row's state outside any cache.
 MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """Keywords by which models take and return their caches."""
+
+
+def holds_prompts_apart(config: Any) -> bool:
+    """Whether a model's cache keeps the whole prompt, and a window of what follows, as UnlimitedOcr's."""
+    return "reference_sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def cache_for_prompt(config: Any, length: int) -> DynamicCache:
+    """An empty cache for a prompt of this length; without it, what comes in the first pass would be the prompt."""
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        if hasattr(layer, "set_prefill_length"):
+            layer.set_prefill_length(length)
+    return cache
 
 
 def is_plain(cache: Any) -> bool:

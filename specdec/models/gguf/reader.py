@@ -47,7 +47,7 @@ class GgufReader:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = str(path)
-        self._bytes = np.memmap(path, mode="r")
+        self._bytes = np.memmap(path, mode="c")  # torch takes no memory that is read-only
         self._raw, self._at = memoryview(self._bytes.data), 0
         try:
             self._read()

@@ -1,26 +1,36 @@
-"""A model of a GGUF file in floats, loaded one tensor after the other."""
+"""A model of a GGUF file, loaded one tensor after the other: blocks as they lie, in packed layers, or as floats."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from specdec import kernels
 from specdec.errors import LoadError
+from specdec.models.backends.packed_layers import PackedEmbedding, without_saving
 from specdec.models.gguf.config import model_class
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import Part, tensor_map
 
+_log = logging.getLogger(__name__)
+_NUMBERS = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}  # types that are no blocks
 
-def read_model(reader: GgufReader, config: Any, dtype: torch.dtype) -> Any:
+
+def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bool = False, rounds: bool = True) -> Any:
     """The model with a config of `read_config`, its weights from the file in `dtype`.
 
-    Raises LoadError for weights that are missing or have another shape; a bias that is missing is zero.
+    If it `packs`, linear layers and embeddings keep the file's blocks; needs `specdec.kernels.available`. Without
+    `rounds`, only those whose rows need no rounding. Raises LoadError for weights that are missing or have another
+    shape; a bias that is missing is zero.
     """
     model = empty_model(config, dtype)
-    fill(model, reader, tensor_map(reader, config))
+    fill(model, reader, tensor_map(reader, config), packs=packs, rounds=rounds)
     return model
 
 
@@ -37,21 +47,73 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def fill(model: Any, reader: GgufReader, parts: dict[str, tuple[Part, ...]]) -> None:
+def fill(
+    model: Any, reader: GgufReader, parts: dict[str, tuple[Part, ...]], *, packs: bool = False, rounds: bool = True
+) -> None:
     """Gives the parameters of `empty_model` memory and the file's numbers, and ties those that the config ties."""
     empty = dict(model.named_parameters(remove_duplicate=False))
     filled = dict.fromkeys(empty, 0)  # numbers
+    packed, rounded = dict[str, kernels.PackedLinear](), Counter[str]()
     for name, places in parts.items():
         for part in places:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
-            filled[part.parameter] += _put(model, part, reader.tensors[name], reader.path)
+            tensor = reader.tensors[name]
+            if packs and _is_packable(model, part, tensor):
+                kind = tensor.tensor_type.name
+                if kind not in kernels.BLOCKS:
+                    rounded[kind] += 1
+                if kind in kernels.IN_FLOATS or rounds:
+                    packed[part.parameter] = _packed(tensor, part, rounds)
+                    filled[part.parameter] = empty[part.parameter].numel()
+                    continue
+            filled[part.parameter] += _put(model, part, tensor, reader.path)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         if filled[name] == 0 and name.endswith("bias"):
             _set(model, name, torch.zeros_like(parameter, device="cpu"))
         elif filled[name] != parameter.numel():
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
+    _replace(model, packed)
+    if rounded:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded.items())
+        _log.warning("%s: tensors in fewer bits than kernels know take 8 bits each (%s)", reader.path, kinds)
+
+
+def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
+    """Whether a tensor is the whole weight, in blocks, of a linear layer or an embedding."""
+    module, _, leaf = part.parameter.rpartition(".")
+    owner = model.get_submodule(module)
+    is_layer = type(owner) is nn.Linear or owner is model.get_input_embeddings()
+    whole = leaf == "weight" and part.is_plain and part.place is None and tensor.data.ndim == 2
+    return is_layer and whole and tensor.tensor_type.name not in _NUMBERS
+
+
+def _packed(tensor: StoredTensor, part: Part, rounds: bool) -> kernels.PackedLinear:
+    kind = tensor.tensor_type.name
+    if kind not in kernels.BLOCKS:
+        return kernels.pack(kernels.to_int8(converted(tensor, part)), rounds=rounds)
+    raw = torch.from_numpy(np.asarray(tensor.data))
+    return kernels.pack_blocks(raw, kind, int(tensor.shape[0]), order=part.rows, rounds=rounds)
+
+
+def _replace(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
+    """Puts packed layers, by the names of their weights, in the places of those that have no memory."""
+    embedding = model.get_input_embeddings()
+    for name, layer in packed.items():
+        module = name.rpartition(".")[0]
+        owner = model.get_submodule(module)
+        if owner is not embedding:
+            layer.bias = None if owner.bias is None else owner.bias.detach().float()
+            model.set_submodule(module, layer)
+            continue
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is embedding.weight:
+            model.set_output_embeddings(layer)
+        scale = getattr(embedding, "embed_scale", None)
+        model.set_input_embeddings(PackedEmbedding(layer, embedding.weight.dtype, scale))
+    if packed:
+        without_saving(model)
 
 
 def converted(tensor: StoredTensor, part: Part) -> Tensor:

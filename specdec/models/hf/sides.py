@@ -62,6 +62,11 @@ def _num_ids(side: Any) -> int | None:
     return None if count is None else int(count)
 
 
+def adds_zero_types(model: Any) -> bool:
+    """Whether a model of text reads tokens of type 0 where it gets no types, as BERT's kin does and GPT-2 does not."""
+    return any(name.rpartition(".")[2] == "token_type_embeddings" for name, _ in model.named_modules())
+
+
 @torch.no_grad()
 def reads_ids_alone(model: Any) -> bool:
     """Whether a model's encoder reads ids, and needs nothing beside them, as UDOP's needs boxes."""

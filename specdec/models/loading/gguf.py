@@ -1,8 +1,7 @@
 """GGUF files: read as they are written, and layers in formats of our kernels keep the file's blocks.
 
-Architectures that `specdec.models.gguf` does not know are read by transformers. All weights become floats. A linear
-layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from the file, if they equal its weight: so no order of
-rows has to be assumed.
+Architectures that `specdec.models.gguf` does not know are read by transformers, which makes floats of all weights. A
+linear layer then takes its blocks from the file, if they equal its weight: so no order of rows has to be assumed.
 """
 
 from __future__ import annotations
@@ -10,22 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GgufConfig
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of
 from specdec.models.gguf import GgufReader, is_known, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
 from specdec.models.gguf.header import architecture_of
+from specdec.models.gguf.reader import StoredTensor
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars
 from specdec.models.loading.quantizers import Quantizer
@@ -78,9 +78,11 @@ class GgufFile(Quantizer):
     def read(self, config: Any, dtype: torch.dtype) -> Any:
         """The model of a config of `read_config`, in host memory."""
         config.dtype = dtype
-        model = read_model(self.reader, config, dtype)
+        packs = self.packs and dtype in kernels.FLOATS.values() and kernels.available()
+        model = read_model(self.reader, config, dtype, packs=packs, rounds=self.rounds)
         with suppress(OSError):  # beside a file there may be one
             model.generation_config = GenerationConfig.from_pretrained(self._folder, revision=self._revision)
+        settle_generation(model, self.reader)
         return model
 
     @contextmanager
@@ -107,7 +109,7 @@ class GgufFile(Quantizer):
         settle_generation(model, self.reader)
         on_cpu = not is_offloaded(model) and model.device.type == "cpu"
         if self.packs and on_cpu and kernels.available():
-            changed(model, lambda: _pack(model, self.reader))
+            changed(model, lambda: _pack(model, self.reader, self.rounds))
         self._reader = None
 
 
@@ -133,17 +135,18 @@ def settle_generation(model: Any, reader: GgufReader) -> None:
         config.suppress_tokens = sorted({*(config.suppress_tokens or ()), *forbidden.tolist()})
 
 
-def _pack(model: Any, reader: Any) -> Callable[[], None]:
-    tensors = {tensor.name: tensor for tensor in reader.tensors.values() if tensor.tensor_type.name in _UNPACKED}
+def _pack(model: Any, reader: GgufReader, rounds: bool) -> Callable[[], None]:
+    known = kernels.BLOCKS.keys() if rounds else kernels.IN_FLOATS
+    tensors = {tensor.name: tensor for tensor in reader.tensors.values() if tensor.tensor_type.name in known}
     tensor_name, embeddings = _names(reader), model.get_input_embeddings()
     plain = {name: module for name, module in model.named_modules() if is_plain(module)}
     shares = {name for name, module in plain.items() if module.weight is embeddings.weight}
 
-    def blocks(name: str, layer: Any) -> Quantized | None:
+    def blocks(name: str, layer: Any) -> kernels.PackedLinear | None:
         tensor = tensors.get(f"{tensor_name(name)}.weight")
         if tensor is None and name in shares:
             tensor = tensors.get("token_embd.weight")
-        return None if tensor is None else _blocks(weight_of(layer), tensor)
+        return None if tensor is None else _blocks(layer, tensor, rounds)
 
     return pack_layers(model, list(plain), blocks)
 
@@ -175,39 +178,22 @@ def _names(reader: Any) -> Callable[[str], str | None]:
     return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
 
 
-def _four_bits(raw: Tensor) -> Quantized:
-    """Q4_0: a scale and 16 bytes; Q4_1: a scale, a least value and 16 bytes; the low halves of bytes come first."""
-    factors, pairs = raw[:, :, :-16].contiguous().view(torch.float16), raw[:, :, -16:]
-    values = torch.cat([pairs & 15, pairs >> 4], 2).flatten(1).to(torch.int8)
-    mins = factors[:, :, 1].contiguous() if factors.shape[2] > 1 else None
-    return Quantized(values, 4, factors[:, :, 0].contiguous(), mins)
-
-
-def _eight_bits(raw: Tensor) -> Quantized:
-    """Q8_0: a scale and 32 bytes."""
-    scales = raw[:, :, :2].contiguous().view(torch.float16)[:, :, 0].contiguous()
-    return Quantized(raw[:, :, 2:].contiguous().view(torch.int8).flatten(1), 8, scales)
-
-
-_UNPACKED: dict[str, Callable[[Tensor], Quantized]] = {"Q4_0": _four_bits, "Q4_1": _four_bits, "Q8_0": _eight_bits}
-
-
-def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
+def _blocks(layer: Any, tensor: StoredTensor, rounds: bool) -> kernels.PackedLinear | None:
     """A tensor's blocks with their rows in the order of a layer's weight; None if they are not equal to it.
 
     llama.cpp stores the rows of some queries and keys in another order, so rows are found by their content.
     """
-    data = torch.tensor(tensor.data)
-    raw = data.view(len(data), int(tensor.shape[0]) // GROUP, -1)  # [outputs, groups, bytes]
-    blocks = _UNPACKED[tensor.tensor_type.name](raw)
-    if blocks.values.shape != weight.shape:
+    weight, raw = weight_of(layer), torch.from_numpy(np.asarray(tensor.data))
+    if [*reversed(tensor.shape)] != list(weight.shape):
         return None
-    mine = blocks.weight().to(weight.dtype)
+    make = partial(kernels.pack_blocks, raw, tensor.tensor_type.name, weight.shape[1], bias=layer.bias, rounds=rounds)
+    packed = make()
+    mine = packed.weight().to(weight.dtype)
     if (mine - weight).abs().max() <= _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max():
-        return blocks
+        return packed
     places = {row: place for place, row in enumerate(_rows(mine))}
     order = [places.get(row) for row in _rows(weight)]
-    return None if None in order else blocks.rows(torch.tensor(order))
+    return None if None in order else make(order=torch.tensor(order))
 
 
 def _rows(weight: Tensor) -> Iterator[bytes]:

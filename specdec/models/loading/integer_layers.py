@@ -1,4 +1,4 @@
-"""Weights in few bits, activations as they are: 8 bits with a scale per output, or 4 bits in groups of 32.
+"""Weights in few bits: 8 bits with a scale per output, or 4 bits in groups of 32.
 
 Heads, the largest layers of small models, always get 8 bits, which do not hurt them. No row of a pass looks at another
 one, so drafted tokens change no neighbour's result.
@@ -86,14 +86,15 @@ class WeightOnly(Quantizer):
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
-            changed(model, lambda: pack_layers(model, [name], lambda _, head: kernels.to_int8(head.weight)))
+            rounded = lambda _, head: kernels.to_int8(head.weight)  # noqa: E731
+            changed(model, lambda: pack_layers(model, [name], rounded, rounds=self.rounds))
 
     def _fits(self, weight: Tensor) -> bool:
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         if self._fits(weight) and kernels.available():
-            return kernels.pack(kernels.to_int8(weight), bias)
+            return kernels.pack(kernels.to_int8(weight), bias, rounds=self.rounds)
         return Int8Linear(weight, bias)
 
 
@@ -110,4 +111,4 @@ class FourBits(WeightOnly):
                 "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "
                 f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: use 'nf4' elsewhere"
             )
-        return kernels.pack(kernels.to_int4(weight), bias)
+        return kernels.pack(kernels.to_int4(weight), bias, rounds=self.rounds)

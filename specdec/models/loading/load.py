@@ -207,6 +207,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         settle_four_bits(model)
         if quantizer.converts:
             quantizer.packs = places is None and how.backend != "eager"
+            quantizer.rounds = how.activations != "float"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)
@@ -221,10 +222,10 @@ def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
     """The model of a GGUF file that this package reads, on its devices."""
     config = file.read_config()
     dtype = _numbers(name, how, config, file)["dtype"]
+    file.packs = how.backend != "eager" and _computes_on_cpu(how)
+    file.rounds = how.activations != "float"
     model = file.read(config, file.dtype if dtype == "auto" else dtype)
     to_devices(model, how)
-    file.packs = how.backend != "eager"
-    file.convert(model)
     return model.eval()
 
 

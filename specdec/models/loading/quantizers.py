@@ -23,11 +23,13 @@ class Quantizer:
     """A quantization of one model that is being loaded; the base class changes nothing.
 
     `name` is the caller's. `converts`: it changes the loaded model, so that all weights pass through memory once, also
-    with `offload`. `packs`: passes may run on packed weights (`specdec.kernels`).
+    with `offload`. `packs`: passes may run on packed weights (`specdec.kernels`), whose layers round rows to 8 bits if
+    the quantizer `rounds`.
     """
 
     converts: ClassVar[bool] = False
     packs: bool = False
+    rounds: bool = True
 
     def __init__(self, name: str = "") -> None:
         self.name = name

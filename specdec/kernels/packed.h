@@ -1,0 +1,74 @@
+// What packed layers of floats and of integers share: blocks of 32 outputs, and how their sums become outputs.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "vectors.h"
+
+// The product in floats (linear.cpp), `way` as in ops.py.
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
+                         const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
+                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t way);
+
+namespace {
+
+constexpr int64_t BLOCK = 32;   // outputs
+constexpr int64_t GROUP = 32;   // columns of one scale, as in quantized.py
+constexpr int64_t CHUNK = 128;  // bytes
+constexpr int VECTORS = BLOCK / LANES;
+
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+inline Floats floats(const int8_t* bytes) {  // GCC's own conversion takes them one by one
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(bytes)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes)));
+#else
+  return __builtin_convertvector(load<Bytes>(bytes), Floats);
+#endif
+}
+
+inline Floats floats(const at::Half* halves) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(halves));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(halves));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(load<float16x4_t>(halves));
+#else
+  Floats wide;
+  for (int lane = 0; lane < LANES; lane++) wide[lane] = halves[lane];
+  return wide;
+#endif
+}
+
+// Sums to outputs: one block's columns of `y` `[rows, outputs]`.
+template <class Packed, class Out>
+void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows, Out* y) {
+  auto first = block * BLOCK, count = std::min(BLOCK, packed.outputs - first);
+  for (int64_t row = 0; row < rows; row++, sums += BLOCK, y += packed.outputs)
+    for (int64_t n = 0; n < count; n++) {
+      auto sum = packed.factors ? sums[n] * packed.factors[first + n] : sums[n];
+      y[first + n] = static_cast<Out>(packed.bias ? sum + packed.bias[first + n] : sum);
+    }
+}
+
+template <class T>
+const T* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
+}
+
+inline void check(const char* name, const std::optional<at::Tensor>& tensor, at::ScalarType type,
+                  at::IntArrayRef sizes) {
+  if (tensor)
+    TORCH_CHECK_VALUE(tensor->scalar_type() == type && tensor->sizes() == sizes && tensor->is_contiguous(), "`", name,
+                      "` must be contiguous ", type, " ", sizes, ", got ", tensor->scalar_type(), " ", tensor->sizes());
+}
+
+}  // namespace
