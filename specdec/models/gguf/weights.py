@@ -85,8 +85,10 @@ def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
     module, _, leaf = part.parameter.rpartition(".")
     owner = model.get_submodule(module)
     is_layer = type(owner) is nn.Linear or owner is model.get_input_embeddings()
-    whole = leaf == "weight" and part.is_plain and part.place is None and tensor.data.ndim == 2
-    return is_layer and whole and tensor.tensor_type.name not in _NUMBERS
+    if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or not part.is_plain or part.place is not None:
+        return False
+    rows = int(tensor.shape[1]) if part.rows is None else len(part.rows)
+    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in _NUMBERS
 
 
 def _packed(tensor: StoredTensor, part: Part, rounds: bool) -> kernels.PackedLinear:
