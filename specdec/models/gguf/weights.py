@@ -91,8 +91,10 @@ def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
     module, _, leaf = part.parameter.rpartition(".")
     owner = model.get_submodule(module)
     is_layer = type(owner) is nn.Linear or owner is model.get_input_embeddings()
-    whole = leaf == "weight" and part.is_plain and part.place is None and tensor.data.ndim == 2
-    return is_layer and whole and tensor.tensor_type.name not in _NUMBERS
+    if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or not part.is_plain or part.place is not None:
+        return False
+    rows = int(tensor.shape[1]) if part.rows is None else len(part.rows)
+    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in _NUMBERS
 
 
 def _packed(tensor: StoredTensor, part: Part, rounds: bool) -> kernels.PackedLinear:
@@ -124,7 +126,8 @@ def _replace(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
 
 def converted(tensor: StoredTensor, part: Part) -> Tensor:
     """The float32 numbers of a tensor as they lie in `part.place` of the parameter."""
-    value = torch.from_numpy(np.array(floats(tensor)))
+    numbers = floats(tensor)
+    value = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())  # not the file itself
     if part.rows is not None:
         value = value.index_select(_axis(tensor.name, value.dim()), part.rows)
     if part.plus:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec import LoadError, OptionError, SpecGenerator, UnsupportedError
 from specdec.models import load
@@ -163,6 +164,19 @@ def test_texts(name: str, tmp_path: Path) -> None:
     prompt = [[5, 9, 12, 7, 9, 12, 7]]
     expected = SpecGenerator(model).generate(prompt, **common).sequences
     assert SpecGenerator(path, "suffix").generate(prompt, **common).sequences.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("names", [("rope_freqs",), ("rope_factors_short", "rope_factors_long")])
+def test_texts_with_factors_of_frequencies(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Also beyond the original context, with a draft."""
+    kind, keys = KINDS["llama"], {".rope.scaling.original_context_length": 12}
+    tensors = {f"{name}.weight": np.array([1.0, 2.0, 3.0, 4.0]) * (1 + number) for number, name in enumerate(names)}
+    path = saved(tmp_path / "a.gguf", kind, model_of(kind), keys, tensors)
+    plain = SpecGenerator.from_pretrained(path, backend="eager").target.model
+    prompt, common = [[5, 9, 12, 7, 9, 12, 7]], endless(14)
+    expected = SpecGenerator(plain).generate(prompt, **common).sequences
+    assert SpecGenerator(path, "suffix").generate(prompt, **common).sequences.tolist() == expected.tolist()
+    assert plain.generate(torch.tensor(prompt), **common).tolist() == expected.tolist()
 
 
 def test_devices(tmp_path: Path) -> None:

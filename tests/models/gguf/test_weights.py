@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import LoadError, UnsupportedError
+from specdec import LoadError, UnsupportedError, kernels
 from specdec.models.gguf import GgufReader, converted, floats, read_config, read_model, tensor_map
 from tests.folders import saved_gguf
 from tests.models.gguf.files import written
@@ -113,3 +113,13 @@ def test_tensors_of_another_shape(tmp_path: Path) -> None:
     model = model_of(kind)
     with pytest.raises(LoadError, match=r"blk.0.ffn_up.weight of \(24, 32\), and \(48, 32\) belong there"):
         read(saved(tmp_path / "a.gguf", kind, model, tensors={"blk.0.ffn_up.weight": torch.zeros(24, 32).numpy()}))
+
+
+@pytest.mark.skipif(not kernels.available(), reason="no kernels here")
+@pytest.mark.parametrize("packs", [False, True])
+def test_blocks_of_another_shape(packs: bool, tmp_path: Path) -> None:
+    """Packed layers took the shape of the file's tensor for their own."""
+    reader = GgufReader(saved_gguf(tmp_path / "a.gguf", types=["Q8_0"]))
+    reader.keys["llama.feed_forward_length"] //= 2
+    with pytest.raises(LoadError, match=r"blk.0.ffn_\w+.weight of \(\d+, \d+\), and \(\d+, \d+\) belong there"):
+        read_model(reader, read_config(reader), torch.float32, packs=packs)
