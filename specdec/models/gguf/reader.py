@@ -158,5 +158,7 @@ def floats(tensor: StoredTensor) -> Any:
     """The numbers of a tensor in float32, as the package gguf unpacks them; shape reversed, rows last but one."""
     from gguf.quants import dequantize
 
+    if tensor.tensor_type.name == "F32":
+        return np.array(tensor.data, np.float32)  # not the file itself
     unpack: Callable[..., Any] = dequantize
     return np.asarray(unpack(np.asarray(tensor.data), tensor.tensor_type), np.float32)

@@ -126,8 +126,7 @@ def _replace(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
 
 def converted(tensor: StoredTensor, part: Part) -> Tensor:
     """The float32 numbers of a tensor as they lie in `part.place` of the parameter."""
-    numbers = floats(tensor)
-    value = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())  # not the file itself
+    value = torch.from_numpy(floats(tensor))
     if part.rows is not None:
         value = value.index_select(_axis(tensor.name, value.dim()), part.rows)
     if part.plus:
