@@ -88,10 +88,10 @@ def plain(weight: Tensor) -> torch.nn.Module:
     return layer
 
 
-def blocks(kind: str, size: int, weight: Tensor) -> torch.nn.Module:
-    """A layer over random blocks of GGUF, of so many bytes for 256 weights."""
+def blocks(kind: str, count: int, size: int, weight: Tensor) -> torch.nn.Module:
+    """A layer over random blocks of GGUF, of so many weights and bytes."""
     outputs, inputs = weight.shape
-    return pack_blocks(torch.randint(0, 64, (outputs, inputs // 256 * size), dtype=torch.uint8), kind, inputs)
+    return pack_blocks(torch.randint(0, 64, (outputs, inputs // count * size), dtype=torch.uint8), kind, inputs)
 
 
 # What is measured: a name, and how a layer is made of a weight, and the dtype of its rows.
@@ -103,12 +103,12 @@ WAYS: dict[str, tuple[Make, str]] = {
     "int8, ours, float32 rows": (lambda weight: round_weight(weight, 8), "float32"),
     "int8, ours, bfloat16 rows": (lambda weight: round_weight(weight, 8), "bfloat16"),
     "int8, ours, bfloat16 rows as they are": (lambda weight: round_weight(weight, 8, rounds=False), "bfloat16"),
-    "Q8_0, ours, bfloat16 rows": (partial(blocks, "Q8_0", 272), "bfloat16"),
+    "Q8_0, ours, bfloat16 rows": (partial(blocks, "Q8_0", 32, 34), "bfloat16"),
     "int4, ours, float32 rows": (lambda weight: round_weight(weight, 4), "float32"),
     "int4, ours, bfloat16 rows": (lambda weight: round_weight(weight, 4), "bfloat16"),
     "int4, ours, bfloat16 rows as they are": (lambda weight: round_weight(weight, 4, rounds=False), "bfloat16"),
-    "Q4_K, ours, bfloat16 rows": (partial(blocks, "Q4_K", 144), "bfloat16"),
-    "Q6_K, ours, bfloat16 rows": (partial(blocks, "Q6_K", 210), "bfloat16"),
+    "Q4_K, ours, bfloat16 rows": (partial(blocks, "Q4_K", 256, 144), "bfloat16"),
+    "Q6_K, ours, bfloat16 rows": (partial(blocks, "Q6_K", 256, 210), "bfloat16"),
 }
 
 
@@ -189,6 +189,8 @@ def linears(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None
     shapes = MODELS[name]
     ways: dict[str, Linears] = {}
     for way, (make, dtype) in WAYS.items():
+        if "_K" in way and shapes.hidden % 256:
+            continue  # such blocks have 256 weights
         if wanted in way:
             ways[way] = Linears(shapes.linears, make, FLOATS[dtype])
         if "ours" in way and wanted in f"{way}, compiled":

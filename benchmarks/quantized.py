@@ -27,8 +27,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8-weight, float32": {"dtype": "float32", "quantization": "int8-weight"},
     "int8-weight, bfloat16": {"dtype": "bfloat16", "quantization": "int8-weight"},
+    "int8-weight, rows as they are": {"dtype": "bfloat16", "quantization": "int8-weight", "activations": "float"},
     "int4-weight, float32": {"dtype": "float32", "quantization": "int4-weight"},
     "int4-weight, bfloat16": {"dtype": "bfloat16", "quantization": "int4-weight"},
+    "int4-weight, rows as they are": {"dtype": "bfloat16", "quantization": "int4-weight", "activations": "float"},
 }
 PROMPTS = 4
 PROMPT_TOKENS, NEW_TOKENS = 96, 48
