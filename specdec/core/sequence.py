@@ -19,11 +19,13 @@ from specdec.core.work import VOID_COLUMNS, Pictures, Work
 class Context(NamedTuple):
     """What keys and values depend on besides the tokens: sequences share them only where their contexts are equal.
 
-    `model`: digest of the target's state; `salt`: the caller's; `inputs`: digest of embeddings or encoder inputs.
-    `exactness`: that of the call, since torch's settings of precision change it without a change of the model.
+    `epoch` of the target; `call`: the number of the call within which alone they are shared, None without this limit;
+    `salt`: the caller's; `inputs`: digest of embeddings or encoder inputs. `exactness` of the call, since torch's
+    settings of precision change it without a change of the model.
     """
 
-    model: bytes
+    epoch: int
+    call: int | None = None
     salt: str = ""
     inputs: bytes = b""
     exactness: str = ""

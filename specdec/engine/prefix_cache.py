@@ -20,8 +20,9 @@ LEAST = 16
 _SIZE = array("i").itemsize
 
 Owner = TypeVar("Owner", bound=Hashable)
-Key = tuple[Context | None, int | None]
-"""What a saved state depends on besides the tokens, and the id of the draft whose state it is; None: the target's."""
+Key = tuple[Context | None, tuple[int, ...]]
+"""What a saved state depends on besides the tokens, and whose it is: a draft's id and its models' epochs; (): the
+target's."""
 
 
 class PrefixIndex(Generic[Owner]):
@@ -128,11 +129,11 @@ class PrefixCache:
         self._drafts: WeakValueDictionary[int, Draft] = WeakValueDictionary()
 
     def key_of(self, draft: Draft, context: Context | None) -> Key:
-        """The key of a draft's own states; that of the target's is `(context, None)`."""
+        """The key of a draft's own states; that of the target's is `(context, ())`."""
         if id(draft) not in self._drafts:  # it may have the id of one that is gone
-            self._drop(*[state for state, (_, id_) in self._states.items() if id_ not in {None, *self._drafts}])
+            self._drop(*[state for state, (_, owner) in self._states.items() if owner and owner[0] not in self._drafts])
             self._drafts[id(draft)] = draft
-        return context, id(draft)
+        return context, (id(draft), *(model.epoch for model in draft.models))
 
     def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
         """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""

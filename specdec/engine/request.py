@@ -30,8 +30,7 @@ class Request:
     `encode` runs the encoder over `[inputs, ...]`; a sequence reads input number `seq.task.encoder_row`.
     `prefill_chunk`: the most prompt tokens of one pass; None: the engine's. `output_hidden_states` and
     `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
-    one pass. `frames`: positions of the encoder's output, 0 without one. `model_state`: the target's at the time of the
-    call. `caller_blocks`: the caller waits for the end, and so cannot change the model meanwhile.
+    one pass. `frames`: positions of the encoder's output, 0 without one.
 
     `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
     come. `passes` counts target passes in which any of its sequences took part.
@@ -46,8 +45,6 @@ class Request:
     output_attentions: bool = False
     last_hidden: bool = False
     frames: int = 0
-    model_state: bytes = b""
-    caller_blocks: bool = False
     encoding: Encoding | None = None
     rounds: deque[Round] = field(default_factory=deque)
     error: BaseException | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -40,7 +40,7 @@ class Scheduler:
         self._shares = self.session.keeps_prefixes and model.capability.boundary is None
         keeps = self._shares and not model.is_encoder_decoder
         self.prefix_cache = prefix_cache if prefix_cache is not None and keeps else PrefixCache(0)
-        self._model, self._drafts, self._kv_bytes = model, drafts, model.kv_bytes
+        self._model, self._drafts, self._kv_bytes, self._epoch = model, drafts, model.kv_bytes, model.epoch
         self._requests, self._guard = drafts.requests, drafts.guard
         self.prefilling: list[RunningSequence] = []
         self._others_first = False
@@ -51,16 +51,15 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences, whose prompts are to be read."""
-        for seq in self._keys:  # those that began under another state of the model share nothing any longer
-            if seq.context is not None and seq.context.model != request.model_state:
-                seq.context = self._keys[seq] = None
-                self._texts.drop(seq)
-                if (opened := self._drafts.of(seq)) is not None:
-                    opened.texts.drop(seq)
+        if self._model.epoch != self._epoch:
+            self._epoch = self._model.epoch
+            self.prefix_cache.clear()
         select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
             for one in seq.batch_seqs:
+                if one.context is not None and one.context.epoch != self._epoch:  # made before the model changed
+                    one.context = None
                 self._keys[one] = one.context if self._shares else None
             if not request.traced and seq.embeds is None and seq.unconditional is None:
                 self._copies[seq.task.source].add(seq)
@@ -127,7 +126,7 @@ class Scheduler:
         """
         if seq.cache_row is not None:
             return True
-        source, length = self._nearest(seq, self._texts, (seq.context, None), seq.text_ids[:-1])
+        source, length = self._nearest(seq, self._texts, (seq.context, ()), seq.text_ids[:-1])
         if (other := self._awaited(seq, self._texts, seq.text_ids[:-1], length)) is not None and (
             self._are_copies(seq, other) or other.max_length - len(other.tokens) > 1  # else it leaves at once
         ):
@@ -142,7 +141,7 @@ class Scheduler:
         self._place(seq, source, length)
         seq.cached_prompt_tokens = length
         for other in seq.batch_seqs[1:]:
-            self._place(other, *self._nearest(other, self._texts, (other.context, None), other.text_ids[:-1]))
+            self._place(other, *self._nearest(other, self._texts, (other.context, ()), other.text_ids[:-1]))
         self._texts.begin(seq, seq.text_ids[:-1])
         return True
 
@@ -210,9 +209,8 @@ class Scheduler:
 
     def remove(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
-        state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
-            self._retain(seq, state)
+            self._retain(seq)
             if (opened := self._drafts.of(seq)) is not None:
                 opened.texts.drop(seq)
         leaving = {*seqs}
@@ -279,17 +277,18 @@ class Scheduler:
         saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
         return 0 if saved is None else _forked(opened, seq, saved, length)
 
-    def _retain(self, seq: RunningSequence, state: Callable[[], bytes]) -> None:
-        """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values.
+    def _retain(self, seq: RunningSequence) -> None:
+        """Saves the text of a sequence that leaves, if later calls may continue it and there is room.
 
-        Not if the model has changed from its `state` while the sequence ran.
+        First its draft's state, then its keys and values.
         """
-        kept, context, request = self.prefix_cache, seq.context, self._requests[seq.id]
+        kept, context = self.prefix_cache, seq.context
         if not kept.limit or context is None or seq.cache_row is None:
             return
+        if context.call is not None or context.epoch != self._model.epoch:
+            return
         ids = seq.text_ids[: self.session.length(seq.cache_row)]
-        fits = len(ids) * self._kv_bytes <= min(kept.limit, kept.room)
-        if not fits or not (request.caller_blocks or context.model == state()):
+        if len(ids) * self._kv_bytes > min(kept.limit, kept.room):
             return
         opened = self._drafts.of(seq)
         if opened is not None and not seq.num_embeds_only:
@@ -299,7 +298,7 @@ class Scheduler:
                     kept.keep(key, ids[: saved.length], saved)
             except Exception:  # it ends no request
                 _log.warning("a draft could not save its state, which later texts cannot continue", exc_info=True)
-        if kept.wants(key := (context, None), ids):
+        if kept.wants(key := (context, ()), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.session.keep_prefix(seq.cache_row, len(ids))
                 kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))

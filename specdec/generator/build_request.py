@@ -28,7 +28,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.checks import check_call
 from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.generator.tokenizers import decode
-from specdec.models import Encoding, LanguageModel, ModelState
+from specdec.models import Encoding, LanguageModel
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options, listed
 
@@ -102,7 +102,8 @@ class ScheduledDraft:
 class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
-    `pacing`: its schedule. `state` and `exactness` are the target's. `caller_blocks`: as in `Request`.
+    `pacing`: its schedule. `exactness` is the target's. `shares_prefixes`: its sequences share what they read of a text
+    with one another, and `across_calls` also with other calls.
     """
 
     target: LanguageModel
@@ -111,10 +112,9 @@ class Call:
     extras: Extras
     draft: Draft | None
     pacing: Pacing
-    state: ModelState
     exactness: Exactness
-    reuses_prefixes: bool = False
-    caller_blocks: bool = False
+    shares_prefixes: bool = False
+    across_calls: bool = False
     request: Request = field(init=False)
     seqs: list[RunningSequence] = field(init=False)
     time_limit: MaxTimeCriteria | None = field(default=None, init=False)
@@ -162,12 +162,16 @@ class Call:
             output_attentions=bool(o.output_attentions),
             last_hidden=any(seq.strategy.needs_hidden for seq in self.seqs),
             frames=self._frames() if target.is_encoder_decoder else 0,
-            model_state=self.state.digest,
-            caller_blocks=self.caller_blocks,
         )
-        if self.reuses_prefixes and not self.request.traced and prompts.encoding is None:
+        if self.shares_prefixes and not self.request.traced and prompts.encoding is None:
+            context = Context(
+                target.epoch,
+                call=None if self.across_calls else serial,
+                salt=extras.cache_salt or "",
+                exactness=self.exactness,
+            )
             for r, seq in enumerate(self.seqs):
-                self._share(seq, prompts.rows[r], r // o.copies)
+                self._share(seq, context, prompts.rows[r], r // o.copies)
 
     def _encode(self) -> Encoding:
         """The encoder's output, or the caller's own."""
@@ -185,17 +189,16 @@ class Call:
         lengths = [max(tensor.shape[1:]) for tensor in (self.prompts.encoder or {}).values()]
         return min(max(lengths, default=0), most)
 
-    def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
-        """Lets the sequence fork from cached prompts, and others from it, within the same model state and salt."""
-        model, salt = self.state.digest, self.extras.cache_salt or ""
+    def _share(self, seq: RunningSequence, context: Context, prompt: RowPrompt, place: int) -> None:
+        """Lets the sequence fork from other texts, and others from it, within the same context and inputs."""
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
             inputs = [prompt.embeds]
         if prompt.pictures is not None:
             inputs = [value for _, value in sorted(prompt.pictures.inputs.items())]
-        seq.context = Context(model, salt, b"".join(map(digest, inputs)), self.exactness)
+        seq.context = context._replace(inputs=b"".join(map(digest, inputs)))
         if seq.unconditional is not None:
-            seq.unconditional.context = Context(model, salt, exactness=self.exactness)
+            seq.unconditional.context = context
 
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""

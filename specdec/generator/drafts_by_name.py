@@ -118,6 +118,13 @@ class Drafts:
             self._recent.insert(0, found)
             return found[1]
 
+    @property
+    def models_of_calls(self) -> list[LanguageModel]:
+        """The language models of the drafts that calls named and that are still loaded."""
+        with self._lock:
+            drafts = [scheduled.draft for _, scheduled in self._recent]
+        return [model for draft in drafts if draft is not None for model in draft.models]
+
     def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:
             case "prompt_lookup_num_tokens":

@@ -51,10 +51,11 @@ class SpecGenerator:
     defaults of every `generate` call. `task` names settings in the checkpoint's `task_specific_params`, which then
     override its generation config. `kv_budget` limits the keys and values of all running calls, in bytes or as a share
     of the free memory (0.5: half); further calls wait. `prefix_cache` keeps keys and values of finished texts in that
-    many bytes (True: 256 MiB), for prompts that begin alike; None: 256 MiB, but not for a model object with hooks or
-    methods of the caller's. Outside of float32 and `exactness`="strict", a text that continues a cached one may differ
-    at near-ties. `backend` and `exactness` are those of `Loading`; for a model object, "packed" keeps a second copy of
-    its weights, and "auto" leaves it as it is.
+    many bytes (True: 256 MiB), for prompts that begin alike; by it a caller promises to say `model_changed`. None: 256
+    MiB for models that were loaded here; where target or draft is a model object of the caller's, prompts share within
+    one call alone. False: prompts share nothing. Outside of float32 and `exactness`="strict", a text that continues a
+    cached one may differ at near-ties. `backend` and `exactness` are those of `Loading`; for a model object, "packed"
+    keeps a second copy of its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -84,7 +85,7 @@ class SpecGenerator:
         self.tokenizer, self.processor = split(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
         self._scheduled = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
-        self._prefixes, self._prefixes_asked = _prefixes(prefix_cache), prefix_cache is not None
+        self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
 
@@ -184,6 +185,16 @@ class SpecGenerator:
         ready = [model.wait_until_compiled(timeout) for model in self._models]
         return all(ready)
 
+    def model_changed(self) -> None:
+        """Says that you changed target or draft models: weights, adapters, hooks, methods, attributes or configs.
+
+        What is kept of them is used no longer, and packed and compiled copies of your own models are made anew. With
+        `prefix_cache=True` for a model of yours, call it after every change; models that were loaded here stay as they
+        are. Raises UnsupportedError where the backend that was named cannot run the changed model.
+        """
+        for model in [*self._models, *self._drafts.models_of_calls]:
+            model.changed()
+
     @property
     def _models(self) -> Sequence[LanguageModel]:
         """The target and the models of the draft."""
@@ -203,7 +214,7 @@ class SpecGenerator:
         target's passes; each text equals that of its call alone. Raises OptionError before any pass for wrong or
         contradicting options; most without effect warn.
         """
-        return Job(self._prepare(prompt, messages, options, caller_blocks=True), self._driver).run()
+        return Job(self._prepare(prompt, messages, options), self._driver).run()
 
     def stream(
         self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any
@@ -231,15 +242,8 @@ class SpecGenerator:
         assert job.result is not None
         return job.result
 
-    def _prepare(
-        self,
-        prompt: Prompt,
-        messages: Sequence[Any] | None,
-        given: Mapping[str, Any],
-        *,
-        caller_blocks: bool = False,
-    ) -> Call:
-        """A checked call; with `caller_blocks`, the caller waits for its end."""
+    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
+        """A checked call."""
         self._driver.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
@@ -259,17 +263,14 @@ class SpecGenerator:
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
             draft = scheduled.draft
             models = () if draft is None else draft.models
-            state = self.target.state("target")
-            exactness = self.target.exactness_of(state)
+            self.target.check_unchanged("target")
             for model in models:
-                model.state("draft")
+                model.check_unchanged("draft")
             check_draft(draft, options, given, extras.prediction, named=bool(named))
             if (form := options.form) is not None:
                 grammar = self._grammar(form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
-            # A caller's model that may change unseen continues no earlier text, unless the caller wants it to.
-            cached = self._prefixes_asked or self.target.is_owned or state.is_readable
             pacing = scheduled.pacing(
                 options,
                 offloaded=self.target.is_offloaded,
@@ -283,10 +284,9 @@ class SpecGenerator:
                 extras,
                 draft,
                 pacing,
-                state=state,
-                exactness=exactness,
-                reuses_prefixes=self._prefixes is not None and cached,
-                caller_blocks=caller_blocks and extras.streamer is None,
+                exactness=self.target.exactness,
+                shares_prefixes=self._prefixes is not None,
+                across_calls=self._promised or all(model.is_owned for model in (self.target, *models)),
             )
 
     def _read(

@@ -153,9 +153,9 @@ class CustomGenerate:
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The model's generator; a new one if the model or its weights changed."""
         with self._lock:
-            if self._made is None or self._made[0] is not model or self._made[1].target.look()[1]:
+            if self._made is None or self._made[0] is not model or self._made[1].target.changes():
                 self._made = None  # frees it before the next one is made
-                self._made = (model, _Following(model, self._draft, prefix_cache=False, **self._options))
+                self._made = (model, _Following(model, self._draft, **self._options))
             return self._made[1]
 
 

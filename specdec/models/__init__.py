@@ -4,7 +4,7 @@ from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.cache.session import Session
 from specdec.models.encoding import EncoderOutput, Encoding
-from specdec.models.hf.model_state import ModelState, plain_modes
+from specdec.models.hf.model_state import plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import load, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
@@ -15,7 +15,6 @@ __all__ = [
     "EncoderOutput",
     "Encoding",
     "LanguageModel",
-    "ModelState",
     "Session",
     "compiler_is_running",
     "free_bytes",

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
-from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
+from specdec.models.hf.model_state import float32_is_rounded, origins, plain_modes, runs_other_code
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
@@ -59,8 +60,10 @@ class LanguageModel:
     that, for models that use transformers' attention interface; it is compiled in the background, once for all models
     of a structure, in about a minute, and passes run packed until then (`wait_until_compiled`). "auto": packed if the
     model is owned and that is faster, and then compiled after ten seconds of passes, or by `compile`; otherwise eager.
-    All but "eager" need a C++ compiler, and weights, hooks and adapters that stay as they are, which `state` checks.
-    Compiled code returns no attentions.
+    All but "eager" need a C++ compiler, and weights, hooks and adapters that stay as they are, which `check_unchanged`
+    compares unless the model is owned. Compiled code returns no attentions, and takes no hooks of a caller.
+
+    `epoch` counts the changes that callers told of (`changed`): what was kept of the model in another one is void.
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
@@ -72,6 +75,8 @@ class LanguageModel:
     is_sharded = False
     unread: Callable[[], Mapping[str, nn.Module]] | None = None
     """Loads the modules that read pictures, by name, where they were left out (`see`)."""
+    recut: Callable[[], LanguageModel] | None = None
+    """Makes an early exit of a caller's model anew, of the whole model as it is by then."""
 
     @plain_modes()
     def __init__(
@@ -93,7 +98,7 @@ class LanguageModel:
             backend = "packed" if backend == "auto" else backend
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
-        self.model, self.is_owned = model, owned
+        self.model, self.is_owned, self.epoch = model, owned, 0
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model)
         if self.config.model_type in AT_MASKS:
@@ -126,10 +131,10 @@ class LanguageModel:
         self.ragged = self._make_ragged()
         if self.is_strict:
             self._check_strict()
-        self._attention = attention_of(self.config)
-        self._reader = StateReader(model)
-        self._made_of = self._reader.read() or ModelState.of(model)
-        self._exactness: tuple[ModelState, Exactness] | None = None
+        self._attention, self._source = attention_of(self.config), ref(model)
+        is_copy = not owned and (self._is_packed or self.ragged is not None)
+        self._origins = origins(model) if is_copy else {}
+        self._exactness: Exactness | None = None
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -171,40 +176,50 @@ class LanguageModel:
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in read if tensor not in unread)
 
-    def state(self, name: str = "model") -> ModelState:
-        """The current state that logits depend on besides the text; what was cached under another state is void.
+    def check_unchanged(self, name: str = "model") -> None:
+        """Raises OptionError in training mode, and if a caller changed the model in a way that passes do not follow.
 
-        `name` is the caller's word for the model. Raises OptionError in training mode, and if the model was changed in
-        a way that its passes do not follow.
+        `name` is the caller's word for the model.
         """
-        source = self._reader.model()
+        source = self._source()
         if source is not None and source.training:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
-        state, changed = self.look()
-        if changed:
-            way, was = "make another SpecGenerator", "it was passed to SpecGenerator"
-            if self.backend != "eager":
-                way += ", or use `backend`='eager', which follows changes"
-                was = f"its weights were put into backend {self.backend!r}"
-            raise OptionError(f"the {name} was changed after {was} ({', '.join(changed)}): {way}")
-        return state
+        if not (changes := self.changes()):
+            return
+        way, was = "make another SpecGenerator", "it was passed to SpecGenerator"
+        if self._origins.keys() >= {*changes}:
+            way = "call `generator.model_changed()`, or use `backend`='eager', which follows changes"
+            was = f"its weights were put into backend {self.backend!r}"
+        raise OptionError(f"the {name} was changed after {was} ({', '.join(changes)}): {way}")
 
-    def look(self) -> tuple[ModelState, list[str]]:
-        """The current state, and the names of changes that passes do not follow."""
-        with _SEEING:
-            source, state, made_of = self._reader.model(), self._reader.read(), self._made_of
-        if source is None or state is None:  # passes run on a copy
-            return made_of, []
-        if state == made_of:
-            return state, []
-        if self.backend != "eager":
-            return state, state.changed(made_of)
+    def changes(self) -> list[str]:
+        """What passes do not follow of a caller's changes; nothing for an owned model, at which nobody looks."""
+        source = self._source()
+        if self.is_owned or source is None:  # a copy may outlive its source
+            return []
         same = {
             "device": execution_device(text_embedding(source)) == self.device,
             "dtype": source.dtype == self.dtype,
             "attention implementation": attention_of(self.config) == self._attention,
         }
-        return state, [what for what, is_same in same.items() if not is_same]
+        if self._origins:
+            same |= {what: now == self._origins[what] for what, now in origins(source).items()}
+        return [what for what, is_same in same.items() if not is_same]
+
+    def changed(self) -> None:
+        """Says that a caller has changed the model: what was kept of it is void, and copies of it are made anew.
+
+        Passes that begin later run the new copy. Raises UnsupportedError where the changed model takes no such backend.
+        """
+        source, fresh = self._source(), None
+        if self.recut is not None:
+            fresh = self.recut()
+        elif self._origins and source is not None and self._origins.keys() >= {*self.changes()}:
+            fresh = LanguageModel(source, backend=self._asked, exactness="strict" if self.is_strict else "auto")
+        if fresh is not None:  # in place, since sessions and drafts hold this object
+            self.__dict__.update(vars(fresh) | {"epoch": self.epoch})
+        self._exactness = None
+        self.epoch += 1
 
     @cached_property
     def forgets_order(self) -> bool:
@@ -216,26 +231,21 @@ class LanguageModel:
 
     @property
     def exactness(self) -> Exactness:
-        """`exactness_of` the current state."""
-        return self.exactness_of(self.look()[0])
-
-    def exactness_of(self, state: ModelState) -> Exactness:
         """What a draft can change in a text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
-        "strict" was verified bit for bit when the model was made; with "row-dependent" a draft may change the text.
-        `state` was just read; the result also depends on torch's float32 precision settings.
+        "strict" was verified bit for bit when the model was made; with "row-dependent" a draft may change the text. It
+        is found once, and again after `changed`; torch's float32 precision settings are read each time.
         """
         if self.is_strict:
             return "strict"
-        known = self._exactness
-        if known is None or known[0] != state:
-            known = self._exactness = (state, self._find_exactness())
-        return "rounding" if known[1] == "exact" and float32_is_rounded(self.device) else known[1]
+        if (exactness := self._exactness) is None:
+            exactness = self._exactness = self._find_exactness()
+        return "rounding" if exactness == "exact" and float32_is_rounded(self.device) else exactness
 
     def session(self) -> Session:
         """A new session, without rows."""
         if self.capability.cache_kind == "kv":
-            return KvSession(self, self.ragged)
+            return KvSession(self, lambda: self.ragged)
         return ReplaySession(self)
 
     def early_exit(self, layers: int) -> LanguageModel:
@@ -246,6 +256,7 @@ class LanguageModel:
             shallow_exit(self.model, self.num_layers, layers),
             backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
         )
+        cut.is_owned, cut.recut = self.is_owned, None if self.is_owned else partial(self.early_exit, layers)
         if self.unread is not None:
             cut.unread = self.see
         return cut
@@ -258,7 +269,6 @@ class LanguageModel:
                 with CHANGING:
                     for name, module in found.items():
                         self.model.base_model.add_module(name, module)
-                self._made_of = self._reader.read() or self._made_of
             return eyes(self.model)
 
     @torch.no_grad()
@@ -388,6 +398,10 @@ class LanguageModel:
             return None
         try:
             ragged = RaggedForward(self)
+            if self._asked == "compiled" and not self.is_owned and runs_other_code(self.model):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} has hooks or methods of a caller, which compiled code does not call"
+                )
         except UnsupportedError as error:
             if self._asked == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error

@@ -144,7 +144,7 @@ def test_a_liar_is_found(folders: tuple[str, str], measured: Any, monkeypatch: p
 )
 def test_what_may_differ(exactness: str, told: str, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""
-    monkeypatch.setattr(LanguageModel, "exactness_of", lambda *_: exactness)
+    monkeypatch.setattr(LanguageModel, "exactness", exactness)
     monkeypatch.setattr(runner, "measure", lie)
     found = measured(near_tie=1e6, drafts="suffix")
     assert exit_state(found) == "ok"

@@ -117,7 +117,7 @@ def test_whoever_cancels_copies_nothing(shared: bool, monkeypatch: pytest.Monkey
 
     It does not wait for that of another request either, which the thread that drives copies meanwhile.
     """
-    generator, keep = SpecGenerator(tiny("llama")), KvSession.keep_prefix
+    generator, keep = SpecGenerator(tiny("llama"), prefix_cache=True), KvSession.keep_prefix
     jobs = [generator.submit([list(range(5 + i, 30 + i))], **COMMON) for i in range(1 + shared)]
     follows = [job.follow() for job in jobs]
     for follow in follows:

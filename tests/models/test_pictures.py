@@ -147,7 +147,7 @@ def test_a_prefix_is_shared_with_the_same_pictures_alone(family: str) -> None:
     """By content: another picture in the same text shares nothing; a text that goes on after the same one does."""
     model, longer = model_of(family), [*ENDING, *range(20, 40)]
     reads_all = family == "paligemma"  # in both directions, to the end
-    generator = SpecGenerator(model, "suffix")
+    generator = SpecGenerator(model, "suffix", prefix_cache=True)
     for parts in ((BEGINNING, 0, longer), (BEGINNING, 3, longer), (BEGINNING, 0, longer)):
         row = prompt(family, *parts)
         out = generator.generate(**row, **endless(LENGTH))

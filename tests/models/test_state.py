@@ -1,27 +1,23 @@
 """Models that change between two calls: nothing that is remembered of a model outlives what it was remembered of."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib import import_module
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.models import ModelState
-from specdec.models.hf.model_state import StateReader
+from specdec.models import language_model
+from specdec.models.backends.compiled import CompiledForward
 from tests.matrix import endless
-from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
+from tests.tiny import tiny
 
 COMMON = endless(12)
 PROMPT = torch.tensor([[(7 * i) % 50 + 5 for i in range(40)]])
@@ -119,7 +115,13 @@ OF_MODELS: dict[str, Any] = {
     **OF_CODE,
 }
 CHANGES = {**OF_MODELS, **OF_ADAPTERS}
+UNSEEN = {"attribute", "patched", "other attention", "global hook"}
+"""Changes that copies of weights do not see by themselves."""
 steering = OF_CODE["steering"]
+
+
+def adapted(change: str) -> Any:
+    return lora(tiny("llama")) if change in OF_ADAPTERS else tiny("llama")
 
 
 def own_text(model: Any) -> list[list[int]]:
@@ -129,154 +131,81 @@ def own_text(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_eager_passes_follow_a_change(change: str) -> None:
-    """The text is the changed model's, and afterwards the one of before. (Its old keys and values were continued.)"""
-    model = lora(tiny("llama")) if change in OF_ADAPTERS else tiny("llama")
-    generator = SpecGenerator(model, "suffix")
-    before = own_text(model)
+    """The text is the changed model's, and afterwards the one of before. (Its old keys and values were continued.)
 
-    def check(expected: list[list[int]], *, known: bool = True) -> None:
-        for cached in (0, 39 if known else 0):
-            out = generator.generate(PROMPT, **COMMON)
+    Where a caller asks to continue earlier texts, it is so once the change was told.
+    """
+    model = adapted(change)
+    generator, promised = SpecGenerator(model, "suffix"), SpecGenerator(model, "suffix", prefix_cache=True)
+
+    def check(expected: list[list[int]]) -> None:
+        promised.model_changed()
+        for cached in (0, 39):
+            assert generator.generate(PROMPT, **COMMON).sequences.tolist() == expected
+            out = promised.generate(PROMPT, **COMMON)
             assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (expected, cached)
 
+    before = own_text(model)
     check(before)
     with CHANGES[change](model):
-        changed = own_text(model)
-        assert changed != before
-        check(changed, known=change not in OF_CODE)
-    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
+        assert own_text(model) != before
+        check(own_text(model))
+    check(before)
 
 
-@pytest.mark.parametrize("change", OF_MODELS)
-def test_copied_weights_refuse_a_change(change: str, built: None) -> None:
-    """Passes over packed weights would not follow. (They went on with the old ones.)"""
-    model = tiny("llama")
-    generator = SpecGenerator(model, backend="packed")
-    before = generator.generate(PROMPT, **COMMON).sequences.tolist()
-    with CHANGES[change](model):
-        with pytest.raises(OptionError, match=r"the target was changed .* make another SpecGenerator"):
-            generator.generate(PROMPT, **COMMON)
-        fresh = SpecGenerator(model, backend="packed").generate(PROMPT, **COMMON)
-        assert fresh.sequences.tolist() == own_text(model) != before
+@pytest.mark.parametrize("change", CHANGES)
+def test_copied_weights_are_made_anew(change: str, built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a change was told, the text is the changed model's; what a copy sees by itself is an error until then.
 
-
-@pytest.mark.parametrize("change", ["attribute", "steering"])
-def test_another_state_between_two_pieces_of_a_stream(change: str) -> None:
-    """What a stream read while another call had changed the model is continued by nobody, though all is as before."""
-    model = tiny("llama")
-    generator = SpecGenerator(model)
-    stream = generator.stream(PROMPT, **COMMON)
-    begun = [next(stream).token_ids[0], next(stream).token_ids[0]]
-    with CHANGES[change](model):
-        generator.generate(PROMPT.flip(1), **COMMON)
-    begun += [token for event in stream for token in event.token_ids]
-    out = generator.generate([[*PROMPT[0].tolist(), *begun]], **COMMON)
-    assert out.stats.cached_prompt_tokens == 0
-
-
-def scale(kind: str, module: Any, strength: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a caller's own code scale what a module returns."""
-    original, of_class = module.forward, type(module).forward
-    if kind == "hook":
-        module.register_forward_hook(lambda _, args, out: out * strength[0])
-    elif kind == "class":
-        other = wraps(of_class)(lambda self, x: of_class(self, x) * strength[0])
-        monkeypatch.setattr(type(module), "forward", other)
-    else:
-        module.forward = wraps(original)(lambda *args: original(*args) * strength[0])
-        if kind == "decorated method":
-            module.forward = torch.no_grad()(module.forward)
-
-
-@pytest.mark.parametrize("kind", ["hook", "method", "decorated method", "class"])
-def test_what_nobody_can_read_is_continued_by_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller's code may look at anything. Where it is asked for, texts are kept all the same.
-
-    (Code that had its name from `functools.wraps` was taken for the library's.)
+    (Passes went on with the old weights.)
     """
-    model, strength = tiny("llama"), [1.0]
-    scale(kind, model.model.layers[0].mlp, strength, monkeypatch)
-    generator = SpecGenerator(model)
-    for strength[0] in (1.0, -1.0):
+    monkeypatch.setattr(CompiledForward, "start", lambda compiled: compiled)
+    model, backend = adapted(change), "compiled" if change in OF_ADAPTERS else "packed"
+    generator = SpecGenerator(model, "early_exit:1", backend=backend, prefix_cache=True)
+    before = own_text(model)
+    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
+    with CHANGES[change](model):
+        if change not in UNSEEN:
+            with pytest.raises(OptionError, match=r"the target was changed .* call `generator.model_changed\(\)`"):
+                generator.generate(PROMPT, **COMMON)
+        generator.model_changed()
         out = generator.generate(PROMPT, **COMMON)
         assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
-    asked = SpecGenerator(model, prefix_cache=True)
-    loaded = SpecGenerator(LanguageModel(model, backend="eager", owned=True))
-    for generator in (asked, loaded):  # a model that specdec has loaded belongs to it
-        assert [generator.generate(PROMPT, **COMMON).stats.cached_prompt_tokens for _ in range(2)] == [0, 39]
-
-
-@pytest.mark.parametrize("kind", ["list", "config", "number", "tensor", "weight"])
-def test_an_equal_thing_in_the_place_of_another(kind: str) -> None:
-    """A second look sees what happens to it later, though it was equal when it came in."""
-    model = tiny("llama")
-    layer = model.model.layers[0].mlp
-    layer.names, layer.vector = ["a"], torch.ones(1)
-    layer.register_buffer("one", torch.ones(1))
-    reader = StateReader(model)
-    before = reader.read()
-    layer.names, layer.vector, layer.one = ["a"], torch.ones(1), torch.ones(1)
-    model.config = copy.deepcopy(model.config)
-    reader.read()
-    held = {"tensor": layer.vector, "weight": layer.one.data}
-    changes = {"list": lambda: layer.names.append("b"), "config": lambda: setattr(model.config, "scale", 3)}
-    changes |= {"number": lambda: setattr(layer, "scale", 3.0)}
-    changes.get(kind, lambda: held[kind].fill_(3))()
-    assert reader.read() == ModelState.of(model) != before
-
-
-def test_settings_of_every_kind_are_read() -> None:
-    """Numbers of numpy, tensors that are plain attributes, buffers, weights in another order, classes' own methods."""
-    model = tiny("llama")
-    layer = model.model.layers[0]
-    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.data.t().contiguous().t())
-    states = [ModelState.of(model)]
-
-    def flipped(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return -x
-
-    with pytest.MonkeyPatch.context() as context:
-        for change in (
-            lambda: setattr(layer, "scales", {"a": np.float64(2.0)}),
-            lambda: setattr(layer, "scales", {"a": np.float64(3.0)}),
-            lambda: setattr(layer, "vector", torch.ones(4)),
-            lambda: layer.vector.mul_(2),
-            lambda: layer.mlp.up_proj.weight.data.mul_(-1),
-            lambda: model.model.rotary_emb.inv_freq.mul_(2),
-            lambda: context.setattr(type(layer.mlp), "forward", flipped),
-        ):
-            change()
-            states.append(ModelState.of(model))
-    assert len({state.digest for state in states}) == len(states)
-    assert [state.is_readable for state in states] == [True] * (len(states) - 1) + [False]  # the caller's own method
-    layer.control = type("Control", (), {})()
-    layer.rings = rings = []
-    rings.append(rings)
-    assert not ModelState.of(model).is_readable
-
-
-def test_copied_weights_take_what_changes_nothing(tmp_path: Any, built: None) -> None:
-    """What a forward does not read, and weights that are written anew as they were."""
-    model = tiny("llama")
-    generator = SpecGenerator(model, backend="packed")
-    before = generator.generate(PROMPT, **COMMON).sequences.tolist()
-    model.config.pad_token_id, model.note = 3, "mine"
-    model.save_pretrained(tmp_path)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        assert own_text(model) != before
+    generator.model_changed()
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
 
 
-def test_one_look_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that end together are kept after one look at the model, and none where the caller waited for them."""
-    looks, read = [], StateReader.read
-    monkeypatch.setattr(StateReader, "read", lambda reader: (looks.append(1), read(reader))[1])
-    generator = SpecGenerator(tiny("llama"))
-    looks.clear()
-    prompts, options = [[i + 5] * 20 for i in range(16)], {**COMMON, "max_new_tokens": 1}
-    generator.generate(prompts, **options)
-    assert len(looks) == 1
-    list(generator.stream(prompts, **options))
-    assert len(looks) == 1 + 2
+def test_a_change_reaches_calls_that_were_made_before() -> None:
+    """What a stream or a job began with is continued by nobody, and generators that share a model all forget."""
+    model = tiny("llama")
+    target = LanguageModel(model)
+    generator, other = (SpecGenerator(target, prefix_cache=True) for _ in range(2))
+    stream, job = generator.stream(PROMPT, **COMMON), other.submit(PROMPT, **COMMON)
+    begun = [next(stream).token_ids[0], next(stream).token_ids[0]]
+    other.generate(PROMPT, **COMMON)
+    with CHANGES["written weights"](model):
+        generator.model_changed()
+        out = job.run()
+        assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
+        begun += [token for event in stream for token in event.token_ids]
+        out = generator.generate([[*PROMPT[0].tolist(), *begun]], **COMMON)
+        assert out.stats.cached_prompt_tokens == 0
+
+
+def test_nobody_looks_at_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at a model that belongs to specdec, nor, in eager passes, at a caller's weights. (Each call read all.)"""
+    monkeypatch.setattr(language_model, "origins", None)
+    for model in (tiny("llama"), LanguageModel(tiny("llama"), backend="eager", owned=True)):
+        SpecGenerator(model, tiny("llama", seed=1)).generate(PROMPT, **COMMON)
+
+
+@pytest.mark.parametrize("change", ["steering", "patched"])
+def test_compiled_code_takes_no_code_of_a_caller(change: str, built: None) -> None:
+    """It would run what the code did when it was compiled."""
+    model = tiny("llama")
+    with CHANGES[change](model), pytest.raises(UnsupportedError, match="hooks or methods of a caller"):
+        LanguageModel(model, backend="compiled")
 
 
 def test_a_draft_over_copied_weights_refuses_changes() -> None:
@@ -289,13 +218,17 @@ def test_a_draft_over_copied_weights_refuses_changes() -> None:
     generator.generate(PROMPT, **COMMON)
 
 
-def test_a_model_that_was_cast_is_refused() -> None:
-    """Masks, positions and buffers have the type that it had."""
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+def test_a_model_that_was_cast_is_refused(backend: str, built: None) -> None:
+    """Masks, positions and buffers have the type that it had, also after the change was told."""
     model = tiny("llama")
-    generator = SpecGenerator(model)
+    generator = SpecGenerator(model, backend=backend)
     generator.generate(PROMPT, **COMMON)
     model.to(torch.bfloat16)
     with pytest.raises(OptionError, match=r"the target was changed .*dtype.*make another SpecGenerator"):
+        generator.generate(PROMPT, **COMMON)
+    generator.model_changed()
+    with pytest.raises(OptionError, match=r"dtype.*make another SpecGenerator"):
         generator.generate(PROMPT, **COMMON)
     model.to(torch.float32)
     model.set_attn_implementation("eager")
@@ -320,6 +253,7 @@ def test_exactness_is_of_the_call() -> None:
     generator = SpecGenerator(model, prefix_cache=False)
     stream = generator.stream(PROMPT, **COMMON)
     with centred_head(model):
+        generator.model_changed()
         assert generator.generate(PROMPT, **COMMON).stats.exactness == "row-dependent"
     ends = []
 
@@ -330,30 +264,13 @@ def test_exactness_is_of_the_call() -> None:
     assert ends[0].stats.exactness == "exact"
 
 
-@pytest.mark.parametrize("change", ["replaced", "written"])
-def test_weights_that_are_read_for_each_pass(change: str) -> None:
-    """Another weight in what an offloaded model reads is noticed. (Its old keys and values were continued.)"""
-    model = cpu_offload(tiny("llama"), execution_device=torch.device("cpu"))
-    generator = SpecGenerator(model, "suffix")
-    weights = model.model.layers[0].mlp.down_proj._hf_hook.weights_map.dataset
-    name = "model.layers.0.mlp.down_proj.weight"
-    for cached in (0, 39):
-        assert generator.generate(PROMPT, **COMMON).stats.cached_prompt_tokens == cached
-    if change == "replaced":
-        weights[name] = -weights[name]
-    else:
-        weights[name].data.mul_(-1)
-    out = generator.generate(PROMPT, **COMMON)
-    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
-
-
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_rounded_float32_is_not_exact(precision: str) -> None:
     """Products of fewer bits round differently in passes of other widths. (They were called exact, and continued.)
 
     Neither kind of call continues what the other has read.
     """
-    generator = SpecGenerator(tiny("llama"))
+    generator = SpecGenerator(tiny("llama"), prefix_cache=True)
     rounds = precision == "medium"  # oneDNN takes no tf32
     torch.set_float32_matmul_precision(precision)
     try:
@@ -364,17 +281,6 @@ def test_rounded_float32_is_not_exact(precision: str) -> None:
         torch.set_float32_matmul_precision("highest")
     out = generator.generate(PROMPT, **COMMON)
     assert (out.stats.exactness, out.stats.cached_prompt_tokens) == ("exact", 0 if rounds else 39)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "rwkv"])  # which scales its weights in a pass
-def test_passes_change_no_state(name: str) -> None:
-    """What they leave behind in a model is not taken for a change, and everything in it can be read."""
-    model = tiny(name)
-    before = ModelState.of(model)
-    assert before.is_readable
-    inputs = {"input_ids": PROMPT} if name in DECODERS else tiny_inputs(name, 1)
-    SpecGenerator(model, "suffix").generate(**inputs, **COMMON, output_hidden_states=True)
-    assert ModelState.of(model) == before
 
 
 def test_models_of_peft() -> None:

@@ -105,7 +105,7 @@ def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
 def test_a_cached_beginning_leaves_logits_alone(name: str, kind: str) -> None:
     """Turns of a chat continue keys and values of other passes by default, and no bit of a logit differs."""
     target, prompt = strict(name, kind), [(7 * i) % 50 + 5 for i in range(40)]
-    continues, reads = SpecGenerator(target, "suffix"), SpecGenerator(target, prefix_cache=False)
+    continues, reads = SpecGenerator(target, "suffix", prefix_cache=True), SpecGenerator(target, prefix_cache=False)
     for turn in range(3):
         out, expected = (one.generate([prompt], **COMMON, output_logits=True) for one in (continues, reads))
         assert (out.stats.cached_prompt_tokens > 35, expected.stats.cached_prompt_tokens) == (turn > 0, 0)

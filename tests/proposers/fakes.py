@@ -110,6 +110,7 @@ class FakeModel:
         session: type[FakeSession] | None = None,
     ) -> None:
         self.vocab_size, self.is_encoder_decoder, self.max_positions = vocab_size, is_encoder_decoder, max_positions
+        self.epoch = 0
         self.num_ids = vocab_size
         self.session_kind = session or FakeSession
         self.sessions: list[FakeSession] = []

@@ -51,7 +51,7 @@ def text_model(name: str = "text", draft: str = "suffix", family: str = "llama",
     """A tiny model over bytes with one of `DRAFTS`; the draft model is often wrong."""
     small = tiny(family, vocab=WIDTH, seed=1)
     named = {"model": small, "hybrid": ("suffix", small)}.get(draft, DRAFTS[draft])
-    generator = SpecGenerator(tiny(family, vocab=WIDTH), named, tokenizer=TOKENIZER, **options)
+    generator = SpecGenerator(tiny(family, vocab=WIDTH), named, tokenizer=TOKENIZER, prefix_cache=True, **options)
     return TextModel(name, generator, context=512)
 
 

@@ -330,7 +330,7 @@ def test_choices_read_the_prompt_once(dtype: torch.dtype) -> None:
     In every dtype. (`cached_tokens` was 0 for ever in bfloat16.)
     """
     target = tiny("llama", vocab=WIDTH).to(dtype)
-    model = TextModel("text", SpecGenerator(target, tokenizer=TOKENIZER))
+    model = TextModel("text", SpecGenerator(target, tokenizer=TOKENIZER, prefix_cache=True))
     prompt = "a prompt of more than a block of tokens, which is read by all three choices at once"
     with asking(app(model)) as c:
         usages = [c.complete(prompt=prompt, max_tokens=4, n=3, seed=1)["usage"] for _ in range(2)]

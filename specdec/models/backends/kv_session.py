@@ -5,7 +5,7 @@ Everything but `run` and `draft_chain` is in `KvCache`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,28 @@ from specdec.models.hf.private_api import hidden_states_of
 
 
 class KvSession(KvCache):
-    """A `KvCache` and its passes: the new nodes of all rows share one, `ragged` if the model has such, else padded."""
+    """A `KvCache` and its passes: the new nodes of all rows share one, `ragged` if the model has such, else padded.
 
-    def __init__(self, language: ModelSpec, ragged: RaggedForward | None) -> None:
+    `ragged()` is asked in each pass, since a changed model has others.
+    """
+
+    def __init__(self, language: ModelSpec, ragged: Callable[[], RaggedForward | None]) -> None:
         super().__init__(language)
-        self._language, self._ragged = language, ragged
+        self._language, self._find_ragged = language, ragged
         self._padded = PaddedPasses(language, self)
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
             self.cross is None
-            and ragged is None
+            and ragged() is None
             and language.capability.boundary is None
             and language.capability.padding is None
             and not language.forgets_order
         )
+
+    @property
+    def _ragged(self) -> RaggedForward | None:
+        return self._find_ragged()
 
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
@@ -109,7 +116,8 @@ class KvSession(KvCache):
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]
-        return self._ragged is not None and self._ragged.draft_chains
+        ragged = self._ragged
+        return ragged is not None and ragged.draft_chains
 
     @torch.no_grad()
     def draft_chain(

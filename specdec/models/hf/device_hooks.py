@@ -43,15 +43,6 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         hook.post_forward(module, None)
 
 
-def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The weights in memory from which this module's own hooks load."""
-    for hook in hooks(module):
-        weights = getattr(getattr(hook, "weights_map", None), "dataset", None)
-        weights = getattr(weights, "state_dict", weights)
-        if isinstance(weights, dict):
-            yield weights
-
-
 def home(model: nn.Module, name: str) -> tuple[Any, str] | None:
     """The mapping from which accelerate reads the weight `name`, and its key there; None if no hook loads it."""
     parts = name.split(".")

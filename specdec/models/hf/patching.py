@@ -46,14 +46,9 @@ def settled(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without stand-ins."""
     with CHANGING:
         state = dict(vars(module))
-    return {name: value for name, held in state.items() for value in original_attributes(held)}
-
-
-def original_attributes(value: Any) -> tuple[Any, ...]:
-    """The original of a module's own attribute, as a tuple; empty if only passes set it."""
-    if type(value) is not _StandIn:
-        return (value,)
-    return (value.original,) if value.own else ()
+    stand_ins = {name: value for name, value in state.items() if type(value) is _StandIn}
+    originals = {name: one.original for name, one in stand_ins.items() if one.own}
+    return {name: value for name, value in state.items() if name not in stand_ins} | originals
 
 
 class _StandIn:

@@ -112,7 +112,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 def test_a_target_whose_last_layers_read_those_of_others() -> None:
     """A prompt continues one that was read before. (It was refused: layers without keys and values were missed.)"""
     model, prompt = pair()[0], [[(7 * i) % 50 + 5 for i in range(30)]]
-    generator = SpecGenerator(model)
+    generator = SpecGenerator(model, prefix_cache=True)
     first, second = (generator.generate(prompt, **RUN) for _ in range(2))
     assert second.stats.cached_prompt_tokens == 29
     assert second.sequences.tolist() == first.sequences.tolist()

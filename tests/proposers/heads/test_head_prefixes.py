@@ -39,7 +39,7 @@ MADE = ["fc", "peagle", "dflash", "mtp2", "mellum", "gemma4"]
 def test_the_text_is_the_target_s(kind: str, way: str, made: Callable[[str], tuple[Any, Any]]) -> None:
     """With trees, samples and beams, in ragged batches; sampling by q repeats under a seed."""
     model, draft = made(kind)
-    generator, plain, given = SpecGenerator(model, draft), SpecGenerator(model), WAYS[way]
+    generator, plain, given = SpecGenerator(model, draft, prefix_cache=True), SpecGenerator(model), WAYS[way]
     out = generator.generate(IDS, **RUN, **given)
     if "sampling" in given:
         plain = generator
@@ -89,7 +89,7 @@ def test_several_texts_and_ways(how: dict[str, Any], tmp_path: Path) -> None:
     model, folder = target(), eagle_folder(tmp_path / "head")
     chats = [FIRST, [*FIRST[::-1], 3], [7, 8, *FIRST]]
     for draft in (folder, f"suffix+{folder}"):
-        generator, prompts = SpecGenerator(model, draft), chats
+        generator, prompts = SpecGenerator(model, draft, prefix_cache=True), chats
         options = {**how, "schedule": "constant", "num_assistant_tokens": 3}
         for turn in range(2):
             out = generator.generate(prompts, **RUN, **options, prefill_chunk_size=7)
@@ -148,7 +148,7 @@ def test_a_head_beside_a_row_without_one(tmp_path: Path) -> None:
 def test_rows_that_end_early(tmp_path: Path, count: int) -> None:
     """What a cancelled call has read is kept as well; the head need not have read as much as the target."""
     model, folder = target(), eagle_folder(tmp_path / "head")
-    generator = SpecGenerator(model, folder)
+    generator = SpecGenerator(model, folder, prefix_cache=True)
     stream = generator.stream([FIRST], **DRAFTING)
     events = [next(stream) for _ in range(count)]
     with torch.inference_mode():
@@ -169,7 +169,7 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
     for prompt in prompts:
         generator.generate([prompt], **RUN)
         states = prefixes._states.items()
-        sizes = [prefix_bytes(kept.state if draft is None else kept.state[0]) for kept, (_, draft) in states]
+        sizes = [prefix_bytes(kept.state[0] if draft else kept.state) for kept, (_, draft) in states]
         assert sum(sizes) == sum(kept.bytes for kept in prefixes._states) == prefixes.bytes
         assert each < prefixes.bytes <= prefixes.limit
     for prompt, kept in zip(prompts[::-1], (True, True, False, False), strict=True):
@@ -183,7 +183,7 @@ def test_embeddings_without_ids_in_chunks(tmp_path: Path) -> None:
     model = target()
     embeds = model.get_input_embeddings()(torch.tensor([FIRST[:20]])).detach()
     plain = SpecGenerator(model).generate(inputs_embeds=embeds, **RUN)
-    generator = SpecGenerator(model, eagle_folder(tmp_path / "head"))
+    generator = SpecGenerator(model, eagle_folder(tmp_path / "head"), prefix_cache=True)
     for way in ({}, {"num_beams": 3}):
         expected = plain if not way else SpecGenerator(model).generate(inputs_embeds=embeds, **RUN, **way)
         out = generator.generate(inputs_embeds=embeds, **DRAFTING, **way, prefill_chunk_size=7)
