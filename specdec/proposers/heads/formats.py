@@ -16,6 +16,7 @@ Weights = Mapping[str, Tensor]
 
 _ASSISTANT = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
 _GEMMA = r"gemma4\w*_assistant"  # the `model_type` of Gemma 4's assistants
+_NAMES = r"(?=.*ForCausalLM).*?(Eagle3?)|(DFlash2?)DraftModel"  # architectures of heads, with their kind
 
 
 def kind_of_config(config: Config) -> str | None:
@@ -24,11 +25,12 @@ def kind_of_config(config: Config) -> str | None:
         return str(kind)
     if re.fullmatch(_GEMMA, str(config.get("model_type"))):
         return "gemma4"
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if (named := re.match(_NAMES, str(name))) is not None:
+            return str(named[1] or named[2]).lower()
     if isinstance(config.get("dflash_config"), Mapping) or config.keys() >= _ASSISTANT:
         return "dflash"
-    names = " ".join(map(str, config.get("architectures") or []))
-    if (named := re.search("eagle3?", names.lower())) is not None:
-        return named[0]
     return "eagle3" if "draft_vocab_size" in config else None
 
 
@@ -40,7 +42,7 @@ def unified(config: Config, weights: Weights) -> tuple[Config, dict[str, Tensor]
             config, weights = _native_eagle(config, weights)
         elif kind == "gemma4":
             weights = _gemma(weights)
-        elif "dflash_config" in config:
+        elif kind == "dflash" and "dflash_config" in config:
             config = _block_of_z_lab(config)
         elif kind == "dflash":
             config, weights = _block_of_assistant(config, weights)

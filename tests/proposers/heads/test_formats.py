@@ -124,10 +124,12 @@ def test_kinds_and_what_is_none(tmp_path: Path) -> None:
     assert [kind_of(folder) for folder in (made, own, blocks, lab)] == ["eagle3", "eagle3", "dflash", "dflash"]
     model.save_pretrained(tmp_path / "model")
     assert kind_of(tmp_path / "model") is None
+    assert kind_of(changed(tmp_path / "model", architectures=3)) is None
     assert kind_of(model) is None
     for kind, fields in (
         ("peagle", {"speculators_model_type": "peagle"}),
         ("eagle", {"speculators_model_type": None, "architectures": ["LlamaForCausalLMEagle"]}),
+        ("dflash2", {"architectures": ["DFlash2DraftModel"]}),
     ):
         with pytest.raises(UnsupportedError, match=f"is a head of kind '{kind}'; known are eagle3, dflash, gemma4"):
             SpecGenerator(model, changed(made, **fields))
