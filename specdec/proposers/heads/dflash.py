@@ -36,8 +36,8 @@ class DFlashStage(Stage):
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
         given, config, embedding = checkpoint.config, checkpoint.layers_config(), Embedding(target.input_embeddings)
         width, eps = config.hidden_size, config.rms_norm_eps
-        told, vocab = given.get("target_hidden_size") or width, config.vocab_size or target.vocab_size
-        checkpoint.check_target(target, width=told, vocab_size=vocab)
+        size, vocab = given.get("target_hidden_size") or width, config.vocab_size or target.vocab_size
+        checkpoint.check_target(target, width=size, vocab_size=vocab)
         self.reads = checkpoint.read_layers("aux_hidden_state_layer_ids", target)
         vocabulary, anchor = checkpoint.vocabulary(target), bool(given.get("sample_from_anchor"))
         self.masks = checkpoint.count(given.get("block_size", 8), "block_size", 1 if anchor else 2) - 1
@@ -131,9 +131,9 @@ class DFlashProposer(HeadProposer):
         masks = [block.mask] * block.masks if guesses else []
         fed = []
         for feed in feeds:
-            tokens, known = feed.work.new_tokens, self._text(feed, feed.work.num_text - guesses)
-            marked = F.pad(known.new_zeros(len(masks) + guesses, known.shape[1] - 1), (0, 1), value=1.0)
-            embeds = self._head.inputs(tokens + masks, torch.cat([known, marked]))
+            tokens, context = feed.work.new_tokens, self._text(feed, feed.work.num_text - guesses)
+            marked = F.pad(context.new_zeros(len(masks) + guesses, context.shape[1] - 1), (0, 1), value=1.0)
+            embeds = self._head.inputs(tokens + masks, torch.cat([context, marked]))
             more = {"num_logits": guesses * block.guesses, "embeds": embeds}
             fed.append(replace(feed.work, tree=Tree.chain(tokens + masks), **more))
         outputs = self._session.run(fed)

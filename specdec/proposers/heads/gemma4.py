@@ -46,20 +46,20 @@ class AssistantStage(Stage):
     compiles = False  # it reads the keys' positions from its cache
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
-        given, own, vocab = checkpoint.config, target.config, target.vocab_size
+        given, whole, vocab = checkpoint.config, target.config, target.vocab_size
         shared = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": given["text_config"]["num_hidden_layers"]}
         text = AllShared.from_dict({**given["text_config"], **shared})
         set_attention(text, "sdpa")
         checkpoint.check_target(target, width=given["backbone_hidden_size"], vocab_size=text.vocab_size)
         # by kind, the number of the last layer with keys and values, and how many keys of which width it makes
-        kinds = own.layer_types[: own.num_hidden_layers - own.num_kv_shared_layers]
+        kinds = whole.layer_types[: whole.num_hidden_layers - whole.num_kv_shared_layers]
         numbers = {kind: number for number, kind in enumerate(kinds) if kind in text.layer_types}
         self.reads = [target.num_layers, *numbers.values()]
         layers = [target.decoder.layers[number] for number in numbers.values()]
         attentions = [layer.self_attn for layer in layers]
-        counts = [own.num_attention_heads // one.num_key_value_groups for one in attentions]
+        counts = [whole.num_attention_heads // one.num_key_value_groups for one in attentions]
         self._sizes = {k: (n, one.head_dim) for k, n, one in zip(numbers, counts, attentions, strict=True)}
-        self._hidden, self._state = text.hidden_size, own.hidden_size
+        self._hidden, self._state = text.hidden_size, whole.hidden_size
         self._kv_width = max(sum(2 * n * width for n, width in self._sizes.values()), self._hidden)
         config = LlamaConfig(  # a session's cache holds keys and values of each kind, and positions
             vocab_size=vocab, hidden_size=self._hidden, num_hidden_layers=len(counts) + 1,

@@ -176,8 +176,8 @@ class HeadProposer(ModelProposer):
             if features.pending:
                 states = [hidden.states for _, _, hidden in features.pending]
                 rows = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
-                for own, (path, num_text, hidden) in zip(rows, features.pending, strict=True):
-                    features.add(own, path, num_text, hidden)
+                for part, (path, num_text, hidden) in zip(rows, features.pending, strict=True):
+                    features.add(part, path, num_text, hidden)
                 features.pending = []
             # The last token may have to be fed again.
             features.forget(self._cached[features.seq.id].num_text - 2)
@@ -216,15 +216,15 @@ class HeadProposer(ModelProposer):
 
     def _embeds(self, feeds: Sequence[Feed], level: int = 0) -> list[Tensor]:
         """Inputs with features of the target (`level` 0), or with those that the head wrote."""
-        read = self._written if level else self._known
+        read = self._from_head if level else self._from_target
         return [self._head.inputs(feed.work.new_tokens, read(feed)) for feed in feeds]
 
-    def _written(self, feed: Feed) -> Tensor:
+    def _from_head(self, feed: Feed) -> Tensor:
         """The head's own features `[new nodes, width]` before new nodes."""
         written, work = self._features[feed.cached.seq.id].written, feed.work
         return torch.stack([written[node] for node in work.tree.parents[work.num_cached :]])
 
-    def _known(self, feed: Feed) -> Tensor:
+    def _from_target(self, feed: Feed) -> Tensor:
         """The target's features `[new nodes, width]` before new text and the sequence's own branches."""
         features, parents = self._features[feed.cached.seq.id], feed.cached.seq.tree.parents
         fresh = sorted(node for node, at in feed.cached.branch_of.items() if at >= feed.work.num_cached)
