@@ -109,7 +109,6 @@ class DFlashProposer(HeadProposer):
     """Makes all guesses of a round in one pass, independently of each other; none for the branches of a search."""
 
     shift = 0
-    _head: Any  # whose stage is a `DFlashStage`
 
     def _limit(self, seq: SequenceView, budget: Budget) -> int:
         return 0 if seq.tree.tokens else min(super()._limit(seq, budget), self._head.stage.guesses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ class HeadDraft(Draft):
         proposer: type[HeadProposer] | None = None,
     ) -> None:
         self._proposer = proposer or HeadProposer
-        self.stage, self.hidden_layers, self.source = stage.eval(), tuple(hidden_layers), source
+        self.hidden_layers, self.source = tuple(hidden_layers), source
         capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
         backend = "packed" if backend == "compiled" and not stage.compiles else backend
         # It owns its weights, so that they may be packed.
-        self.model = LanguageModel(stage, backend=backend, owned=True, capability=capability)
+        self.model = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
         if self.model.ragged is not None and not stage.compiles:
             self.model.ragged.compiled = None
         self.models = [self.model]
@@ -53,13 +53,18 @@ class HeadDraft(Draft):
         name, layers = type(self.stage).__name__, self.model.num_layers
         return f"HeadDraft({name}({layers} layer{'s' * (layers > 1)}, {self.model.device}))"
 
+    @property
+    def stage(self) -> Any:
+        """The stage, with packed weights where its model has packed them."""
+        return self.model.model
+
     def start(self, vocab_size: int) -> HeadProposer:
         return self._proposer(self, vocab_size)
 
     @torch.no_grad()
     def features(self, states: Tensor) -> Tensor:
         """The features `[tokens, features]` of the target's hidden states `[tokens, layers, width]`."""
-        return self.model.model.features(states.to(self.model.device, self.stage.dtype))
+        return self.stage.features(states.to(self.model.device, self.stage.dtype))
 
     def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """The stage's inputs for tokens with `features` `[tokens, features]`."""
