@@ -18,7 +18,6 @@ Proposals = list[tuple[list[int], Tree]]
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
 RUN = endless(14)
 THREE = {"num_hidden_layers": 3}
-PEAGLE = {"speculators_model_type": "peagle", "mask_token_id": 63}
 SIZES: dict[str, Any] = {**HEADS, "vocab_size": 64, "rms_norm_eps": 1e-6}
 READS = [0, 1, 2]
 
@@ -127,8 +126,6 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
         name: torch.randn(shape, generator=generator) * (0.25 if len(shape) > 1 else 0.3) + (len(shape) == 1)
         for name, shape in shapes.items()
     }
-    if "mask_token_id" in config:
-        weights["mask_hidden"] = torch.randn(1, 1, reads * hidden, generator=generator)
     if size < 64:
         ids = torch.randperm(64, generator=generator)[:size].sort().values
         weights["d2t"] = ids - torch.arange(size)
@@ -136,11 +133,57 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
     return weights
 
 
+def native(folder: Path, made: Path, **fields: Any) -> Path:
+    """The checkpoint that `eagle_folder` made in EAGLE-3's own form, in which SafeAILab and SpecForge publish heads.
+
+    It shares the target's embeddings, and names the layers whose outputs it reads.
+    """
+    config, weights = json.loads((made / "config.json").read_text()), load_file(made / "model.safetensors")
+    read = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    inner = {name: value for name, value in config["transformer_layer_config"].items() if name != "use_sliding_window"}
+    given = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **inner,
+        "draft_vocab_size": config["draft_vocab_size"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        **fields,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in given.items() if value is not None}))
+    del weights["embed_tokens.weight"]
+    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}
+    save_file(named, folder / "model.safetensors")
+    return folder
+
+
+def z_lab(folder: Path, made: Path, **fields: Any) -> Path:
+    """The checkpoint that `dflash_folder` made in DFlash's own form, as z-lab publishes heads."""
+    config = json.loads((made / "config.json").read_text())
+    inner = config["transformer_layer_config"]
+    given = {
+        "architectures": ["DFlashDraftModel"],
+        **inner,
+        "block_size": config["block_size"],
+        "num_target_layers": 3,
+        "dflash_config": {
+            "mask_token_id": config["mask_token_id"],
+            "target_layer_ids": [layer - 1 for layer in config["aux_hidden_state_layer_ids"]],
+        },
+        **fields,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given))
+    save_file(load_file(made / "model.safetensors"), folder / "model.safetensors")
+    return folder
+
+
 class Eagle:
     """The formulas of EAGLE-3, one text at a time, without a cache."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
+    def __init__(self, folder: Path, theta: float = 10000.0) -> None:
+        self.config, self.theta = json.loads((folder / "config.json").read_text()), theta
         self.layers = self.config["transformer_layer_config"]
         self.weights = load_file(folder / "model.safetensors")
 
@@ -155,13 +198,6 @@ class Eagle:
             text.append(guesses[-1])
             features = torch.cat([features, written[-1:]])
         return guesses, logits
-
-    def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
-        """The likeliest `count` guesses of a P-EAGLE head, all from one pass."""
-        masked = self.weights["mask_hidden"].view(1, *states.shape[1:]).expand(count - 1, -1, -1)
-        text = [*tokens[1:], *[self.config["mask_token_id"]] * (count - 1)]
-        written = self.written(text, self.features(torch.cat([states, masked])))
-        return [int(self.logits(one).argmax()) for one in written[-count:]]
 
     def features(self, states: Tensor) -> Tensor:
         """What is made of the target's hidden states."""
@@ -230,7 +266,7 @@ class Eagle:
     def _turned(self, x: Tensor) -> Tensor:
         """Rotated by positions that begin at 1."""
         half = x.shape[-1] // 2
-        angles = torch.arange(1, len(x) + 1)[:, None] / 10000.0 ** (torch.arange(half) / half)
+        angles = torch.arange(1, len(x) + 1)[:, None] / self.theta ** (torch.arange(half) / half)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -252,7 +288,8 @@ def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> 
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    eagle = {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": READS, "transformer_layer_config": layers}
+    reads = config["aux_hidden_state_layer_ids"]
+    eagle = {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": reads, "transformer_layer_config": layers}
     weights = _weights(eagle, torch.Generator().manual_seed(seed))
     for name in ("q", "k", "v"):  # these read no embedding beside
         key = f"layers.0.self_attn.{name}_proj.weight"
@@ -264,11 +301,14 @@ def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> 
 
 
 class DFlash(Eagle):
-    """The formulas of DFlash, one text at a time, without a cache; embeddings and head are the target's."""
+    """The formulas of DFlash, one text at a time, without a cache; embeddings and head are the target's.
 
-    def __init__(self, folder: Path, target: Any) -> None:
+    Windows are `anchored` at a block's first token, or at each token, which they count.
+    """
+
+    def __init__(self, folder: Path, target: Any, *, anchored: bool = True) -> None:
         super().__init__(folder)
-        self.target = target
+        self.target, self.anchored = target, anchored
 
     def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
         """The likeliest `count` guesses after `tokens`; `states` `[tokens - 1, layers, width]`."""
@@ -294,7 +334,8 @@ class DFlash(Eagle):
         at, key = torch.arange(n, n + len(x))[:, None], torch.arange(n + len(x))
         seen = torch.ones(len(x), n + len(x), dtype=torch.bool)
         if (self.layers.get("layer_types") or [""] * (layer + 1))[layer] == "sliding_attention":
-            seen = (key >= n - self.layers["sliding_window"]) & ((key < n) | (key <= at))
+            begin = n - self.layers["sliding_window"] if self.anchored else at - self.layers["sliding_window"] + 1
+            seen = (key >= begin) & ((key < n) | (key <= at))
             if self.config.get("sliding_window_non_causal"):
                 seen = (key >= n - self.layers["sliding_window"]).expand(len(x), -1)
         return self._seen(q, k, v, seen) @ self.weights[f"{name}o_proj.weight"].T

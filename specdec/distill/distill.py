@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from specdec import SpecGenerator
+from specdec.distill.new_head import save_eagle
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import CACHE_GIB, ExampleCache
@@ -30,7 +31,6 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.language_model import LanguageModel
 from specdec.options.fields import check_whole, is_number
-from specdec.proposers.heads.new_head import save_eagle
 
 STATE = "training"  # the folder beside the draft from which its training resumes
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specdec.distill.new_head import layers_to_read, make_eagle
 from specdec.distill.teacher import Example, Teacher, divergence
 from specdec.models import LanguageModel
-from specdec.proposers.heads.new_head import layers_to_read, make_eagle
 
 STEPS = 4  # guesses of a chain, in training and evaluation
 _DECAY = 0.8  # the weight of a guess relative to the one before it

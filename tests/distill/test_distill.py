@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
+from specdec.distill.new_head import save_eagle
 from specdec.distill.student import STEPS, Student
 from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.models import LanguageModel
-from specdec.proposers.heads.new_head import save_eagle
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import THREE, Eagle
 from tests.tiny import tiny

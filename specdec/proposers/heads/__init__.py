@@ -13,16 +13,8 @@ from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.proposers.heads.proposer import HeadDraft
 
-LOADERS = {
-    "eagle3": "eagle3:load_eagle",
-    "peagle": "eagle3:load_eagle",
-    "dflash": "dflash:load_dflash",
-    "assistant": "dflash:load_assistant",
-    "gemma4": "gemma4:load_gemma4",
-}
-"""Module and function by `speculators_model_type`; transformers' models are imported only when needed, as that is slow.
-
-The last two are transformers' own formats, of block-guessing and Gemma 4 assistants."""
+LOADERS = {"eagle3": "eagle3:load_eagle", "dflash": "dflash:load_dflash", "gemma4": "gemma4:load_gemma4"}
+"""Module and function by kind of head; transformers' models are imported only when needed, as that is slow."""
 
 
 def load_head(
@@ -37,15 +29,11 @@ def load_head(
     `argument` names it in errors. Raises OptionError if it was made for another target, UnsupportedError for an unknown
     kind, LoadError for a broken checkpoint.
     """
-    if isinstance(source, PreTrainedModel):
-        checkpoint = Checkpoint(type(source).__name__, source.config.to_dict(), dict(source.state_dict()), argument)
-    else:
-        checkpoint = Checkpoint.read(source, how, argument)
-    kind = kind_of(source, how.revision, argument=argument)
-    if kind is None or kind not in LOADERS:
-        known = ", ".join(name for name in LOADERS if name != "assistant")
-        raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
-    module, _, function = LOADERS[kind].partition(":")
+    checkpoint = Checkpoint.read(source, how, argument)
+    if checkpoint.kind not in LOADERS:
+        name, known = checkpoint.source, ", ".join(LOADERS)
+        raise UnsupportedError(f"`{argument}` {name!r} is a head of kind {checkpoint.kind!r}; known are {known}")
+    module, _, function = LOADERS[checkpoint.kind].partition(":")
     load = getattr(import_module(f"{__name__}.{module}"), function)
     with readable(checkpoint.source, argument):
         return load(checkpoint, target, how)

@@ -1,14 +1,15 @@
-"""Checkpoints of heads in the format of vLLM's `speculators` library: a config and named weights."""
+"""Checkpoints of heads, a config and named weights, and the checks that they fit their target."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
+from specdec.models.cache.layout import AttentionKind
+from specdec.models.capability import attention_kinds
 from specdec.models.hf.load_errors import check_folder, check_reached, explained
-from specdec.models.hf.private_api import cached
+from specdec.models.hf.private_api import cached, set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.fields import is_whole
 from specdec.options.load import Loading
+from specdec.proposers.heads.formats import kind_of_config, unified
 from specdec.proposers.heads.stage import Embedding, Stage
 
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
-_GEMMA = r"gemma4\w*_assistant"  # the `model_type` of those of Gemma 4
+_CONFIG = "config.json"
+_WEIGHTS, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _OWN = {"embed_tokens.weight", "d2t", "t2d"}  # of a head beside its stage
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used in training
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
@@ -50,12 +53,7 @@ def kind_of(
     except (OSError, ValueError) as error:
         check_reached(error, str(source), argument)
         return None
-    if not isinstance(config, dict):
-        return None
-    if re.fullmatch(_GEMMA, str(config.get("model_type"))):
-        return "gemma4"
-    found = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
-    return None if found is None else str(found)
+    return kind_of_config(config) if isinstance(config, dict) else None
 
 
 def _file(source: str, name: str, revision: str | None) -> str:
@@ -65,7 +63,7 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights; `argument` names it in errors."""
+    """A head's config and weights in the form of `speculators`; `argument` names it in errors."""
 
     source: str
     config: Mapping[str, Any]
@@ -73,15 +71,28 @@ class Checkpoint:
     argument: str = "draft"
 
     @classmethod
-    def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
-        """Reads a folder or hub id; raises OptionError if it does not exist, LoadError for broken or missing files."""
-        name = str(source)
-        check_folder(source, argument)
+    def read(cls, source: str | PathLike[str] | PreTrainedModel, how: Loading, argument: str = "draft") -> Checkpoint:
+        """Reads a folder or hub id, or a model.
+
+        Raises OptionError if it does not exist, LoadError for broken or missing files.
+        """
+        if isinstance(source, PreTrainedModel):
+            name = type(source).__name__
+            config, weights = source.config.to_dict(), dict(source.state_dict())
+        else:
+            name = str(source)
+            check_folder(source, argument)
+            with readable(name, argument):
+                config = json.loads(Path(_file(name, _CONFIG, how.revision)).read_text())
+                weights = dict(_weights(name, how.revision))
         with readable(name, argument):
-            config = json.loads(Path(_file(name, _CONFIG, how.revision)).read_text())
-            weights = dict(_weights(name, how.revision))
-        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(_IGNORED)}
-        return cls(name, config, weights, argument)
+            weights = {key: tensor for key, tensor in weights.items() if not key.startswith(_IGNORED)}
+            return cls(name, *unified(config, weights), argument)
+
+    @property
+    def kind(self) -> str:
+        """The kind of head."""
+        return str(self.config["speculators_model_type"])
 
     def dtype(self, how: Loading, target: LanguageModel) -> torch.dtype:
         """The dtype the head computes in: `how`'s, or else its weights', with float32 for float16 on a CPU."""
@@ -93,14 +104,22 @@ class Checkpoint:
     def layers_config(self) -> Any:
         """The config of its decoder layers; raises LoadError if it has none."""
         given = self.config.get("transformer_layer_config")
-        if not isinstance(given, dict):
+        if not isinstance(given, Mapping):
             raise self.broken("its config has no `transformer_layer_config`")
         kept = {name: value for name, value in given.items() if name != "model_type"}
         rope = kept.get("rope_parameters") or {}
         kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all layers, as in the library
+        kept["use_sliding_window"] = "sliding_attention" in (kept.get("layer_types") or ())
         config = AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
         self.count(config.num_hidden_layers, "num_hidden_layers", 1)
+        set_attention(config, "sdpa")
         return config
+
+    def kinds(self, config: Any) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of its layers; raises UnsupportedError for layers of another sort."""
+        if (kinds := attention_kinds(config)) is None:
+            raise self.broken(f"its layers must all be attention, got {config.layer_types}", UnsupportedError)
+        return tuple(kinds)
 
     def embedding(self, target: LanguageModel, dtype: torch.dtype) -> Embedding:
         """Its own embeddings, or else the target's; raises LoadError if they lack tokens."""
@@ -113,42 +132,41 @@ class Checkpoint:
             )
         return Embedding(table.to(target.device, dtype))
 
-    def mask_token(self, embedding: Embedding) -> int:
-        """The mask token of blocks; raises LoadError unless it is a token with an embedding."""
-        token: Any = self.config.get("mask_token_id")
-        if not is_whole(token) or not 0 <= token < embedding.vocab_size:
-            raise self.broken(f"its `mask_token_id` must be one of its {embedding.vocab_size} tokens, got {token!r}")
-        return int(token)
-
-    def count(self, size: Any, name: str, least: int) -> int:
-        """`size`, the config's field `name`; raises LoadError unless it is a whole number of at least `least`."""
-        if not is_whole(size) or size < least:
-            raise self.broken(f"its `{name}` must be a whole number of at least {least}, got {size!r}")
+    def count(self, size: Any, name: str, least: int, most: float = inf) -> int:
+        """`size`, the config's field `name`; raises LoadError unless it is a whole number from `least` to `most`."""
+        if not is_whole(size) or not least <= size <= most:
+            span = f"of at least {least}" if most == inf else f"from {least} to {most}"
+            raise self.broken(f"its `{name}` must be a whole number {span}, got {size!r}")
         return int(size)
 
-    def vocabulary(self, target: LanguageModel, size: int) -> Tensor | None:
+    def vocabulary_size(self, target: LanguageModel) -> int:
+        """How many tokens it guesses."""
+        return self.config.get("draft_vocab_size") or target.vocab_size
+
+    def vocabulary(self, target: LanguageModel) -> Tensor | None:
         """The target's ids `[size]` of the head's own logits; None if it has all."""
+        size = self.vocabulary_size(target)
         if size == target.vocab_size and "d2t" not in self.weights:
             return None
         offsets = self.weights.get("d2t")
         if offsets is None:
             raise self.broken(f"it guesses {size} of {target.vocab_size} tokens, but has no `d2t`")
-        ids = offsets.long() + torch.arange(len(offsets))
+        ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
         named = sorted(set(ids.tolist()))
         if offsets.shape != (size,) or len(named) != size or named[0] < 0 or named[-1] >= target.vocab_size:
             raise self.broken(f"`d2t` must name {size} different tokens of {target.vocab_size}")
-        known = self.weights.get("t2d")
-        if known is not None and (len(known) != target.vocab_size or known.nonzero()[:, 0].tolist() != named):
+        marks = self.weights.get("t2d")
+        if marks is not None and (len(marks) != target.vocab_size or marks.nonzero()[:, 0].tolist() != named):
             raise self.broken("`t2d` contradicts `d2t`")
         return ids.to(target.device)
 
-    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device, *, beside: Collection[str] = ()) -> None:
+    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device) -> None:
         """Loads a stage's weights; raises LoadError for missing ones and other shapes.
 
-        Raises UnsupportedError if the checkpoint has others than these, its embeddings, its vocabulary and `beside`.
+        Raises UnsupportedError if the checkpoint has others than these, its embeddings and its vocabulary.
         """
         wanted = stage.state_dict()
-        if unread := sorted(self.weights.keys() - wanted.keys() - _OWN - set(beside)):
+        if unread := sorted(self.weights.keys() - wanted.keys() - _OWN):
             raise self.broken(f"it has unknown weights {', '.join(unread[:3])}…", UnsupportedError)
         if missing := [name for name in wanted if name not in self.weights]:
             raise self.broken(f"{len(missing)} weights are missing, {missing[0]}…")
@@ -162,18 +180,18 @@ class Checkpoint:
         stage.inputs.to(dtype)
 
     def read_layers(self, name: str, target: LanguageModel) -> list[int]:
-        """The target's layers that the head reads: its config's field `name`, or the format's default."""
+        """The target's layers whose inputs the head reads: its config's field `name`, or the format's default.
+
+        Raises OptionError for layers that the target lacks; one more than the last stands for the last one's output.
+        """
         most = target.num_layers
         layers: list[int] = self.config.get(name) or [2, most // 2, most - 3]
-        if not all(0 <= layer < most for layer in layers) or len(set(layers)) != len(layers):
-            raise self.unfit(f"it reads {layers}, or `{name}` in its config.json is wrong", target)
+        if not all(0 <= layer <= most for layer in layers) or len(set(layers)) != len(layers):
+            raise OptionError(
+                f"`{self.argument}` {self.source!r} is of another target, this one has {most} layers: it reads "
+                f"{layers}, or `{name}` in its config.json is wrong"
+            )
         return layers
-
-    def unfit(self, why: str, target: LanguageModel) -> OptionError:
-        """The error for a head that was made for a target with other layers."""
-        return OptionError(
-            f"`{self.argument}` {self.source!r} is of another target, this one has {target.num_layers} layers: {why}"
-        )
 
     def check_target(self, target: LanguageModel, *, width: int, vocab_size: int) -> None:
         """Raises OptionError, with the reason, if the head was made for another target."""
@@ -204,15 +222,26 @@ class Checkpoint:
 
 
 def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:
+    """The weights in one file, or in those of an index; raises OSError if there is neither."""
+    present = (file for file in (_WEIGHTS, _INDEX, _PICKLED) if _is_there(name, file, revision))
+    file = next(present, _WEIGHTS)
+    files = [file]
+    if file == _INDEX:
+        files = sorted(set(json.loads(Path(_file(name, _INDEX, revision)).read_text())["weight_map"].values()))
+    for path in [_file(name, file, revision) for file in files]:
+        try:
+            pickled = path.endswith(".bin")
+            weights = torch.load(path, "cpu", weights_only=True) if pickled else load_file(path)
+        except UnpicklingError as error:
+            raise RuntimeError(str(error)) from error
+        yield from weights.items()
+
+
+def _is_there(source: str, name: str, revision: str | None) -> bool:
     try:
-        files = [_file(name, _WEIGHTS, revision)]
-        if not Path(files[0]).exists():
-            raise FileNotFoundError
+        return Path(_file(source, name, revision)).exists()
     except OSError:
-        index = json.loads(Path(_file(name, _INDEX, revision)).read_text())
-        files = [_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))]
-    for file in files:
-        yield from load_file(file).items()
+        return False
 
 
 @contextmanager

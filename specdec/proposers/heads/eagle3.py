@@ -1,4 +1,4 @@
-"""EAGLE-3 heads (arXiv 2503.01840) in the `speculators` format: decoder layers over three hidden states of the target.
+"""EAGLE-3 heads (arXiv 2503.01840): decoder layers over three hidden states of the target.
 
 A feature is the projection of these hidden states or, at a guessed token, the head's own output. The first layer's
 attention reads embedding and feature concatenated.
@@ -16,12 +16,12 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from specdec.errors import UnsupportedError
 from specdec.models.capability import attention_kinds
-from specdec.models.hf.private_api import CACHE, set_attention
+from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.proposer import HeadDraft
-from specdec.proposers.heads.stage import Block, Embedding, Stage
+from specdec.proposers.heads.stage import Embedding, Stage
 
 KINDS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
@@ -35,7 +35,6 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 normalizes the hidden states of all layers together, `fc_norm` each layer's. `norm_output`: the features that it writes
 are normalized, not only the logits' input (EAGLE 3.1).
 """
-_GUESSES = 8  # of a P-EAGLE head whose config has no number
 
 
 class FirstLayer(nn.Module):
@@ -75,10 +74,8 @@ class EagleStage(Stage):
         norms: Collection[str] = (),
         vocabulary: Tensor | None = None,
     ) -> None:
-        kinds, width, eps = attention_kinds(config), config.hidden_size, config.rms_norm_eps
-        if kinds is None:
-            raise UnsupportedError(f"the layers of a head must all be attention, got {config.layer_types}")
-        super().__init__(config, embedding, width, vocab_size, kinds, vocabulary=vocabulary)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, embedding, width, vocab_size, attention_kinds(config) or (), vocabulary=vocabulary)
         layer, norm, rotary = KINDS[config.model_type]
         read = hidden * (target_width or width)
         self._names = getattr(config, "layer_types", None) or [self.kinds[0].name] * config.num_hidden_layers
@@ -121,7 +118,7 @@ class EagleStage(Stage):
 
 
 def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
-    """An EAGLE-3 head, or a P-EAGLE head (arXiv 2602.01469), which guesses all tokens in one pass.
+    """An EAGLE-3 head.
 
     Raises OptionError if it was made for another target, UnsupportedError for unknown layers, LoadError for a broken
     checkpoint.
@@ -141,35 +138,13 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     embedding = checkpoint.embedding(target, dtype)
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
-    vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
+    vocabulary = checkpoint.vocabulary(target)
     norms = [name for name in NORMS if given.get(name)]
     if {"norm_before_fc", "fc_norm"} <= {*norms}:
         raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
-    set_attention(config, "sdpa")
+    checkpoint.kinds(config)
+    options = {"hidden": len(layers), "target_width": width, "norms": norms, "vocabulary": vocabulary}
     with torch.device("meta"):
-        stage = EagleStage(
-            config,
-            embedding,
-            target.vocab_size,
-            hidden=len(layers),
-            target_width=width,
-            norms=norms,
-            vocabulary=vocabulary,
-        )
-    checkpoint.fill(stage, dtype, target.device, beside=["mask_hidden"])
-    return HeadDraft([stage], layers, backend=how.backend, block=_block(checkpoint, stage, len(layers)))
-
-
-@torch.no_grad()
-def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | None:
-    """The block of a P-EAGLE head; None for EAGLE-3, which makes one guess after the other."""
-    if checkpoint.config.get("speculators_model_type") != "peagle":
-        return None
-    hidden, read = checkpoint.weights.get("mask_hidden"), stage.fc.in_features
-    if hidden is None or hidden.numel() != read:
-        found = "missing" if hidden is None else list(hidden.shape)
-        raise checkpoint.broken(f"`mask_hidden` is {found}, and by its config {[1, 1, read]}")
-    feature = stage.features(hidden.to(stage.fc.weight).view(1, layers, -1))[0]
-    methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    guesses = checkpoint.count(methods[0].get("speculative_tokens", _GUESSES), "speculative_tokens", 1)
-    return Block(guesses, checkpoint.mask_token(stage.embedding), guesses - 1, feature)
+        stage = EagleStage(config, embedding, target.vocab_size, **options)
+    checkpoint.fill(stage, dtype, target.device)
+    return HeadDraft(stage, layers, backend=how.backend)

@@ -1,6 +1,6 @@
 """Multi-token prediction (arXiv 2412.19437, section 2.2): extra layers in the target's own checkpoint that draft.
 
-A stage is one such layer of transformers; its features are the last hidden states, or the previous stage's output.
+The stage is the first such layer of transformers, whose features are the target's last hidden states or its own output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 class MtpDraft(HeadDraft):
-    """Drafts with the target's multi-token prediction; further guesses repeat the last of its layers."""
+    """Drafts with the target's first layer for multi-token prediction, which every guess repeats."""
 
     @classmethod
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDraft:
@@ -52,16 +52,15 @@ class MtpDraft(HeadDraft):
         with explained(source, name):
             model = MtpModel.from_pretrained(inner, device_map={"": target.device})
         model.tie_with_main_model(target.model)
-        stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
         backend = "auto" if target.backend == "eager" else target.backend
-        return cls(stages, [target.num_layers], backend=backend, source="mtp")
+        return cls(MtpStage(model.eval(), target.vocab_size), [target.num_layers], backend=backend, source="mtp")
 
 
 class MtpStage(Stage):
-    """Layer number `depth` of a target's multi-token prediction."""
+    """The first layer of a target's multi-token prediction."""
 
-    def __init__(self, model: Any, depth: int, vocab_size: int) -> None:
-        kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
+    def __init__(self, model: Any, vocab_size: int) -> None:
+        kind = (getattr(model.config, "layer_types", None) or _KINDS)[0]
         if kind not in _KINDS:
             raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
         window = model.config.sliding_window if kind == "sliding_attention" else None
@@ -69,14 +68,11 @@ class MtpStage(Stage):
         vars(config).update(num_hidden_layers=1)  # bypasses setters that compare it with `layer_types`
         embedding = Embedding(model.embed_tokens, as_stored=False)
         kinds = (AttentionKind(kind, window),)
-        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth)
-        self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
+        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds)
+        self.layer, self.rotary_emb = model.layers[0], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self.shared_head = _SharedLinear(model.shared_head) if is_plain(model.shared_head) else model.shared_head
         self.turned_as = kind if getattr(model, "has_per_layer_rope", False) else None
-        for module in self.layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = 0  # every stage has its own cache
         # the other modules have their weights, some of them shared with the target
         self.inputs.to(model.device, model.dtype)
 

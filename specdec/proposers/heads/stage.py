@@ -1,17 +1,15 @@
-"""A head's stages: each a few decoder layers that run in the sessions of any language model.
+"""A head's stage: a few decoder layers that run in the sessions of any language model.
 
 For every token, a stage reads the token's embedding and a *feature* of the token before it; it writes a feature of its
-own and the logits of the next token. In known text the first stage reads features made of the target's hidden states.
-The first guess comes from the first stage, the second from the second stage, which reads the first one's features, and
-so on; the last stage also reads its own. EAGLE has one stage (arXiv 2503.01840), multi-token prediction one per guess
-(arXiv 2412.19437).
+own and the logits of the next token. In text, the features are made of the target's hidden states; after a guess, the
+stage reads the feature that it wrote.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,22 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from specdec.core.drafts import Chained
-from specdec.core.work import Logits, Work
 from specdec.models.backends.packed_layers import PackedEmbedding
-from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.layout import AttentionKind, AttentionView
-from specdec.models.cache.session import Session
-from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
 
 
 class Stage(nn.Module, ABC):
     """A stage as a model that sessions run; its inputs are embeddings and features concatenated, `[..., both widths]`.
 
-    `config` and `kinds` (of attention) are its layers'. Features are `width` wide. The first `depth + 1` tokens of a
-    text have no feature and are masked (-1: all have one). `vocabulary`: the target's ids of its own logits, None if it
-    has all `vocab_size`. `compiles`: its passes may be compiled.
+    `config` and `kinds` (of attention) are its layers'. Features are `width` wide. The first `blind` tokens of a text
+    have no feature and are masked. `vocabulary`: the target's ids of its own logits, None if it has all `vocab_size`.
+    `compiles`: its passes may be compiled.
     """
 
     compiles: ClassVar[bool] = True
@@ -50,18 +43,18 @@ class Stage(nn.Module, ABC):
         vocab_size: int,
         kinds: Sequence[AttentionKind],
         *,
-        depth: int = 0,
+        blind: int = 1,
         vocabulary: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.config, self.embedding, self.width, self.vocab_size = config, embedding, width, vocab_size
-        self.kinds = tuple(replace(kind, first=depth + 1) for kind in kinds)
+        self.kinds = tuple(replace(kind, first=blind) for kind in kinds)
         self.inputs = Blank(embedding.vocab_size, embedding.width + width)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:
-        """As the first stage: the features `[tokens, width]` of the target's `states` `[tokens, layers, width]`."""
+        """The features `[tokens, width]` of the target's `states` `[tokens, layers, width]`."""
 
     @abstractmethod
     def write(
@@ -175,76 +168,3 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """Embeddings `[..., width]` of ids `[...]`."""
         return self._look_up(ids)
-
-
-@dataclass(frozen=True)
-class Block:
-    """How a head makes `guesses` in one pass: with `masks` mask tokens `token`, each with `feature`, after the text.
-
-    `reads_itself`: a token is fed with its own feature, not that of the token before it; the last one, which has none
-    yet, is fed with `feature`.
-    """
-
-    guesses: int
-    token: int
-    masks: int
-    feature: Tensor
-    reads_itself: bool = False
-
-
-class Stages(Session):
-    """The sessions of all stages, whose rows hold the same texts; `first` is the first stage that runs and commits.
-
-    Stage i runs for known text and the first i guesses after it.
-    """
-
-    cache_reset_length = None
-    keeps_prefixes = True
-
-    def __init__(self, stages: Sequence[Session]) -> None:
-        self.stages, self.first = stages, 0
-
-    @property
-    def draft_chains(self) -> bool:  # type: ignore[override]
-        return len(self.stages) == 1 and self.stages[0].draft_chains
-
-    def bound(self, rows: int, columns: int) -> None:
-        for stage in self.stages:
-            stage.bound(rows, columns)
-
-    def add(self, encoding: Encoding | None = None) -> int:
-        rows = [stage.add() for stage in self.stages]
-        return rows[0]
-
-    def fork(self, row: int, length: int) -> int:
-        copies = [stage.fork(row, length) for stage in self.stages]
-        return copies[0]
-
-    def keep_prefix(self, row: int, length: int) -> Prefix:
-        return [pair for stage in self.stages for pair in stage.keep_prefix(row, length)]
-
-    def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
-        each = len(prefix) // len(self.stages)
-        rows = [stage.read_from(prefix[i * each : (i + 1) * each], length) for i, stage in enumerate(self.stages)]
-        return rows[0]
-
-    def remove(self, rows: Sequence[int]) -> None:
-        for stage in self.stages:
-            stage.remove(rows)
-
-    def length(self, row: int) -> int:
-        return self.stages[-1].length(row)
-
-    def run(self, works: Sequence[Work], **how: Any) -> list[Logits]:
-        return self.stages[self.first].run(works, **how)
-
-    def draft_chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
-        return self.stages[0].draft_chain(rows, *given)
-
-    def commit(self, *given: Any, **how: Any) -> None:
-        for stage in self.stages[self.first :]:
-            stage.commit(*given, **how)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for stage in self.stages:
-            stage.truncate(rows, lengths)

@@ -11,7 +11,7 @@ from specdec.core.budget import Budget
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.heads.proposer import HeadProposer
-from tests.heads import PEAGLE, Proposals, dflash_folder, eagle_folder, target
+from tests.heads import Proposals, dflash_folder, eagle_folder, target
 from tests.proposers.heads.test_gemma4 import pair
 from tests.proposers.heads.test_heads import KINDS
 from tests.proposers.heads.test_mtp import with_layers
@@ -55,12 +55,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tup
     def make(kind: str) -> tuple[Any, Any]:
         if kind == "gemma4":
             return pair(window=5)
-        if kind in ("mtp", "mtp2", "mellum"):
-            name = "mellum" if kind == "mellum" else "deepseek_v3"
-            return with_layers(monkeypatch, name, 2 if kind == "mtp2" else 1), "mtp"
+        if kind in ("mtp", "mellum"):
+            return with_layers(monkeypatch, "mellum" if kind == "mellum" else "deepseek_v3", 1), "mtp"
         model, folder = target(), tmp_path / "head"
         if kind in ("dflash", "anchor"):
             return model, dflash_folder(folder, model, sample_from_anchor=kind == "anchor")
-        return model, eagle_folder(folder, **(PEAGLE if kind == "peagle" else KINDS.get(kind, {})))
+        return model, eagle_folder(folder, **KINDS.get(kind, {}))
 
     return make

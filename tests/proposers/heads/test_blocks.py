@@ -1,4 +1,4 @@
-"""Heads that guess a whole block in one pass: DFlash and P-EAGLE."""
+"""Heads that guess a whole block in one pass: DFlash."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,14 @@ from specdec.errors import LoadError, OptionError
 from specdec.models.hf.tiny_models import shake
 from tests.heads import (
     IDS,
-    PEAGLE,
     RUN,
     SIZES,
     THREE,
     DFlash,
-    Eagle,
     Proposals,
     candidates_of,
     changed,
     dflash_folder,
-    eagle_folder,
     reweighed,
     states_of,
     target,
@@ -40,24 +37,17 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["peagle", "two", *BLOCKS])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: Proposals) -> None:
     """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
     model = target()
-    reference: Eagle
-    if kind in BLOCKS:
-        folder = dflash_folder(tmp_path / "head", model, **BLOCKS[kind])
-        reference = DFlash(folder, model)
-    else:
-        more = {"num_hidden_layers": 2, "draft_vocab_size": 40} if kind == "two" else {}
-        folder = eagle_folder(tmp_path / "head", **PEAGLE, **more)
-        reference = Eagle(folder)
+    folder = dflash_folder(tmp_path / "head", model, **BLOCKS[kind])
+    reference = DFlash(folder, model)
     out = SpecGenerator(model, folder).generate(IDS, **RUN, **CONSTANT, prefill_chunk_size=3)
     assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN).sequences.tolist()
     assert len(proposals) >= 20
     for text, tree in proposals:
-        guesses = reference.block(text, states_of(model, text[:-1]), 3 if kind in ("peagle", "two") else len(tree))
-        assert tree.tokens == guesses[: len(tree)]
+        assert tree.tokens == reference.block(text, states_of(model, text[:-1]), len(tree))
 
 
 def assistant(**given: Any) -> Any:
@@ -103,24 +93,21 @@ def test_guesses_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "weights", "match"),
+    ("fields", "weights", "match"),
     [
-        ("dflash", {"mask_token_id": None}, {}, "`mask_token_id` must be one of its 64 tokens, got None"),
-        ("dflash", {"mask_token_id": 64}, {}, "`mask_token_id` must be one of its 64 tokens, got 64"),
-        ("dflash", {"block_size": 1}, {}, "`block_size` must be a whole number of at least 2, got 1"),
-        ("dflash", {"draft_vocab_size": 20}, {}, "it guesses 20 of 64 tokens, but has no `d2t`"),
-        ("dflash", {}, {"hidden_norm__weight": None}, "1 weights are missing, hidden_norm.weight…"),
-        ("peagle", {"mask_token_id": -1}, {}, "`mask_token_id` must be one of its 64 tokens, got -1"),
-        ("peagle", {}, {"mask_hidden": None}, r"`mask_hidden` is missing, and by its config \[1, 1, 96\]"),
-        ("peagle", {}, {"mask_hidden": torch.ones(1, 1, 32)}, r"`mask_hidden` is \[1, 1, 32\], and by its config"),
+        ({"mask_token_id": None}, {}, "`mask_token_id` must be a whole number from 0 to 63, got None"),
+        ({"mask_token_id": 64}, {}, "`mask_token_id` must be a whole number from 0 to 63, got 64"),
+        ({"block_size": 1}, {}, "`block_size` must be a whole number of at least 2, got 1"),
+        ({"draft_vocab_size": 20}, {}, "it guesses 20 of 64 tokens, but has no `d2t`"),
+        ({}, {"hidden_norm__weight": None}, "1 weights are missing, hidden_norm.weight…"),
     ],
 )
-def test_broken_blocks(kind: str, fields: dict[str, Any], weights: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_broken_blocks(fields: dict[str, Any], weights: dict[str, Any], match: str, tmp_path: Path) -> None:
     """Mask tokens, blocks and weights that cannot be. (Masks beyond the embeddings ended a pass in an IndexError.)"""
-    model, folder = target(), tmp_path / "head"
-    made = dflash_folder(folder, model) if kind == "dflash" else eagle_folder(folder, **PEAGLE)
+    model = target()
+    folder = dflash_folder(tmp_path / "head", model)
     with pytest.raises(LoadError, match=match):
-        SpecGenerator(model, reweighed(changed(made, **fields), **weights))
+        SpecGenerator(model, reweighed(changed(folder, **fields), **weights))
 
 
 def test_blocks_of_other_targets(tmp_path: Path) -> None:
@@ -133,5 +120,5 @@ def test_blocks_of_other_targets(tmp_path: Path) -> None:
         SpecGenerator(model, changed(dflash_folder(tmp_path / "c", model), aux_hidden_state_layer_ids=[1, 9]))
     draft = assistant()
     draft.config.target_layer_ids = [0, 7]
-    with pytest.raises(OptionError, match=r"it reads what layers \[0, 7\] write"):
+    with pytest.raises(OptionError, match=r"it reads \[1, 8\]"):
         SpecGenerator(model, draft)

@@ -20,7 +20,6 @@ from specdec.options.load import Loading
 from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadProposer
-from specdec.proposers.heads.stage import Stages
 from tests.heads import IDS, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
 from tests.tiny import tiny
 
@@ -45,8 +44,9 @@ SURE = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confiden
 def check(proposals: Proposals, model: Any, reference: Eagle) -> None:
     """Many proposals, whose guesses and confidence are what the formulas say."""
     assert len(proposals) >= 20
+    layers = reference.config["eagle_aux_hidden_state_layer_ids"]
     for text, tree in proposals:
-        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
+        guesses, logits = reference.chain(text, states_of(model, text[:-1], layers), len(tree))
         assert tree.tokens == guesses
         chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
         assert tree.confidence == pytest.approx(chances, rel=1e-3)
@@ -97,7 +97,7 @@ def test_a_compiled_head_makes_all_guesses_in_one_call(
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
             texts, guesses = [], []
             for whole in (True, False):
-                monkeypatch.setattr(Stages, "draft_chains", whole)
+                monkeypatch.setattr(KvSession, "draft_chains", whole)
                 proposals.clear()
                 rows.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())

@@ -15,10 +15,8 @@ from specdec import SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Hidden, SequenceView
 from specdec.core.outcome import Round
-from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.proposers.heads import proposer as module
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
-from specdec.proposers.hybrid import HybridProposer
 from tests.heads import IDS, RUN, Proposals, states_of
 from tests.proposers.fakes import FakeSequence
 
@@ -27,10 +25,9 @@ Make = Callable[[str], tuple[Any, Any]]
 KINDS = [
     "eagle",
     "two",
-    "mtp2",
-    "peagle",
+    "mtp",
     "anchor",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "mtp", "gemma4")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4")),
 ]
 
 
@@ -155,31 +152,6 @@ def test_guesses_do_not_depend_on_the_way(kind: str, made: Make) -> None:
     assert play.forked > 3
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp2", pytest.param("peagle", marks=pytest.mark.slow)])
-def test_beside_a_draft_that_copies(
-    kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a hybrid's other draft proposed, the head reads what that one's accepted nodes were."""
-    model, draft = made(kind)
-    plain = SpecGenerator(model).generate([[5, 9, 12, 5, 9, 12], [7, 8, 7]], **{**RUN, "max_new_tokens": 30})
-    prompts = [[*text, 2, *text[:8]] for text in plain.sequences.tolist()]  # the target may repeat itself
-    head = SpecGenerator(model, draft).draft
-    assert head is not None
-    generator = SpecGenerator(model, HybridDraft(SuffixDraft(), head))
-    monkeypatch.setattr(
-        HybridProposer, "_prefers_model", lambda _, seq, budget, __: len(seq.tokens) % 3 and budget.limit
-    )
-    run = {**RUN, "max_new_tokens": 30, "schedule": "constant", "num_assistant_tokens": LIMIT}
-    greedily = 0
-    for given in ({}, {"num_return_sequences": 2, "do_sample": True, "seed": 3}):
-        greedily = greedily or len(proposals)
-        out = generator.generate(prompts, **run, **given)
-        expected = SpecGenerator(model).generate(prompts, **{**RUN, "max_new_tokens": 30}, **given)
-        assert out.sequences.tolist() == expected.sequences.tolist()
-    assert 15 < greedily < len(proposals)
-    check(head, model, proposals[:greedily])
-
-
 @dataclass(frozen=True)
 class Late:
     """Drafts nothing before a text has so many tokens."""
@@ -230,7 +202,7 @@ def test_after_a_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch:
     check(head, model, awake)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle", "anchor"])
 def test_a_long_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
     model, draft = made(kind)
@@ -238,11 +210,10 @@ def test_a_long_sleep(kind: str, made: Make, proposals: Proposals, monkeypatch: 
 
     def noted(self: HeadProposer, commits: Sequence[Commit]) -> None:
         update(self, commits)
-        kept.extend(len(known.states) + len(known.unheard) for known in self._known.values())
+        kept.extend(len(one.text) + len(one.pending) for one in self._features.values())
 
     monkeypatch.setattr(HeadProposer, "update", noted)
-    monkeypatch.setattr(module, "_UNREAD", 8)
-    monkeypatch.setattr(module, "_UNHEARD", 6)
+    monkeypatch.setattr(module, "_PENDING", 6)
     run = {**RUN, "max_new_tokens": 40}
     out = SpecGenerator(model, head).generate(IDS, **run, schedule=Late(30))
     assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **run).sequences.tolist()
