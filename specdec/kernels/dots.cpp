@@ -24,6 +24,7 @@
 #include <atomic>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "dots.h"
 #include "packed.h"
@@ -192,8 +193,10 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
   auto turn = turns ? (count + turns - 1) / turns : 1;
   auto line = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
   auto of_q = line(count * weight.columns), of_scales = line(count * groups * 4), of_parts = line(count * parts * 4);
-  Integers rows{at::empty({of_q + of_scales + 2 * of_parts}, at::kByte), turn};
-  auto room = static_cast<char*>(rows.held.mutable_data_ptr());
+  static thread_local std::vector<char> held;  // a tensor for each call would take half a microsecond
+  if (auto size = static_cast<size_t>(of_q + of_scales + 2 * of_parts); held.size() < size) held.resize(size);
+  Integers rows{turn};
+  auto room = held.data();
   auto q = reinterpret_cast<int8_t*>(room);
   auto scales = reinterpret_cast<float*>(room + of_q);
   auto offsets = reinterpret_cast<int32_t*>(room + of_q + of_scales);

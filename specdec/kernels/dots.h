@@ -41,7 +41,6 @@ inline Ints dot(Ints sums, Words weights, int32_t row) {
 
 // Rows in 8 bits: each group of 32 columns has its scale, which makes its largest entry 127. Rows lie in turns.
 struct Integers {
-  at::Tensor held;
   int64_t turn;            // rows that share a turn
   const int8_t* q;         // [turns, columns / 4, rows, 4]
   const float* scales;     // [turns, groups, rows]
