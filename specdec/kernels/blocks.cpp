@@ -161,7 +161,6 @@ inline void put_high(const Kind& kind, const Byte* values, uint32_t* to) {
 
 // Output `lane` of a block, group by group.
 void put(const Kind& kind, const Byte* row, int64_t block, int64_t lane, const Packed& to) {
-  constexpr std::array LOW{0, 4, 1, 5}, HIGH{2, 6, 3, 7};
   auto per_block = kind.columns / GROUP, parts = GROUP / kind.part;
   for (int64_t group = 0; group < to.groups; group++) {
     auto from = row + group / per_block * kind.bytes;
@@ -170,13 +169,9 @@ void put(const Kind& kind, const Byte* row, int64_t block, int64_t lane, const P
     auto v = columns.values;
     auto first = block * to.groups + group;
     if (kind.bits == 8) {
-      auto chunks = to.chunks + first * (GROUP / 4) * CHUNK + lane * 4;
-      for (int four = 0; four < GROUP / 4; four++) store(chunks + four * CHUNK, load<uint32_t>(v + four * 4));
+      put_8(v, to.chunks + first * (GROUP / 4) * CHUNK + lane * 4);
     } else {
-      auto chunks = to.chunks + first * (GROUP / 8) * CHUNK + lane * 4;
-      for (int eight = 0; eight < GROUP; eight += 8)
-        for (int byte = 0; byte < 4; byte++)
-          chunks[eight / 8 * CHUNK + byte] = (v[eight + LOW[byte]] & 15) | v[eight + HIGH[byte]] << 4;
+      put_4(v, to.chunks + first * (GROUP / 8) * CHUNK + lane * 4);
       if (to.high) put_high(kind, v, to.high + first * parts * BLOCK + lane);
     }
     for (int part = 0; part < parts; part++) {

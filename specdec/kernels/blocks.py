@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,14 +54,7 @@ def pack_blocks(
     `order`: the rows of `raw` that are outputs, in their order; by default all. Needs `specdec.kernels.available`.
     """
     kind, outputs = BLOCKS[name], len(raw if order is None else order)
-    blocks, parts = -(-outputs // BLOCK), inputs // kind.part
-
-    def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made = pages.empty((blocks, *shape), dtype)
-        if outputs % BLOCK:
-            made[-1] = 0
-        return made
-
+    parts, room = inputs // kind.part, partial(pages.blocks, outputs)
     wide = kind.bits == 8
     of_scales = torch.int8 if kind.has_steps else kind.scales
     held = {

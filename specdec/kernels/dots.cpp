@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "dots.h"
-#include "packed.h"
 
 namespace {
 

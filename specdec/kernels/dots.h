@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "vectors.h"
+#include "packed.h"
 
 namespace {
 
@@ -56,16 +56,6 @@ inline Ints nearest(Floats numbers) {
 #else
   constexpr float ROUND = 3 << 22;  // numbers beside it are integers
   return __builtin_convertvector(numbers + ROUND - ROUND, Ints);
-#endif
-}
-
-inline float largest_of(Floats numbers) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)numbers);
-#else
-  auto most = numbers[0];
-  for (int lane = 1; lane < LANES; lane++) most = numbers[lane] > most ? numbers[lane] : most;
-  return most;
 #endif
 }
 

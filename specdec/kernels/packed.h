@@ -48,6 +48,29 @@ inline Floats floats(const at::Half* halves) {
 #endif
 }
 
+inline float largest_of(Floats numbers) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)numbers);
+#else
+  auto most = numbers[0];
+  for (int lane = 1; lane < LANES; lane++) most = numbers[lane] > most ? numbers[lane] : most;
+  return most;
+#endif
+}
+
+// A group of an output in 8 bits, and the low four bits of one: `chunks` is the output's place in the group's first.
+inline void put_8(const void* bytes, uint8_t* chunks) {
+  for (int four = 0; four < GROUP; four += 4)
+    store(chunks + four / 4 * CHUNK, load<uint32_t>(static_cast<const char*>(bytes) + four));
+}
+
+inline void put_4(const uint8_t* values, uint8_t* chunks) {
+  constexpr int LOW[]{0, 4, 1, 5}, HIGH[]{2, 6, 3, 7};
+  for (int eight = 0; eight < GROUP; eight += 8)
+    for (int byte = 0; byte < 4; byte++)
+      chunks[eight / 8 * CHUNK + byte] = (values[eight + LOW[byte]] & 15) | values[eight + HIGH[byte]] << 4;
+}
+
 // Sums to outputs: one block's columns of `y` `[rows, outputs]`.
 template <class Packed, class Out>
 void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows, Out* y) {

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.packed_layout import BLOCK
+
 _PAGE = 2 << 20  # bytes of a huge page
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -25,6 +27,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     begin = -room.data_ptr() % _PAGE
     _advise()(room.data_ptr() + begin, count)
     return room[begin : begin + count].view(dtype).view(shape)
+
+
+def blocks(outputs: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for so many outputs in blocks of this shape, with zeros behind the last of them."""
+    count = -(-outputs // BLOCK)
+    room = empty((count, *shape), dtype)
+    if outputs % BLOCK:
+        room[-1] = 0
+    return room
 
 
 def settled(tensor: Tensor) -> Tensor:

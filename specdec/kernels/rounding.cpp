@@ -30,15 +30,10 @@ inline Floats whole(Floats numbers) {
 #endif
 }
 
-template <class Combine>
-float over_lanes(Floats numbers, Combine combine) {
-  auto result = numbers[0];
-  for (int lane = 1; lane < LANES; lane++) result = combine(result, numbers[lane]);
-  return result;
-}
-
-float largest(Floats numbers) {
-  return over_lanes(numbers, [](float a, float b) { return std::max(a, b); });
+float sum_of(Floats numbers) {
+  auto sum = numbers[0];
+  for (int lane = 1; lane < LANES; lane++) sum += numbers[lane];
+  return sum;
 }
 
 struct Range {
@@ -49,7 +44,7 @@ struct Range {
 Range best_range(const Floats (&group)[COUNT]) {
   auto low = group[0], high = group[0];
   for (int i = 1; i < COUNT; i++) low = least(low, group[i]), high = most(high, group[i]);
-  auto top = largest(high), bottom = -largest(-low), middle = (top + bottom) / 2, reach = (top - bottom) / 2;
+  auto top = largest_of(high), bottom = -largest_of(-low), middle = (top + bottom) / 2, reach = (top - bottom) / 2;
   Range best{0, middle};
   auto smallest = std::numeric_limits<float>::infinity();
   for (auto shrink : SHRINKS) {
@@ -60,7 +55,7 @@ Range best_range(const Floats (&group)[COUNT]) {
       auto error = fused(level, all(scale), begin - group[i]);
       squares = fused(error, error, squares);
     }
-    auto sum = over_lanes(squares, [](float a, float b) { return a + b; });
+    auto sum = sum_of(squares);
     if (sum < smallest) smallest = sum, best = {scale, begin};
   }
   return best;
@@ -99,14 +94,12 @@ void round_to_8(const In* row, int64_t output, const Packed& to) {
       for (int lane = 0; lane < LANES; lane++) bytes[i * LANES + lane] = static_cast<int8_t>(levels[lane]);
     }
     for (auto k = std::max(to.inputs - group * GROUP, int64_t{0}); k < GROUP; k++) bytes[k] = 0;
-    for (int four = 0; four < GROUP / 4; four++)
-      store(chunks + (group * (GROUP / 4) + four) * CHUNK, load<uint32_t>(bytes + four * 4));
+    put_8(bytes, chunks + group * (GROUP / 4) * CHUNK);
   }
 }
 
 template <class In>
 void round_to_4(const In* row, int64_t output, const Packed& to, std::vector<Range>& ranges) {
-  constexpr std::array LOW{0, 4, 1, 5}, HIGH{2, 6, 3, 7};
   auto wide = 0.0f;
   for (int64_t group = 0; group < to.groups; group++) {
     Floats values[COUNT];
@@ -130,10 +123,7 @@ void round_to_4(const In* row, int64_t output, const Packed& to, std::vector<Ran
       for (int n = 0; n < LANES; n++) levels[i * LANES + n] = static_cast<uint8_t>(nearest[n]);
     }
     for (auto k = std::max(to.inputs - group * GROUP, int64_t{0}); k < GROUP; k++) levels[k] = 0;
-    auto chunks = to.chunks + (block * to.groups + group) * (GROUP / 8) * CHUNK + lane * 4;
-    for (int eight = 0; eight < GROUP; eight += 8)
-      for (int byte = 0; byte < 4; byte++)
-        chunks[eight / 8 * CHUNK + byte] = levels[eight + LOW[byte]] | levels[eight + HIGH[byte]] << 4;
+    put_4(levels, to.chunks + (block * to.groups + group) * (GROUP / 8) * CHUNK + lane * 4);
   }
 }
 

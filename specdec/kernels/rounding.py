@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,18 +22,13 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None, *, round
     """
     weight = weight.detach().contiguous()
     outputs, inputs = weight.shape
-    blocks, groups = -(-outputs // BLOCK), -(-inputs // GROUP)
-    shape = (blocks, groups * GROUP // (4 if bits == 8 else 8), BLOCK, 4)
+    groups, wide, room = -(-inputs // GROUP), bits == 8, partial(pages.blocks, outputs)
     held: dict[str, Tensor | None] = {
-        "packed": pages.empty(shape, torch.int8 if bits == 8 else torch.uint8),
+        "packed": room((groups * GROUP // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
         "factors": torch.empty(outputs, dtype=torch.float32, device="cpu"),
-        "scales": None if bits == 8 else pages.empty((blocks, groups, BLOCK), torch.float16),
-        "mins": None if bits == 8 else pages.empty((blocks, groups, BLOCK), torch.float16),
+        "scales": None if wide else room((groups, BLOCK), torch.float16),
+        "mins": None if wide else room((groups, BLOCK), torch.float16),
     }
-    if outputs % BLOCK:
-        for name in ("packed", "scales", "mins"):
-            if (tensor := held[name]) is not None:
-                tensor[-1] = 0
     ops.round_weight(weight if weight.dtype == torch.bfloat16 else weight.float(), *held.values())
     held["bias"] = None if bias is None else bias.detach().float().contiguous()
     layer = PackedLinear.of(held, outputs, inputs, f"int{bits}", rounds=rounds)
