@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -19,9 +20,10 @@ from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
+from specdec.models.loading.lighten import lightened
 from specdec.options.drafts import SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
-from specdec.options.load import PASSES, Loading
+from specdec.options.load import AUTO, PASSES, Loading
 from specdec.parallel.load import load
 from specdec.proposers import (
     DRAFTS,
@@ -71,7 +73,7 @@ class Drafts:
 
     def __init__(self, target: LanguageModel, *, backend: str = "auto") -> None:
         self._target = target
-        self._how = Loading(backend=backend)
+        self._how = Loading(backend=backend, quantization=AUTO)
         self._lock = threading.Lock()
         # with the arguments that name them; the last first
         self._recent: list[tuple[tuple[Any, ...], ScheduledDraft]] = []
@@ -168,7 +170,7 @@ class Drafts:
             if tokenizer is not None and assistant_tokenizer is None:
                 assistant_tokenizer = draft.tokenizer
         else:
-            model = language_model(on_encoder_of(target.model, draft), name, self._how)
+            model = _draft_model(on_encoder_of(target.model, draft), name, self._how)
         if model.is_encoder_decoder and not target.is_encoder_decoder:
             raise OptionError(
                 f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
@@ -212,6 +214,17 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
                 if detail in given:
                     warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
     return found
+
+
+def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:
+    """A caller's draft model: a copy in few bits where that makes it faster, which follows no later change."""
+    if isinstance(model, PreTrainedModel) and how.backend != "eager":
+        light = lightened(model, owned=False)
+        if light is not model:
+            made = LanguageModel(light, backend=how.backend, owned=True)
+            made.recut = partial(_draft_model, model, name, how)
+            return made
+    return language_model(model, name, replace(how, quantization=None))
 
 
 def language_model(model: Any, name: str, how: Loading) -> LanguageModel:

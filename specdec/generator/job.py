@@ -207,9 +207,10 @@ class Job:
         call = self.call
         draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
         settings = {"strategy": call.seqs[0].strategy.name, "schedule": "none" if draft is None else schedule}
-        settings["backend"] = call.target.backend
-        if draft is not None and draft.models:
-            settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in draft.models))
+        for name, models in (("", [call.target]), ("draft_", () if draft is None else draft.models)):
+            for part in ("backend", "weight_kind"):
+                if values := ", ".join(dict.fromkeys(getattr(model, part) for model in models)):
+                    settings[name + part] = values
         return replace(
             total(per_row),
             num_target_passes=call.request.passes,

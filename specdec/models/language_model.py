@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -175,6 +176,17 @@ class LanguageModel:
         unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in read if tensor not in unread)
+
+    @cached_property
+    def weight_kind(self) -> str:
+        """What most of the weights are stored in: the name of a dtype, or of packed integers ("int4" to "int8")."""
+        counts = Counter[str]()
+        for module in self.model.modules():
+            if isinstance(module, PackedLinear):
+                counts[module.kind] += module.inputs * module.outputs
+            for weight in module.parameters(recurse=False):
+                counts[str(weight.dtype).removeprefix("torch.")] += weight.numel()
+        return max(counts, key=lambda kind: counts[kind])
 
     def check_unchanged(self, name: str = "model") -> None:
         """Raises OptionError in training mode, and if a caller changed the model in a way that passes do not follow.

@@ -60,6 +60,8 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "fp4": _BITSANDBYTES,
 }
 """Every quantization by its name."""
+AUTO, NONE = "auto", "none"
+"""Words beside these: a draft in few bits where that makes it faster, and weights as they are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ class Loading:
     """How a checkpoint is loaded; the defaults leave it as it is.
 
     `dtype`: a name, a torch.dtype, or "auto": the checkpoint's, but float32 for float16 weights on a CPU, where float16
-    is at least twice as slow. `quantization`: a name in `QUANTIZATIONS`. `gguf_file`: its name in the folder or
+    is at least twice as slow. `quantization`: a name in `QUANTIZATIONS`; "auto", which drafts have by default: 4 or 8
+    bits for a large draft on a CPU, whose rounding changes no text; "none". `gguf_file`: its name in the folder or
     repository. `device_map`, `max_memory` (bytes or text like "2GiB"), `revision`, `trust_remote_code`: as in
     transformers. `offload`: weights stay in memory ("cpu") or on "disk" and are read in every pass, all or with
     `max_memory` those that do not fit; `offload_folder`: for weights that must be rewritten, by default a temporary
@@ -95,7 +98,14 @@ class Loading:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        words = {"quantization": QUANTIZATIONS, "offload": OFFLOADS, "backend": BACKENDS, "exactness": EXACTNESS}
+        if self.quantization == NONE:
+            object.__setattr__(self, "quantization", None)
+        words = {
+            "quantization": (*QUANTIZATIONS, AUTO),
+            "offload": OFFLOADS,
+            "backend": BACKENDS,
+            "exactness": EXACTNESS,
+        }
         words["activations"] = ACTIVATIONS
         for name, known in words.items():
             if getattr(self, name) not in (None, *known):
@@ -118,7 +128,8 @@ class Loading:
             raise OptionError("`max_memory` limits `offload` or `device_map`: pass one of them too")
         if self.offload_folder is not None and (self.offload == "cpu" or not placed):
             raise OptionError("`offload_folder` is for weights on disk: pass `offload='disk'` too")
-        if self.offload is not None and self.quantization and not QUANTIZATIONS[self.quantization].offloads:
+        entry = QUANTIZATIONS.get(self.quantization or "")
+        if self.offload is not None and entry is not None and not entry.offloads:
             others = ", ".join(repr(name) for name, kind in QUANTIZATIONS.items() if kind.offloads)
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
@@ -143,7 +154,7 @@ class Loading:
     def _check_gguf(self) -> None:
         if not isinstance(self.gguf_file, str | PathLike) or not fspath(self.gguf_file):
             raise OptionError.of("gguf_file", "the name of a file in the model's folder", self.gguf_file)
-        if self.quantization is not None:
+        if self.quantization not in (None, AUTO):
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `gguf_file` do not go together, as the file is quantized "
                 "already: leave out one of them"
@@ -180,8 +191,8 @@ class Loading:
         """The loading of a draft whose target is loaded like this.
 
         It has the target's `dtype`, `backend`, `trust_remote_code` and, unless the target is offloaded, `device_map`,
-        where `options` do not set them; a draft is never offloaded. Raises OptionError for unknown options and
-        `offload`.
+        and the quantization "auto", where `options` do not set them; a draft is never offloaded. Raises OptionError for
+        unknown options and `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
@@ -198,6 +209,7 @@ class Loading:
             "backend": self.backend,
             "trust_remote_code": self.trust_remote_code,
             "device_map": place,
+            "quantization": AUTO,
         }
         return Loading(**{**taken, **options})
 

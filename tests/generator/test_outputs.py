@@ -162,8 +162,8 @@ def test_statistics_add_up() -> None:
     assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
     assert stats.target_passes_per_token == stats.num_target_passes / 24
     assert 0 < stats.draft_seconds + stats.verify_seconds + stats.select_seconds < stats.seconds
-    backends = {"backend": "eager", "draft_backend": "eager"}
-    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", **backends}
+    parts = {"backend": "eager", "weight_kind": "float32", "draft_backend": "eager", "draft_weight_kind": "float32"}
+    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", **parts}
 
 
 def test_stream_events_make_up_the_text() -> None:

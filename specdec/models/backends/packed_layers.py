@@ -72,7 +72,11 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
             reason = "reads weights of its layers by itself, or no ids alone"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
-    elif reason is None and sum(m.weight.nbytes for m in _linears(model).values()) >= _LEAST and kernels.available():
+    elif (
+        reason is None
+        and sum(m.weight.nbytes for m in packable_layers(model).values()) >= _LEAST
+        and kernels.available()
+    ):
         model = model if owned else shallow_copy(model)
         _pack_if_faster(model)
     return model
@@ -84,12 +88,12 @@ def why_not_packed(model: Any) -> str | None:
         return "has weights that are read for each pass"
     if execution_device(text_embedding(model)).type != "cpu":
         return "does not compute on the CPU, for which weights are packed"
-    if not (_linears(model) or is_packed(model)):
+    if not (packable_layers(model) or is_packed(model)):
         return f"has no linear layers in {' or '.join(sorted(kernels.FLOATS))}"
     return None
 
 
-def _linears(model: Any) -> dict[str, Any]:
+def packable_layers(model: Any) -> dict[str, Any]:
     """Layers that can be packed, by name.
 
     Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
@@ -113,7 +117,7 @@ def is_plain(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
-    return pack_layers(model, list(_linears(model)), lambda _, layer: weight_of(layer))
+    return pack_layers(model, list(packable_layers(model)), lambda _, layer: weight_of(layer))
 
 
 def pack_layers(
@@ -239,7 +243,9 @@ def _pack_if_faster(model: Any) -> None:
     """Packs a model, and undoes that if its passes become slower."""
     processor = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
     what = ["packed passes are faster", processor, type(model).__name__]
-    what += sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in _linears(model).values())
+    what += sorted(
+        f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in packable_layers(model).values()
+    )
 
     def faster() -> bool:
         try:
@@ -258,7 +264,7 @@ def _pack_if_faster(model: Any) -> None:
         return after < _WINS * before
 
     # The trial left it packed; with a known outcome it still has to be.
-    if holds("\n".join(what), faster) and _linears(model):
+    if holds("\n".join(what), faster) and packable_layers(model):
         _pack(model)
 
 

@@ -31,6 +31,7 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
+from specdec.models.loading.lighten import lightened
 from specdec.models.loading.placement import (
     POLICIES,
     device_map,
@@ -43,7 +44,7 @@ from specdec.models.loading.placement import (
 from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
-from specdec.options.load import PASSES, Loading, split_gguf
+from specdec.options.load import AUTO, PASSES, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
@@ -123,8 +124,11 @@ def from_checkpoint(
     name: str,
 ) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
+    few = how.quantization == AUTO
     with explained(source, name):
-        model = _read(folder, how, name)
+        model = _read(folder, replace(how, quantization=None) if few else how, name)
+        if few and how.backend != "eager":
+            model = lightened(model, owned=True)
     language = kind(model, backend=how.backend, exactness=how.exactness, owned=True)
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)

@@ -1,0 +1,91 @@
+"""Drafts in few bits: which layers, whose model, and that no text changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpecGenerator, kernels
+from specdec.models.loading import lighten
+from specdec.models.loading.load import load
+from specdec.options.load import Loading
+from tests.folders import byte_tokenizer, saved_model
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs kernels")
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tiny drafts count as large, and 4 bits as faster."""
+    monkeypatch.setattr(lighten, "_LEAST", 0)
+    monkeypatch.setattr(lighten, "holds", lambda *_: True)
+
+
+def kinds(model: Any) -> dict[str, str]:
+    return {name: layer.kind for name, layer in model.named_modules() if isinstance(layer, kernels.PackedLinear)}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_draft_is_loaded_in_few_bits_and_the_text_stays(tmp_path: Path) -> None:
+    """By path, layers get 4 bits and the head 8; the target keeps its weights, and its text."""
+    target, draft = saved_model(tmp_path / "target"), saved_model(tmp_path / "draft", seed=1)
+    plain = SpecGenerator.from_pretrained(target).generate(PROMPT, max_new_tokens=12)
+    generator = SpecGenerator.from_pretrained(target, draft)
+    out = generator.generate(PROMPT, max_new_tokens=12)
+    found = kinds(generator.draft.models[0].model)  # type: ignore[union-attr]
+    assert found.pop("lm_head") == "int8"
+    assert set(found.values()) == {"int4"}
+    assert out.texts == plain.texts
+    assert out.stats is not None
+    assert (out.stats.settings["weight_kind"], out.stats.settings["draft_weight_kind"]) == ("float32", "int4")
+    kept = SpecGenerator.from_pretrained(target, draft, draft_options={"quantization": "none"})
+    assert kept.draft.models[0].weight_kind == "float32"  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_callers_draft_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's model stays as it is; the copy follows it when told, and is not made where memory lacks room."""
+    target, draft = tiny("llama", vocab=259), tiny("llama", vocab=259, seed=1)
+    generator = SpecGenerator(target, draft, tokenizer=byte_tokenizer())
+    expected = SpecGenerator(target, tokenizer=byte_tokenizer()).generate(PROMPT, max_new_tokens=12).texts
+    assert not kinds(draft)
+    assert generator.generate(PROMPT, max_new_tokens=12).texts == expected
+    model = generator.draft.models[0]  # type: ignore[union-attr]
+    before = model.model.lm_head.weight()
+    with torch.no_grad():
+        draft.lm_head.weight.copy_(target.lm_head.weight)
+    generator.model_changed()
+    assert not torch.equal(model.model.lm_head.weight(), before)
+    monkeypatch.setattr(lighten, "free_bytes", lambda _: 0)
+    full = SpecGenerator(target, draft, tokenizer=byte_tokenizer())
+    assert full.draft.models[0].model is draft  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("small")
+def test_layers_as_they_are_stay() -> None:
+    """The backend "eager" is not changed, nor half precision that no kernel multiplies, nor a small draft."""
+    target, draft = tiny("llama", vocab=259), tiny("llama", vocab=259, seed=1)
+    eager = SpecGenerator(target, draft, tokenizer=byte_tokenizer(), backend="eager")
+    assert eager.draft.models[0].model is draft  # type: ignore[union-attr]
+    assert lighten.lightened(draft.half(), owned=False) is draft
+
+
+def test_small_drafts_keep_their_weights(tmp_path: Path) -> None:
+    model = load(saved_model(tmp_path), Loading().of_draft(None), name="draft")
+    assert model.weight_kind == "float32"
+
+
+def test_blocks_of_files_become_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are packed in other kinds are rounded anew, heads are not."""
+    monkeypatch.setattr(lighten, "_LEAST", 0)
+    monkeypatch.setattr(lighten, "holds", lambda *_: True)
+    model = tiny("llama", vocab=259)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            model.set_submodule(name, kernels.round_weight(layer.weight, 8))
+    found = kinds(lighten.lightened(model, owned=True))
+    assert found.pop("lm_head") == "int8"
+    assert set(found.values()) == {"int4"}
