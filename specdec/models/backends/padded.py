@@ -21,8 +21,8 @@ from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import KvCache, Row
 from specdec.models.cache.layout import Layout
-from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, returned
+from specdec.models.protocols import ModelSpec
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights

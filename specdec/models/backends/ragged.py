@@ -19,11 +19,11 @@ from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
 from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
+from specdec.models.protocols import ModelSpec
 
 _TRIED = 12  # tokens of the trial
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specdec.core.tree import depths_of
 from specdec.core.work import Work
-from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
+from specdec.models.cache.layout import ColumnMap, ancestry
+from specdec.models.protocols import AttentionKind
 
 _WORD = 32  # columns per word of bits
 

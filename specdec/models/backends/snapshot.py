@@ -20,10 +20,9 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
+from specdec.models.protocols import ModelSpec, Session
 
 _LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 
 from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvBuffers
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
+from specdec.models.protocols import ModelSpec
 
 
 class Frames(DynamicLayer):  # type: ignore[misc]

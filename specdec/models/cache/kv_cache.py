@@ -10,12 +10,11 @@ import torch
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import VOID_COLUMNS
 from specdec.errors import OptionError
-from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.cache.buffers import KvBuffers
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Session
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
+from specdec.models.protocols import ModelSpec, Prefix, Session
 
 
 @dataclass(eq=False, slots=True)

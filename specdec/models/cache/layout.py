@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,29 +11,7 @@ from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Work
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionKind:
-    """A kind of attention layer: its name in the mask dict, and what of the past it sees (None: everything).
-
-    `first` is the first visible position.
-    """
-
-    name: str
-    window: int | None = None
-    chunk: int | None = None
-    first: int = 0
-
-    def first_seen(self, positions: Any) -> Any:
-        """The first position that nodes at `positions` see; tensors and arrays alike."""
-        if self.window is not None:
-            begins = positions - self.window + 1
-        elif self.chunk is not None:
-            begins = positions // self.chunk * self.chunk
-        else:
-            begins = positions * 0
-        return begins.clip(self.first)
+from specdec.models.protocols import AttentionKind
 
 
 @dataclass(frozen=True, slots=True)

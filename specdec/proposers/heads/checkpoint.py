@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
-from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.load_errors import check_folder, check_reached, explained
 from specdec.models.hf.private_api import cached, set_attention
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import AttentionKind
 from specdec.options.fields import is_whole
 from specdec.options.load import Loading
 from specdec.proposers.heads.formats import kind_of_config, unified
