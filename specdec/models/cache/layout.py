@@ -13,6 +13,8 @@ from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Work
 from specdec.models.protocols import AttentionKind
 
+WORD = 32  # columns per word of bits
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
@@ -205,3 +207,16 @@ def ancestry(parents: list[int]) -> np.ndarray:
         if parent >= 0:
             kin[node] |= kin[parent]
     return kin
+
+
+def seen_columns(seen: np.ndarray) -> list[int]:
+    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
+    columns = np.flatnonzero(seen)
+    first = int(columns[0]) if len(columns) else 0
+    gaps = np.flatnonzero(~seen[first:])
+    base = first + int(gaps[0]) if len(gaps) else len(seen)
+    rest = seen[base : int(columns[-1]) + 1] if len(columns) else seen[:0]
+    bits = np.zeros(-(-len(rest) // WORD) * WORD, dtype=bool)
+    bits[: len(rest)] = rest
+    words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()
+    return [first, base, *words]
