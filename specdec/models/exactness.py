@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.kernels import PackedLinear
+from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.hf.derived import eyes
 from specdec.models.hf.device_hooks import execution_device
-from specdec.models.loading.integer_layers import Int8Linear
 from specdec.models.probe import trial_encoding
 from specdec.models.protocols import ModelSpec, Session
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
 from specdec.errors import closest_name
 from specdec.models import load
+from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.loading import placement, quantizers
-from specdec.models.loading.integer_layers import Int8Linear
 from specdec.proposers.heads import kind_of
 from tests.folders import saved
 from tests.matrix import endless
