@@ -15,8 +15,8 @@ from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
 from specdec.generator.build_request import ScheduledDraft
-from specdec.models.loading import quantizers
-from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
+from specdec.models.loading.load import make_quantizer
+from specdec.models.loading.quantizers import BitsAndBytes
 from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
@@ -151,7 +151,7 @@ def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pyte
 
 def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name; help and documents tell of it."""
-    monkeypatch.setattr(quantizers, "find_spec", lambda name: name)
+    monkeypatch.setattr("specdec.models.loading.load.find_spec", lambda name: name)
     made = {name: make_quantizer(name) for name in QUANTIZATIONS}
     assert {name for name, one in made.items() if isinstance(one, BitsAndBytes)} == {"int8", "nf4", "fp4"}
     for name, one in made.items():

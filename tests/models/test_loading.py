@@ -196,7 +196,7 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizers, "find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.models.loading.load.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install.*int8-weight"):
         load(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
 
