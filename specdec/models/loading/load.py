@@ -285,5 +285,5 @@ def make_quantizer(name: str | None) -> Quantizer:
     kind: Any = entry.kind
     if isinstance(kind, str):
         module, _, attribute = kind.partition(":")
-        kind = getattr(import_module(module), attribute)
+        kind = getattr(import_module(f"specdec.models.loading.{module}"), attribute)
     return kind(name)
