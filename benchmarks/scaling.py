@@ -32,7 +32,7 @@ from typing import Any
 from measure import table
 
 from specdec.batch import BatchSpec
-from specdec.batch.tasks import OutputLine
+from specdec.batch.worker import OutputLine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)

@@ -6,6 +6,7 @@
 | `rows.py` | rows of JSON lines, Parquet and text |
 | `journal.py` | unfinished output, from which a killed run resumes |
 | `tasks.py`, `openai_files.py` | tasks, and a row's answer; OpenAI's batch files |
+| `worker.py` | a task's models, and a row's line of output |
 | `ray.py` | the same on a cluster, by Ray Data |
 
 Ray and pyarrow are imported on first use.

@@ -26,8 +26,6 @@ _TIMELESS = ("prompt_tokens", "completion_tokens", "total_tokens")
 class OpenAI(Task):
     """Answers requests as a server would, whatever model they name; answers do not depend on the clock."""
 
-    field = "body"
-
     def __init__(self, spec: BatchSpec) -> None:
         self._model = TextModel(spec.name, load_generator(spec, **spec.options))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.batch.rows import Row, pyarrow_module, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
-from specdec.batch.tasks import BatchSpec, OutputLine, encoded
+from specdec.batch.tasks import BatchSpec
+from specdec.batch.worker import OutputLine, encoded, load_worker
 from specdec.errors import EngineError, OptionError, SpecdecError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class _Lines:
     """An actor: loads the models once, then turns blocks of rows into lines."""
 
     def __init__(self, spec: BatchSpec, at_once: int) -> None:
-        self._worker, self._pool = spec.start(), ThreadPoolExecutor(at_once)
+        self._worker, self._pool = load_worker(spec), ThreadPoolExecutor(at_once)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """The lines of a block."""

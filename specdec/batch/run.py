@@ -13,7 +13,8 @@ from time import monotonic
 
 from specdec.batch.journal import Journal
 from specdec.batch.rows import KINDS, Row, Source, windows
-from specdec.batch.tasks import BatchSpec, OutputLine
+from specdec.batch.tasks import BatchSpec
+from specdec.batch.worker import OutputLine, load_worker
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -119,7 +120,7 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         raise OptionError.of("at_once", "at least 1", at_once)
 
     def start(spec: BatchSpec) -> Answers:
-        worker = spec.start()
+        worker = load_worker(spec)
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             running: set[Future[OutputLine]] = set()

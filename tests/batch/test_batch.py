@@ -15,7 +15,7 @@ from specdec.batch import BatchSpec, Source, embedded
 from specdec.batch import run as run_batch
 from specdec.batch.rows import Row
 from specdec.batch.run import _misplaced, failure_of
-from specdec.batch.tasks import Worker
+from specdec.batch.worker import Worker
 from specdec.cli.commands import run
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
