@@ -1,4 +1,8 @@
-"""Models and their passes: sessions, capabilities, loading."""
+"""Models and their passes: sessions, capabilities, loading.
+
+Its layers from the bottom: `encoding` and `hf`, `protocols`, `capability`, `cache`, `probe`, `pictures`, `backends`,
+`exactness`, `gguf`, `language_model`, `loading`.
+"""
 
 from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes

@@ -49,9 +49,7 @@ class Quantization:
     offloads: bool = False
 
 
-_BITSANDBYTES = Quantization(
-    "quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'"
-)
+_BITSANDBYTES = Quantization("quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'")
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": _BITSANDBYTES,
     "int8-weight": Quantization("integer_layers:WeightOnly", offloads=True),
