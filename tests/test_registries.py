@@ -9,7 +9,7 @@ from specdec import SpecGenerator
 from specdec.cli import flags
 from specdec.core import draft_schedules
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, kind_of, make_schedule
+from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, make_schedule, schedule_kind
 from specdec.core.draft_schedules.pause import Pause
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
@@ -111,11 +111,11 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     """The next request of its family gets it; other schedules have nothing to hand on."""
     options = resolve({"schedule": "cost"})
     learned = Cost(pause=Pause(suspension=99))
-    assert kind_of(options).learns
+    assert schedule_kind(options).learns
     assert make_schedule(options, learned=learned, offloaded=True).pause.suspension == 99
     assert make_schedule(options, learned=Constant(3)).pause.suspension != 99
-    assert not kind_of(resolve({})).learns
-    assert kind_of(resolve({"schedule": Cost()})) is None
+    assert not schedule_kind(resolve({})).learns
+    assert schedule_kind(resolve({"schedule": Cost()})) is None
 
 
 def test_calls_in_flight_keep_their_kind_of_schedule() -> None:

@@ -12,9 +12,9 @@
 Ray and pyarrow are imported on first use.
 """
 
-from specdec.batch.ray import Pool, connect, over_ray
+from specdec.batch.ray import WorkerPool, connect, over_ray
 from specdec.batch.rows import Source
-from specdec.batch.run import Progress, embedded, run
+from specdec.batch.run import Progress, embedded, run_batch
 from specdec.batch.tasks import BatchSpec
 
-__all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "over_ray", "run"]
+__all__ = ["BatchSpec", "Progress", "Source", "WorkerPool", "connect", "embedded", "over_ray", "run_batch"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.batch.rows import Row
+from specdec.batch.rows import InputRow
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
@@ -56,7 +56,7 @@ class BatchSpec:
         """The field to read of every row."""
         return self.field or INPUTS[self.task]
 
-    def size(self, row: Row) -> int:
+    def size(self, row: InputRow) -> int:
         """The approximate length of a row; rows of similar lengths share passes well. 0: unknown, of a recording."""
         return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
@@ -74,10 +74,10 @@ class Task(ABC):
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The fields of a failed row."""
-        return {"output": None, "finish_reason": None, "usage": None, "error": explained(error)}
+        return {"output": None, "finish_reason": None, "usage": None, "error": error_text(error)}
 
 
-class Generate(Task):
+class GenerateTask(Task):
     """Continues prompts, text or token ids."""
 
     def __init__(self, spec: BatchSpec) -> None:
@@ -87,25 +87,25 @@ class Generate(Task):
         self._generator.options(**spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        ids = wanted(fields, self._spec.input, str, list)
+        ids = read_field(fields, self._spec.input, str, list)
         if isinstance(ids, str):
             begin = listed(self._generator.target.model.generation_config.bos_token_id)[:1]
             ids = ids_of(self._generator.tokenizer, ids, verbose=False) or begin
-        return answered(self._generator.generate([ids], **call_options(self._spec, fields, seed)), len(ids))
+        return answered(self._generator.generate([ids], **row_options(self._spec, fields, seed)), len(ids))
 
 
-class Chat(Generate):
+class ChatTask(GenerateTask):
     """Answers conversations; a text is one message of a user."""
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        chat = wanted(fields, self._spec.input, str, list)
+        chat = read_field(fields, self._spec.input, str, list)
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(map(_message, chat))
         if (system := self._spec.more.get("system")) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return answered(self._generator.generate(messages=messages, **call_options(self._spec, fields, seed)))
+        return answered(self._generator.generate(messages=messages, **row_options(self._spec, fields, seed)))
 
 
-class Summarize(Task):
+class SummarizeTask(Task):
     """Summarizes texts of any length."""
 
     def __init__(self, spec: BatchSpec) -> None:
@@ -116,14 +116,14 @@ class Summarize(Task):
         self._spec, self._summarizer = spec, Summarizer(generator, **spec.more)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        text = wanted(fields, self._spec.input, str)
-        found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._spec, fields, seed)})
+        text = read_field(fields, self._spec.input, str)
+        found = self._summarizer.summarize([text], **{**self._limit, **row_options(self._spec, fields, seed)})
         [summary], stats = found.documents, found.stats
         usage = {"completion_tokens": stats.num_new_tokens}
         return result(summary.texts, summary.finish_reasons, usage), stats
 
 
-class Transcribe(Task):
+class TranscribeTask(Task):
     """Transcribes recordings, given by their paths."""
 
     def __init__(self, spec: BatchSpec) -> None:
@@ -133,15 +133,15 @@ class Transcribe(Task):
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The transcript; with timestamps, also `chunks`."""
-        path = Path(self._spec.folder) / wanted(fields, self._spec.input, str)
-        found = self._transcriber(str(path), **call_options(self._spec, fields, seed % 2**62))
+        path = Path(self._spec.folder) / read_field(fields, self._spec.input, str)
+        found = self._transcriber(str(path), **row_options(self._spec, fields, seed % 2**62))
         reason = next((one for one in found.finish_reasons if one != "eos"), "eos")  # a window's that was cut
         answer = result([found["text"]], [reason], {"completion_tokens": found.stats.num_new_tokens})
         chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
         return {**answer, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
 
 
-def explained(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error in one line, with its type unless it is a SpecdecError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, SpecdecError) else f"{type(error).__name__}: {text}"
@@ -153,7 +153,7 @@ def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     return generator
 
 
-def wanted(fields: Fields, name: str, *kinds: type) -> Any:
+def read_field(fields: Fields, name: str, *kinds: type) -> Any:
     """A field of a row; raises OptionError where it is missing or of another type."""
     value = plain(fields.get(name))
     if value is None:
@@ -163,7 +163,7 @@ def wanted(fields: Fields, name: str, *kinds: type) -> Any:
     return value
 
 
-def call_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
+def row_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
     """The options of a row's call: those of its field `options`, if an object, override those of all rows."""
     found = fields.get("options")
     own = found if isinstance(found, Mapping) else {}

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.batch.rows import Row
-from specdec.batch.tasks import BatchSpec, Chat, Generate, Summarize, Task, Transcribe
+from specdec.batch.rows import InputRow
+from specdec.batch.tasks import BatchSpec, ChatTask, GenerateTask, SummarizeTask, Task, TranscribeTask
 from specdec.decoding.noise import fold
 from specdec.errors import EngineError, OptionError, SpecdecError
 
 _UNEXPECTED = 8  # unexpected errors in a row that end the run
 _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
 _TASKS: dict[str, type[Task]] = {
-    "generate": Generate,
-    "chat": Chat,
-    "summarize": Summarize,
-    "transcribe": Transcribe,
+    "generate": GenerateTask,
+    "chat": ChatTask,
+    "summarize": SummarizeTask,
+    "transcribe": TranscribeTask,
 }
 
 
@@ -30,12 +30,12 @@ def load_worker(spec: BatchSpec) -> Worker:
 
 def _openai() -> type[Task]:
     try:
-        from specdec.batch.openai_files import OpenAI
+        from specdec.batch.openai_files import OpenAITask
     except ImportError as error:
         raise SpecdecError(
             f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
         ) from None
-    return OpenAI
+    return OpenAITask
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Worker:
         self._spec, self._task = spec, task
         self._unexpected = 0  # consecutive errors that no row explains
 
-    def __call__(self, row: Row) -> OutputLine:
+    def __call__(self, row: InputRow) -> OutputLine:
         """The line of a row, an answer or its error."""
         seed, tokens = fold(self._spec.seed, row.number), 0
         try:
@@ -71,7 +71,7 @@ class Worker:
             self._count(error)
             result = self._task.failure(row.fields, error, seed)
         line = result if self._spec.task == "openai" else {**row.fields, **result}
-        return OutputLine(row.number, encoded(line), tokens)
+        return OutputLine(row.number, encode_line(line), tokens)
 
     def _count(self, error: Exception) -> None:
         """Raises EngineError after several unexpected errors, which rows do not explain."""
@@ -83,11 +83,11 @@ class Worker:
             ) from error
 
 
-def encoded(line: Mapping[str, Any]) -> bytes:
+def encode_line(line: Mapping[str, Any]) -> bytes:
     """A line of JSON in UTF-8; unknown types become text, NaN and infinities null."""
     try:
         return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(line, default=str).encode() + b"\n"
     except ValueError:
-        return encoded(json.loads(json.dumps(line, default=str), parse_constant=lambda _: None))
+        return encode_line(json.loads(json.dumps(line, default=str), parse_constant=lambda _: None))

@@ -14,7 +14,7 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.compiled import CompiledForward
-from specdec.models.backends.fused_linear import join, readers
+from specdec.models.backends.fused_linear import fuse_layers, readers
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
@@ -65,7 +65,7 @@ class RaggedForward:
         """The model with packed layers fused that read the same input, over the same memory."""
         joined: RaggedModel = shallow_copy(self.model)
         for names in self._fusable:
-            join(joined.model, [self._language.model, self.model.model], names)
+            fuse_layers(joined.model, [self._language.model, self.model.model], names)
         return joined
 
     @property

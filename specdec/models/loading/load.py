@@ -52,7 +52,7 @@ _HOST = ("cpu", "disk")
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
-def load(
+def load_model(
     source: str | PathLike[str] | PreTrainedModel | LanguageModel,
     how: Loading | None = None,
     *,

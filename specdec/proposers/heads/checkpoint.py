@@ -36,7 +36,7 @@ _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used i
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
 
-def kind_of(
+def head_kind(
     source: str | PathLike[str] | PreTrainedModel, revision: str | None = None, *, argument: str = "draft"
 ) -> str | None:
     """The kind of head ("eagle3", …) that a model is, or that a folder or hub id holds; None if it is no head.
