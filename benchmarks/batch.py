@@ -24,7 +24,7 @@ from typing import Any
 from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
-from specdec.batch import BatchSpec, Pool, Progress, Source, connect, embedded, over_ray, run
+from specdec.batch import BatchSpec, Progress, Source, WorkerPool, connect, embedded, over_ray, run_batch
 from specdec.options import bundled_models
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         source, out = Source.of(Path(folder) / "in.jsonl"), Path(folder) / "out.jsonl"
 
         def from_file(start: Any) -> Callable[[Callable[[Progress], None]], Progress]:
-            return lambda tell: run(source, out, spec, start=start, overwrite=True, tell=tell)
+            return lambda tell: run_batch(source, out, spec, start=start, overwrite=True, tell=tell)
 
         library(generator, prompts[: args.at_once], args.at_once, options)
         for _ in range(args.repeats):
@@ -92,7 +92,7 @@ def main() -> None:
             batches.append(library(generator, prompts, args.at_once, options))
             own.of_run(from_file(lambda _: ready))
             if args.ray:
-                over.of_run(from_file(over_ray(Pool(1, 1, at_once=args.at_once), args.rows)))
+                over.of_run(from_file(over_ray(WorkerPool(1, 1, at_once=args.at_once), args.rows)))
     rows = [["library, batches", middle(batches), "", "1.00"]]
     rows.append(["embedded", middle(own.whole), middle(own.later), ratio(own.whole, batches)])
     if args.ray:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from specdec.bench.prompts import read_prompts
+from specdec.bench.prompts import pick_prompts
 
 SUBJECTS = """
 photosynthesis|the water cycle|black holes|plate tectonics|vaccines|antibiotics|the human heart|DNA|evolution|gravity
@@ -122,7 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     dice = random.Random(0)
     found, held_out = (
-        [prompt.text for file in files for prompt in read_prompts(file, 1_000_000)]
+        [prompt.text for file in files for prompt in pick_prompts(file, 1_000_000)]
         for files in (args.also, args.without)
     )
     found += [task.format(job) for task, job in product(entries(CODE), entries(JOBS))]

@@ -24,7 +24,7 @@ _PATIENCE = 120.0  # seconds until a server listens
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
     """Held-out code of the package's corpus, or prompts of a file as `specdec bench` reads it."""
-    return [prompt.text for prompt in prompts.read_prompts("code" if path is None else str(path), count)]
+    return [prompt.text for prompt in prompts.pick_prompts("code" if path is None else str(path), count)]
 
 
 def assistant(draft: Any) -> Any:

@@ -41,7 +41,7 @@ from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.core.work import Work
 from specdec.kernels import attend, lack, pack, pack_blocks, passes, round_weight
-from specdec.models.cache.session import Session
+from specdec.models.protocols import Session
 
 BUFFER_BYTES = 512 << 20
 LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hold

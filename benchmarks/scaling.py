@@ -32,7 +32,7 @@ from typing import Any
 from measure import table
 
 from specdec.batch import BatchSpec
-from specdec.batch.tasks import OutputLine
+from specdec.batch.worker import OutputLine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -205,12 +205,14 @@ def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
 
 def _real(source: Any, spec: Any, workers: int, at_once: int) -> list[tuple[float, int]]:
     """When a real run had how many answers."""
-    from specdec.batch import Pool, over_ray, run
+    from specdec.batch import WorkerPool, over_ray, run_batch
 
     reports: list[tuple[float, int]] = []
-    start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), source.rows)
+    start = over_ray(WorkerPool(workers, workers, cpus=1, at_once=at_once), source.rows)
     out = source.path.with_name("out.jsonl")
-    run(source, out, spec, start=start, overwrite=True, tell=lambda p: reports.append((time.perf_counter(), p.done)))
+    run_batch(
+        source, out, spec, start=start, overwrite=True, tell=lambda p: reports.append((time.perf_counter(), p.done))
+    )
     return reports
 
 

@@ -83,10 +83,10 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs `specdec` with these words, which must end with this exit code; returns what it printed, `out` and `err`."""
-    from specdec.cli.commands import run
+    from specdec.cli.commands import run_command
 
     def call(*words: object, code: int = 0) -> Any:
-        found = run([str(word) for word in words])
+        found = run_command([str(word) for word in words])
         printed = capsys.readouterr()
         assert found == code, printed.err
         return printed

@@ -68,7 +68,7 @@ def main(what: str, folder: str) -> int:
     if what == "command":
         Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
         prompt = ["-p", "abc", "--draft", "suffix", "--max-new-tokens", "1500", "--set", "eos_token_id=[]"]
-        return cli.commands.run(["generate", folder, "--tp-plan", "auto", *prompt])
+        return cli.commands.run_command(["generate", folder, "--tp-plan", "auto", *prompt])
     found = texts(Path(folder), tp_plan="auto")
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)

@@ -9,14 +9,14 @@ from specdec import SpecGenerator
 from specdec.cli import flags
 from specdec.core import draft_schedules
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, kind_of, make_schedule
+from specdec.core.draft_schedules import Auto, Confidence, Constant, Cost, Heuristic, make_schedule, schedule_kind
 from specdec.core.draft_schedules.pause import Pause
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
 from specdec.generator.build_request import ScheduledDraft
-from specdec.models.loading import quantizers
-from specdec.models.loading.quantizers import BitsAndBytes, make_quantizer
+from specdec.models.loading.load import make_quantizer
+from specdec.models.loading.quantizers import BitsAndBytes
 from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
@@ -111,11 +111,11 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
     """The next request of its family gets it; other schedules have nothing to hand on."""
     options = resolve({"schedule": "cost"})
     learned = Cost(pause=Pause(suspension=99))
-    assert kind_of(options).learns
+    assert schedule_kind(options).learns
     assert make_schedule(options, learned=learned, offloaded=True).pause.suspension == 99
     assert make_schedule(options, learned=Constant(3)).pause.suspension != 99
-    assert not kind_of(resolve({})).learns
-    assert kind_of(resolve({"schedule": Cost()})) is None
+    assert not schedule_kind(resolve({})).learns
+    assert schedule_kind(resolve({"schedule": Cost()})) is None
 
 
 def test_calls_in_flight_keep_their_kind_of_schedule() -> None:
@@ -151,7 +151,7 @@ def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pyte
 
 def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name; help and documents tell of it."""
-    monkeypatch.setattr(quantizers, "find_spec", lambda name: name)
+    monkeypatch.setattr("specdec.models.loading.load.find_spec", lambda name: name)
     made = {name: make_quantizer(name) for name in QUANTIZATIONS}
     assert {name for name, one in made.items() if isinstance(one, BitsAndBytes)} == {"int8", "nf4", "fp4"}
     for name, one in made.items():

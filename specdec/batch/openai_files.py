@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdec.batch.tasks import BatchSpec, Fields, Task, explained, load_generator
+from specdec.batch.tasks import BatchSpec, Fields, Task, error_text, load_generator
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
 from specdec.server.errors import ApiError, as_api_error, invalid
@@ -23,10 +23,8 @@ _NO_SEED = 2**63
 _TIMELESS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
-class OpenAI(Task):
+class OpenAITask(Task):
     """Answers requests as a server would, whatever model they name; answers do not depend on the clock."""
-
-    field = "body"
 
     def __init__(self, spec: BatchSpec) -> None:
         self._model = TextModel(spec.name, load_generator(spec, **spec.options))
@@ -52,11 +50,11 @@ class OpenAI(Task):
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The line of a refused or failed request; without fields, of the error alone."""
         if not fields:
-            facts = {"code": "invalid_request", "message": explained(error)}
+            facts = {"code": "invalid_request", "message": error_text(error)}
             return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}
         known = as_api_error(error)
         if known.status_code == 500:  # its message refers to a server's log
-            known = ApiError(500, explained(error), code=known.code)
+            known = ApiError(500, error_text(error), code=known.code)
         return self._line(fields, seed, known.status_code, known.body)
 
     def _line(self, fields: Fields, seed: int, status: int, body: dict[str, Any]) -> dict[str, Any]:

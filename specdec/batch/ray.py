@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.rows import Row, pyarrow_module, windows
+from specdec.batch.rows import InputRow, pyarrow_module, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
-from specdec.batch.tasks import BatchSpec, OutputLine, encoded
+from specdec.batch.tasks import BatchSpec
+from specdec.batch.worker import OutputLine, encode_line, load_worker
 from specdec.errors import EngineError, OptionError, SpecdecError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def connect(address: str) -> None:
 
 
 @dataclass(frozen=True)
-class Pool:
+class WorkerPool:
     """`least` to `most` workers, each with the models, `at_once` rows, and `cpus` and `gpus` of its node.
 
     None: one worker per GPU, or per node without GPUs, and an equal share of the CPUs.
@@ -61,7 +62,7 @@ class Pool:
     at_once: int = AT_ONCE
 
     @classmethod
-    def of(cls, workers: str | None, **more: Any) -> Pool:
+    def of(cls, workers: str | None, **more: Any) -> WorkerPool:
         """The pool of `workers`, such as "4" or "1-4"."""
         if workers is None:
             return cls(**more)
@@ -71,7 +72,7 @@ class Pool:
             raise OptionError.of("workers", "a number, or two as in 1-4", workers)
         return cls(int(least), int(most), **more)
 
-    def settled(self) -> Pool:
+    def settled(self) -> WorkerPool:
         """The pool with the cluster's defaults in place of None."""
         ray, known = ray_module(), ray_module().cluster_resources()
         gpus, nodes = int(known.get("GPU", 0)), sum(node["Alive"] for node in ray.nodes())
@@ -93,11 +94,11 @@ class Pool:
         return {"compute": strategy, **held, "max_restarts": -1, "max_task_retries": _RETRIES}
 
 
-def over_ray(pool: Pool, total: int) -> Start:
+def over_ray(pool: WorkerPool, total: int) -> Start:
     """Workers of the connected cluster, for `total` rows; another worker repeats a lost worker's blocks."""
 
     def start(spec: BatchSpec) -> Answers:
-        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
+        def answers(rows: Iterator[InputRow], stop: Stop) -> Iterator[OutputLine]:
             ray, own = ray_module(), pool.settled()
             size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
             ordered = by_length(rows, spec, _MOST_ROWS * own.at_once)
@@ -124,14 +125,14 @@ class _Lines:
     """An actor: loads the models once, then turns blocks of rows into lines."""
 
     def __init__(self, spec: BatchSpec, at_once: int) -> None:
-        self._worker, self._pool = spec.start(), ThreadPoolExecutor(at_once)
+        self._worker, self._pool = load_worker(spec), ThreadPoolExecutor(at_once)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """The lines of a block."""
-        rows = [Row(**json.loads(row)) for row in block["row"].to_pylist()]
+        rows = [InputRow(**json.loads(row)) for row in block["row"].to_pylist()]
         return pyarrow_module().Table.from_pylist([vars(line) for line in self._pool.map(self._worker, rows)])
 
 
-def _block(rows: list[Row]) -> pyarrow.Table:
+def _block(rows: list[InputRow]) -> pyarrow.Table:
     """Rows as a table of JSON."""
-    return pyarrow_module().table({"row": [encoded(vars(row)) for row in rows]})
+    return pyarrow_module().table({"row": [encode_line(vars(row)) for row in rows]})

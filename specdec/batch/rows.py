@@ -22,7 +22,7 @@ _ROWS = 1024  # of Parquet, read at a time
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """One row: its number, its fields, and the error if it could not be read."""
 
     number: int
@@ -58,12 +58,12 @@ class Source:
             raise OptionError(f"{path} is empty: there is nothing to do")
         return cls(path, kind, rows, digest.hexdigest())
 
-    def read(self, name: str) -> Iterator[Row]:
+    def read(self, name: str) -> Iterator[InputRow]:
         """All rows in order; a line of text becomes the field `name`."""
         if self.kind == "parquet":
             batches = _parquet(self.path).iter_batches(batch_size=_ROWS)
             rows = (row for batch in batches for row in batch.to_pylist())
-            yield from (Row(number, fields) for number, fields in enumerate(rows))
+            yield from (InputRow(number, fields) for number, fields in enumerate(rows))
             return
         for number, line in enumerate(_lines(self.path)):
             try:
@@ -71,10 +71,10 @@ class Source:
                 found = {name: text} if self.kind == "text" else json.loads(text)
             except (ValueError, RecursionError) as error:
                 kind = "text" if self.kind == "text" else "JSON"
-                yield Row(number, error=f"the line is not {kind} in UTF-8: {error}")
+                yield InputRow(number, error=f"the line is not {kind} in UTF-8: {error}")
                 continue
             wrong = None if isinstance(found, dict) else f"the line must be a JSON object, got {type(found).__name__}"
-            yield Row(number, error=wrong) if wrong else Row(number, found)
+            yield InputRow(number, error=wrong) if wrong else InputRow(number, found)
 
 
 def windows(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:

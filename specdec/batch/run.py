@@ -12,8 +12,9 @@ from textwrap import shorten
 from time import monotonic
 
 from specdec.batch.journal import Journal
-from specdec.batch.rows import KINDS, Row, Source, windows
-from specdec.batch.tasks import BatchSpec, OutputLine
+from specdec.batch.rows import KINDS, InputRow, Source, windows
+from specdec.batch.tasks import BatchSpec
+from specdec.batch.worker import OutputLine, load_worker
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -25,7 +26,7 @@ _FAILURES = 3  # failed rows that `Progress` names
 _LONGEST = 200  # characters of a reason
 _WINDOW = 16  # rows sorted by length together, per row that runs
 Stop = Callable[[], bool]
-Answers = Callable[[Iterator[Row], Stop], Iterator[OutputLine]]
+Answers = Callable[[Iterator[InputRow], Stop], Iterator[OutputLine]]
 """Turns rows into lines of output, in any order."""
 Start = Callable[[BatchSpec], Answers]
 
@@ -62,7 +63,7 @@ class Progress:
         return replace(self, failed=self.failed + 1, failures=tuple(first))
 
 
-def run(
+def run_batch(
     source: Source,
     out: str | Path,
     spec: BatchSpec,
@@ -119,9 +120,9 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         raise OptionError.of("at_once", "at least 1", at_once)
 
     def start(spec: BatchSpec) -> Answers:
-        worker = spec.start()
+        worker = load_worker(spec)
 
-        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
+        def answers(rows: Iterator[InputRow], stop: Stop) -> Iterator[OutputLine]:
             running: set[Future[OutputLine]] = set()
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
@@ -150,7 +151,7 @@ def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
     yield from (future.result() for future in sorted(done, key=lambda one: one.exception() is not None))
 
 
-def by_length(rows: Iterator[Row], spec: BatchSpec, window: int) -> Iterator[Row]:
+def by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
     """The rows, in each window of `window` the longest first."""
     for some in windows(rows, window):
         yield from sorted(some, key=spec.size, reverse=True)
@@ -167,7 +168,7 @@ def failure_of(line: bytes) -> str | None:
     return None if error is None else shorten(str(error), _LONGEST, placeholder=" …")
 
 
-def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
+def _misplaced(rows: Iterator[InputRow], spec: BatchSpec) -> Iterator[InputRow]:
     """The same rows; warns once per field that has an option's name but is data, or that an answer replaces."""
     place = "body" if spec.task == "openai" else "options"
     names, seen = {*Options.model_fields, *SYNONYMS} - {"n", spec.input}, set[str]()

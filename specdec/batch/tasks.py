@@ -1,19 +1,16 @@
-"""The tasks of a batch: a worker loads models, and turns each row into a line of output, an answer or an error."""
+"""The tasks of a batch: each loads models, and answers rows."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from specdec.batch.rows import Row
+from specdec.batch.rows import InputRow
 from specdec.core.stats import Stats
-from specdec.decoding.noise import fold
-from specdec.errors import EngineError, OptionError, SpecdecError
+from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import ids_of
@@ -22,20 +19,20 @@ from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.pipelines.summaries.summarize import TASK
 
-_UNEXPECTED = 8  # unexpected errors in a row that end the run
-_COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
 _NEW_TOKENS = 128  # the default limit of summaries
 _KV_SHARE = 0.5  # of free memory
 Fields = Mapping[str, Any]
+INPUTS = {"generate": "prompt", "chat": "messages", "summarize": "text", "transcribe": "audio", "openai": "body"}
+"""Task -> the field that it reads of a row by default."""
 
 
 @dataclass(frozen=True)
 class BatchSpec:
     """What to do with every row; picklable.
 
-    `task`: one of `TASKS`; `field`: the field to read, by default the task's; `options`: of every call; `loading`: of
+    `task`: one of `INPUTS`; `field`: the field to read, by default the task's; `options`: of every call; `loading`: of
     `from_pretrained`; `more`: of the task; `folder`: the base of relative paths in rows; `row_stats`: lines have
-    statistics of passes and drafts.
+    statistics of passes and drafts. Raises OptionError for an unknown task.
     """
 
     task: str
@@ -50,24 +47,22 @@ class BatchSpec:
     folder: str = "."
     row_stats: bool = False
 
+    def __post_init__(self) -> None:
+        if self.task not in INPUTS:
+            raise OptionError.of("task", f"one of {', '.join(INPUTS)}", self.task)
+
     @property
     def input(self) -> str:
         """The field to read of every row."""
-        return self.field or task_class(self.task).field
+        return self.field or INPUTS[self.task]
 
-    def size(self, row: Row) -> int:
+    def size(self, row: InputRow) -> int:
         """The approximate length of a row; rows of similar lengths share passes well. 0: unknown, of a recording."""
         return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
-    def start(self) -> Worker:
-        """Loads the models; raises OptionError and LoadError as `from_pretrained` does."""
-        return Worker(self, task_class(self.task)(self))
-
 
 class Task(ABC):
-    """One task with its models; `field` is the default field that it reads of a row."""
-
-    field: ClassVar[str]
+    """One task with its models."""
 
     @abstractmethod
     def __init__(self, spec: BatchSpec) -> None:
@@ -79,13 +74,11 @@ class Task(ABC):
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The fields of a failed row."""
-        return {"output": None, "finish_reason": None, "usage": None, "error": explained(error)}
+        return {"output": None, "finish_reason": None, "usage": None, "error": error_text(error)}
 
 
-class Generate(Task):
+class GenerateTask(Task):
     """Continues prompts, text or token ids."""
-
-    field = "prompt"
 
     def __init__(self, spec: BatchSpec) -> None:
         self._spec, self._generator = spec, load_generator(spec)
@@ -94,30 +87,26 @@ class Generate(Task):
         self._generator.options(**spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        ids = wanted(fields, self._spec.input, str, list)
+        ids = read_field(fields, self._spec.input, str, list)
         if isinstance(ids, str):
             begin = listed(self._generator.target.model.generation_config.bos_token_id)[:1]
             ids = ids_of(self._generator.tokenizer, ids, verbose=False) or begin
-        return answered(self._generator.generate([ids], **call_options(self._spec, fields, seed)), len(ids))
+        return answered(self._generator.generate([ids], **row_options(self._spec, fields, seed)), len(ids))
 
 
-class Chat(Generate):
+class ChatTask(GenerateTask):
     """Answers conversations; a text is one message of a user."""
 
-    field = "messages"
-
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        chat = wanted(fields, self._spec.input, str, list)
+        chat = read_field(fields, self._spec.input, str, list)
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(map(_message, chat))
         if (system := self._spec.more.get("system")) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return answered(self._generator.generate(messages=messages, **call_options(self._spec, fields, seed)))
+        return answered(self._generator.generate(messages=messages, **row_options(self._spec, fields, seed)))
 
 
-class Summarize(Task):
+class SummarizeTask(Task):
     """Summarizes texts of any length."""
-
-    field = "text"
 
     def __init__(self, spec: BatchSpec) -> None:
         generator = load_generator(spec, task=TASK)
@@ -127,17 +116,15 @@ class Summarize(Task):
         self._spec, self._summarizer = spec, Summarizer(generator, **spec.more)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        text = wanted(fields, self._spec.input, str)
-        found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._spec, fields, seed)})
+        text = read_field(fields, self._spec.input, str)
+        found = self._summarizer.summarize([text], **{**self._limit, **row_options(self._spec, fields, seed)})
         [summary], stats = found.documents, found.stats
         usage = {"completion_tokens": stats.num_new_tokens}
         return result(summary.texts, summary.finish_reasons, usage), stats
 
 
-class Transcribe(Task):
+class TranscribeTask(Task):
     """Transcribes recordings, given by their paths."""
-
-    field = "audio"
 
     def __init__(self, spec: BatchSpec) -> None:
         self._transcriber = Transcriber.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading)
@@ -146,95 +133,15 @@ class Transcribe(Task):
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The transcript; with timestamps, also `chunks`."""
-        path = Path(self._spec.folder) / wanted(fields, self._spec.input, str)
-        found = self._transcriber(str(path), **call_options(self._spec, fields, seed % 2**62))
+        path = Path(self._spec.folder) / read_field(fields, self._spec.input, str)
+        found = self._transcriber(str(path), **row_options(self._spec, fields, seed % 2**62))
         reason = next((one for one in found.finish_reasons if one != "eos"), "eos")  # a window's that was cut
         answer = result([found["text"]], [reason], {"completion_tokens": found.stats.num_new_tokens})
         chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
         return {**answer, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
 
 
-TASKS: dict[str, type[Task] | None] = {
-    "generate": Generate,
-    "chat": Chat,
-    "summarize": Summarize,
-    "transcribe": Transcribe,
-    "openai": None,
-}
-"""Task -> its class; that of OpenAI's batch files is imported on first use."""
-
-
-def task_class(name: str) -> type[Task]:
-    """The class of a task; raises OptionError for an unknown name, SpecdecError for a missing package."""
-    if name not in TASKS:
-        raise OptionError.of("task", f"one of {', '.join(TASKS)}", name)
-    if (known := TASKS[name]) is not None:
-        return known
-    try:
-        found: type[Task] = import_module("specdec.batch.openai_files").OpenAI
-    except ImportError as error:
-        raise SpecdecError(
-            f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
-        ) from None
-    return found
-
-
-@dataclass(frozen=True)
-class OutputLine:
-    """A finished row: its number, its line of output, and its new tokens."""
-
-    number: int
-    data: bytes
-    tokens: int
-
-
-class Worker:
-    """Loaded models; several threads may call it, and share passes."""
-
-    def __init__(self, spec: BatchSpec, task: Task) -> None:
-        self._spec, self._task = spec, task
-        self._unexpected = 0  # consecutive errors that no row explains
-
-    def __call__(self, row: Row) -> OutputLine:
-        """The line of a row, an answer or its error."""
-        seed, tokens = fold(self._spec.seed, row.number), 0
-        try:
-            if row.error is not None:
-                raise OptionError(row.error)
-            result, stats = self._task.answer(row.fields, seed)
-            tokens = stats.num_new_tokens
-            if self._spec.row_stats:
-                result |= {"stats": {name: getattr(stats, name) for name in _COUNTS}}
-            self._unexpected = 0
-        except EngineError:
-            raise
-        except Exception as error:  # of this row alone
-            self._count(error)
-            result = self._task.failure(row.fields, error, seed)
-        line = result if self._spec.task == "openai" else {**row.fields, **result}
-        return OutputLine(row.number, encoded(line), tokens)
-
-    def _count(self, error: Exception) -> None:
-        """Raises EngineError after several unexpected errors, which rows do not explain."""
-        unexpected = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, SpecdecError)
-        self._unexpected = self._unexpected + 1 if unexpected else 0
-        if self._unexpected >= _UNEXPECTED:
-            raise EngineError(
-                f"{_UNEXPECTED} rows in turn failed ({error}): what is written stays, and the same command goes on"
-            ) from error
-
-
-def encoded(line: Mapping[str, Any]) -> bytes:
-    """A line of JSON in UTF-8; unknown types become text, NaN and infinities null."""
-    try:
-        return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate
-        return json.dumps(line, default=str).encode() + b"\n"
-    except ValueError:
-        return encoded(json.loads(json.dumps(line, default=str), parse_constant=lambda _: None))
-
-
-def explained(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error in one line, with its type unless it is a SpecdecError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, SpecdecError) else f"{type(error).__name__}: {text}"
@@ -246,7 +153,7 @@ def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     return generator
 
 
-def wanted(fields: Fields, name: str, *kinds: type) -> Any:
+def read_field(fields: Fields, name: str, *kinds: type) -> Any:
     """A field of a row; raises OptionError where it is missing or of another type."""
     value = plain(fields.get(name))
     if value is None:
@@ -256,7 +163,7 @@ def wanted(fields: Fields, name: str, *kinds: type) -> Any:
     return value
 
 
-def call_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
+def row_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
     """The options of a row's call: those of its field `options`, if an object, override those of all rows."""
     found = fields.get("options")
     own = found if isinstance(found, Mapping) else {}

@@ -41,17 +41,17 @@ class Speedup(NamedTuple):
         }[self.state]
 
 
-class Request(NamedTuple):
+class BatchTiming(NamedTuple):
     """One batch of prompts: median seconds and new tokens over its repetitions."""
 
     seconds: float
     tokens: float
 
 
-def requests(samples: Sequence[Sample]) -> dict[int, Request]:
+def requests(samples: Sequence[Sample]) -> dict[int, BatchTiming]:
     """The requests of one system, by batch."""
     return {
-        batch: Request(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
+        batch: BatchTiming(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
         for batch, own in _repetitions(samples).items()
     }
 
@@ -142,7 +142,7 @@ def acceptance_by_position(stats: Stats) -> list[Position]:
     ]
 
 
-class Prediction(NamedTuple):
+class PredictedSpeedup(NamedTuple):
     """The expected speedup by draft length.
 
     `alpha` is the chance that a tested token is accepted, `cost` a drafted token's seconds over a target pass's.
@@ -157,11 +157,11 @@ class Prediction(NamedTuple):
         return float(expected / (k * self.cost + 1))
 
 
-def predict(plain: Stats, sweep: Stats) -> Prediction | None:
+def predict(plain: Stats, sweep: Stats) -> PredictedSpeedup | None:
     """The prediction from plain decoding and all calls of a sweep; None where nothing was drafted."""
     places = acceptance_by_position(sweep)
     if not places:
         return None
     alpha = sum(place.accepted for place in places) / sum(place.tested for place in places)
     a_pass = (plain.verify_seconds + plain.select_seconds) / plain.num_target_passes
-    return Prediction(alpha, sweep.draft_seconds / sweep.num_draft_tokens / a_pass)
+    return PredictedSpeedup(alpha, sweep.draft_seconds / sweep.num_draft_tokens / a_pass)

@@ -27,14 +27,14 @@ def import_modules(names: Sequence[str]) -> None:
             import_module(name)
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            failed = f"its own code failed at {place_of(error)}"
+            failed = f"its own code failed at {line_of(error)}"
             advice = "run the command in its folder, or install it" if missing else failed
             raise OptionError(
                 f"`imports` (--import): module {name!r} cannot be imported ({type(error).__name__}: {error}): {advice}"
             ) from error
 
 
-def place_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """The file and line where it was raised, or that cannot be read."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"

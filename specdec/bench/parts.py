@@ -12,18 +12,18 @@ from specdec.options.load import Loading
 Count = Annotated[int, Field(ge=1)]
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A value as a list of it, a list as it is."""
     return value if isinstance(value, list) else [value]
 
 
-class Part(BaseModel):
+class SuitePart(BaseModel):
     """A mapping that allows known keys alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Mode(Part):
+class Mode(SuitePart):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
     A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own.
@@ -63,7 +63,7 @@ class Mode(Part):
         return self.model_dump(exclude={"name", "draft_options"}, exclude_none=True)
 
 
-class Prompts(Part):
+class PromptSet(SuitePart):
     """`count` prompts of a set (`code`, `copy`, `text`) or a file, spread over its categories.
 
     `chat` applies the tokenizer's chat template.
@@ -78,7 +78,7 @@ class Prompts(Part):
         return Path(self.source).stem
 
 
-class Drafting(Part):
+class Drafting(SuitePart):
     """Options of `generate` that say how much to draft."""
 
     schedule: str
@@ -97,7 +97,7 @@ class Drafting(Part):
         return self.model_dump(exclude_none=True)
 
 
-class Target(Part):
+class Target(SuitePart):
     """A target with drafts of its own."""
 
     target: str

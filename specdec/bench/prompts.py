@@ -38,7 +38,7 @@ class PromptText:
     category: str
 
 
-def read_prompts(source: str, count: int) -> list[PromptText]:
+def pick_prompts(source: str, count: int) -> list[PromptText]:
     """At most `count` prompts, spread over the categories.
 
     `source` is a set of the package (`SETS`), a `.jsonl` file (the first of Spec-Bench's `turns` counts), or a text

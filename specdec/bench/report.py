@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench.figures import Prediction
+from specdec.bench.figures import PredictedSpeedup
 from specdec.bench.results import Results, as_csv, backends
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def write_report(found: Results, folder: Path) -> Path:
     for plot in chain.from_iterable(plots):
         (folder / f"{plot.name}.png").write_bytes(plot.png)
     page = folder / "report.html"
-    page.write_text(as_html(found, plots), encoding="utf-8")
+    page.write_text(report_html(found, plots), encoding="utf-8")
     return page
 
 
-def as_html(found: Results, plots: list[list[Plot]]) -> str:
+def report_html(found: Results, plots: list[list[Plot]]) -> str:
     """The page, with the plots of every group."""
     import yaml
     from jinja2 import Environment, StrictUndefined
@@ -230,7 +230,7 @@ def _sweep(axes: Axes, sweeps: list[Results]) -> None:
         axes.errorbar(sweep["k"], [s["value"] for s in found], yerr=_spread(found), capsize=3, **style)
     for n, sweep in enumerate(sweeps):
         if sweep["theory"]:
-            theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
+            theory, lengths = PredictedSpeedup(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
             label = f"{short(sweep['draft'])}, predicted"
             axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=SERIES[n % len(SERIES)], label=label)
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))

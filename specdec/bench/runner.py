@@ -14,9 +14,9 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from specdec.bench.imports import digests, place_of
+from specdec.bench.imports import digests, line_of
 from specdec.bench.machine import Watch, provenance
-from specdec.bench.prompts import PromptText, batches, read_prompts
+from specdec.bench.prompts import PromptText, batches, pick_prompts
 from specdec.bench.samples import Difference, Failure, Key, Mismatch, Run, Sample, Store, differences, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.systems import Systems, measure
@@ -147,7 +147,7 @@ def name_of(cell: Cell | None) -> str:
 
 def in_words(error: BaseException) -> str:
     """An error in one line; one that specdec does not raise on purpose with its place."""
-    place = "" if isinstance(error, SpecdecError) else f" ({place_of(error)})"
+    place = "" if isinstance(error, SpecdecError) else f" ({line_of(error)})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
@@ -160,7 +160,7 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
         raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
     check_drafts(suite)
-    prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
+    prompts = [pick_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
     place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
     store, groups = Store(folder, suite, fingerprint(suite, texts, place)), list[GroupRun]()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from specdec.bench.imports import import_modules
-from specdec.bench.parts import Count, Drafting, Mode, Part, Prompts, Target, listed
+from specdec.bench.parts import Count, Drafting, Mode, PromptSet, SuitePart, Target, as_list
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.drafts import DraftName, read_draft
@@ -28,7 +28,7 @@ PLAIN = "plain"  # the system without a draft
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategyOptions:
     """Options of `generate`, and whether they take a draft (`drafts`)."""
 
     name: str
@@ -87,8 +87,8 @@ class Group:
 
     target: str
     mode: Mode
-    strategy: Strategy
-    prompts: Prompts
+    strategy: StrategyOptions
+    prompts: PromptSet
     batch: int
     cells: tuple[Cell, ...]
 
@@ -107,7 +107,7 @@ def _named(key: str) -> BeforeValidator:
 def _spread(schedules: Any) -> Any:
     """One entry per length of a schedule."""
     found: list[Any] = []
-    for entry in listed(schedules):
+    for entry in as_list(schedules):
         lengths = entry.get("num_assistant_tokens") if isinstance(entry, Mapping) else None
         found += [{**entry, "num_assistant_tokens": k} for k in lengths] if isinstance(lengths, list) else [entry]
     return found
@@ -121,22 +121,22 @@ class Suite(BaseModel):
     logits are at most `near_tie` apart.
     """
 
-    model_config = Part.model_config
+    model_config = SuitePart.model_config
 
     name: str = "bench"
-    imports: Annotated[list[str], BeforeValidator(listed)] = []
-    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(listed), Field(min_length=1)]
-    drafts: Annotated[list[str], BeforeValidator(listed)] = []
+    imports: Annotated[list[str], BeforeValidator(as_list)] = []
+    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(as_list), Field(min_length=1)]
+    drafts: Annotated[list[str], BeforeValidator(as_list)] = []
     modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
-    strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(listed), Field(min_length=1)] = ["greedy"]
-    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(listed)] = []
+    strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(as_list), Field(min_length=1)] = ["greedy"]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(as_list)] = []
     schedules: Annotated[
         list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
     ] = [Drafting(schedule="auto")]
-    prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(listed), Field(min_length=1)] = [
-        Prompts(source="code")
+    prompts: Annotated[list[Annotated[PromptSet, _named("source")]], BeforeValidator(as_list), Field(min_length=1)] = [
+        PromptSet(source="code")
     ]
-    batches: Annotated[list[Count], BeforeValidator(listed), Field(min_length=1)] = [1]
+    batches: Annotated[list[Count], BeforeValidator(as_list), Field(min_length=1)] = [1]
     max_new_tokens: Count = 128
     options: dict[str, Any] = {}
     repeats: Count = 3
@@ -161,26 +161,26 @@ class Suite(BaseModel):
             ]
         return found
 
-    def call(self, strategy: Strategy, cell: Cell | None = None) -> dict[str, Any]:
+    def call(self, strategy: StrategyOptions, cell: Cell | None = None) -> dict[str, Any]:
         """The options of one call of `generate`."""
         common = {"max_new_tokens": self.max_new_tokens, "seed": self.seed, **self.options}
         return {**common, **strategy.options, **(cell.drafting.options if cell else {})}
 
-    def _strategies(self) -> Iterator[Strategy]:
+    def _strategies(self) -> Iterator[StrategyOptions]:
         for entry in self.strategies:
             name, options = _strategy(entry)
             if (draft := options.pop("draft", None)) not in (None, "none"):
                 raise OptionError.of("draft", f"'none' in strategy {name!r}", draft, "name drafts in `drafts`")
             drafts = draft is None
             if not self.temperatures:
-                yield Strategy(name, options, drafts=drafts)
+                yield StrategyOptions(name, options, drafts=drafts)
             elif "temperature" in options:
                 raise OptionError(
                     f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them"
                 )
             for temperature in self.temperatures:
                 drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-                yield Strategy(name, {**options, **drawn}, temperature, drafts)
+                yield StrategyOptions(name, {**options, **drawn}, temperature, drafts)
 
 
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -197,7 +197,7 @@ def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def read_suite(given: Mapping[str, Any]) -> Suite:
     """The suite with these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
     if isinstance(imports := given.get("imports"), str | list):
-        import_modules([name for name in listed(imports) if isinstance(name, str)])
+        import_modules([name for name in as_list(imports) if isinstance(name, str)])
     try:
         suite = Suite(**given)
     except ValidationError as error:

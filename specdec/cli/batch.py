@@ -11,10 +11,10 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, passed, read_request, refuse_idle
+from specdec.cli.request import DEFAULT_NEW_TOKENS, CommandRequest, first_of_job, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
-from specdec.cli.transcribe import read_model, read_speech
+from specdec.cli.transcribe import choose_model, read_speech
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 
@@ -73,7 +73,7 @@ def batch(
     request = read_task(ctx.params)
     first_of_job(request)
     with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
-        from specdec.batch import Pool, Source, connect, embedded, over_ray, run
+        from specdec.batch import Source, WorkerPool, connect, embedded, over_ray, run_batch
 
         def tell(done: Progress) -> None:
             pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {request.target}"
@@ -83,11 +83,11 @@ def batch(
         spec = make_spec(request, rows, ctx.params)
         start = embedded(at_once)
         if ray is not None:
-            pool = Pool.of(workers, cpus=worker_cpus, gpus=worker_gpus, at_once=at_once)
+            pool = WorkerPool.of(workers, cpus=worker_cpus, gpus=worker_gpus, at_once=at_once)
             connect(ray)
             start = over_ray(pool, rows.rows)
         try:
-            done = run(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+            done = run_batch(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
@@ -104,7 +104,7 @@ def batch(
     return FAILED if done.failed else OK
 
 
-def read_task(params: Mapping[str, Any]) -> Request:
+def read_task(params: Mapping[str, Any]) -> CommandRequest:
     """The models and the options of all rows; raises OptionError for flags of another task."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
@@ -113,12 +113,12 @@ def read_task(params: Mapping[str, Any]) -> Request:
     if params["ray"] is None:
         refuse_idle(params, OF_WORKERS, "configures the workers of a cluster: pass --ray, or leave it out")
     if task == "transcribe":
-        return read_speech({**params, "model": read_model(params["model"], demo=False), "task": None})
+        return read_speech({**params, "model": choose_model(params["model"], demo=False), "task": None})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
     return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
 
 
-def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
+def make_spec(request: CommandRequest, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
     """The task for every row; the first row shows whether the file has requests in OpenAI's form."""
     from specdec.batch import BatchSpec
 

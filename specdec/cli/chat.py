@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Argument, Context, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DRAFT_OPTIONS, Request, are_here, load, not_utf8, read_request
+from specdec.cli.request import DRAFT_OPTIONS, CommandRequest, are_here, load_with_spinner, not_utf8, read_request
 from specdec.cli.show import Printer, show_stats
 from specdec.cli.terminal import OK, Interrupt, loading, say
 from specdec.errors import OptionError, SpecdecError
@@ -50,7 +50,7 @@ def chat(
     if request.options.get("num_return_sequences", 1) > 1:
         raise OptionError("`num_return_sequences`: a conversation has one answer a turn: leave it out")
     check_template(request)
-    talk = Conversation(load(request), request.options, system)
+    talk = Conversation(load_with_spinner(request), request.options, system)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):
@@ -69,7 +69,7 @@ def chat(
     return OK
 
 
-def check_template(request: Request) -> None:
+def check_template(request: CommandRequest) -> None:
     """Raises OptionError for a target without a chat template, before its weights are read."""
     with loading(f"loading the tokenizer of {request.target}"):
         from specdec.generator.tokenizers import tokenizer_beside

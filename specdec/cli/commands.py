@@ -22,7 +22,14 @@ from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import first_of_job, load, read_prediction, read_prompt, read_request, with_images
+from specdec.cli.request import (
+    first_of_job,
+    load_with_spinner,
+    read_prediction,
+    read_prompt,
+    read_request,
+    with_images,
+)
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats
 from specdec.cli.summarize import summarize
@@ -58,13 +65,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    code = run(sys.argv[1:])
+    code = run_command(sys.argv[1:])
     if (ranks := sys.modules.get("specdec.parallel.ranks")) is not None:  # only where a model was loaded
         ranks.leave(code)
     sys.exit(code)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
     beside = is_beside(arguments)
@@ -181,7 +188,7 @@ def generate(
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.draft)
     asked = with_images(text, image or [])
-    generator = load(request)
+    generator = load_with_spinner(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with Interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}

@@ -33,10 +33,10 @@ def distill(
     cache_gib: float = Option(4.0, help="Disk space in GiB for the target's outputs, computed once."),
 ) -> int:
     """Train a draft, an EAGLE-3 head, for TARGET. Ctrl-C ends early; the same command resumes."""
-    from specdec.bench.prompts import read_prompts
+    from specdec.bench.prompts import pick_prompts
     from specdec.distill.distill import distill
 
-    asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
+    asked = [prompt.text for source in prompts or [] for prompt in pick_prompts(source, _ALL)]
     with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         card = distill(
             locate(target, "target", "TARGET"),

@@ -19,7 +19,7 @@ from rich.style import Style
 from typer import Option
 
 from specdec.cli import flags
-from specdec.cli.request import load, read_request
+from specdec.cli.request import load_with_spinner, read_request
 from specdec.cli.show import PROMPT, write, write_json
 from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
@@ -146,7 +146,7 @@ def _lacks(needed: Requirement) -> bool:
     return found is None or not needed.specifier.contains(found, prereleases=True)
 
 
-def models(generator: SpecGenerator) -> Iterator[Finding]:
+def check_models(generator: SpecGenerator) -> Iterator[Finding]:
     """Target and draft, their backends, and whether they fit."""
     draft = generator.draft
     parts = [("target", generator.target), *(("draft", one) for one in (draft.models if draft else ()))]
@@ -296,11 +296,11 @@ def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
         return
     request = read_request(params)
     try:
-        generator: SpecGenerator = load(request, prefix_cache=False)  # every measured run reads its prompt
+        generator: SpecGenerator = load_with_spinner(request, prefix_cache=False)  # every measured run reads its prompt
     except SpecdecError as error:
         yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return
-    yield from models(generator)
+    yield from check_models(generator)
     with loading(f"decoding for {params['seconds']:.0f} seconds"):
         measured = list(estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
     yield from measured

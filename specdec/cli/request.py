@@ -43,7 +43,7 @@ DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandRequest:
     """The models to load, and the options of the call."""
 
     target: str
@@ -58,13 +58,13 @@ def read_request(
     named: str = "TARGET",
     new_tokens: int | None = DEFAULT_NEW_TOKENS,
     seed: int | None = None,
-) -> Request:
+) -> CommandRequest:
     """The request of flags over the file of --config; raises OptionError for what contradicts or is unknown.
 
     `params` may lack flags. `named` is what the command calls its target, `new_tokens` the length limit and `seed`
     that of sampling where nothing sets them; None leaves the former to the model and draws the latter.
     """
-    file = read_config(params.get("config"))
+    file = read_config_file(params.get("config"))
     target = params.get("target") or file.get("target")
     if not target:
         raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
@@ -80,10 +80,10 @@ def read_request(
     draft = choose_draft(params, file, target, options)
     if "draft_options" in loading and (draft is None or read_draft(draft).model is None):
         raise OptionError(f"options of loading a draft were given, and the draft {draft} is no model: leave them out")
-    return Request(target, draft, options, loading)
+    return CommandRequest(target, draft, options, loading)
 
 
-def read_config(path: Path | None) -> dict[str, Any]:
+def read_config_file(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; none without one."""
     if path is None:
         return {}
@@ -141,7 +141,7 @@ def read_options(
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
     if drawing or is_greedy:
         flags["do_sample"] = not is_greedy
-    options = _over(file, {**flags, **read_settings(params.get("set_") or [], flags)})
+    options = _over(file, {**flags, **read_assignments(params.get("set_") or [], flags)})
     if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = new_tokens
     try:
@@ -186,7 +186,7 @@ def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def read_settings(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+def read_assignments(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The `KEY=VALUE` pairs of --set, with values in YAML; raises OptionError for an option that `flags` set, too."""
     found = {}
     for setting in settings:
@@ -217,7 +217,7 @@ def choose_draft(
     return draft
 
 
-def first_of_job(request: Request) -> None:
+def first_of_job(request: CommandRequest) -> None:
     """Returns in the first of the processes that share the target; the others run in here until it ends."""
     if request.loading.get("tp_plan") is not None:
         from specdec.parallel.load import leading
@@ -225,7 +225,7 @@ def first_of_job(request: Request) -> None:
         leading(Loading(tp_plan=request.loading["tp_plan"]))
 
 
-def load(request: Request, **more: Any) -> SpecGenerator:
+def load_with_spinner(request: CommandRequest, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
     with loading(f"loading {request.target}", downloads=not are_here(request.target, request.draft)):
         from specdec.generator.generator import SpecGenerator

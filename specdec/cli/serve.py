@@ -77,7 +77,7 @@ def serve(
     keys = settings_keys(ctx.params)
     silent = keys.get("log") == "json"  # whose lines are all JSON
     with loading("reading the settings", quiet=silent):
-        from specdec.server import check_address, create_app, load, read_settings, start_log
+        from specdec.server import check_address, create_app, load_served, read_settings, start_log
         from specdec.server import serve as run
         from specdec.server.keys import Keys
 
@@ -89,7 +89,7 @@ def serve(
     if not is_quiet():  # Python's warnings become lines of the log
         warnings.showwarning = lambda message, *_, **__: logging.getLogger("specdec.server").warning("%s", message)
     with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
-        models = [load(model, settings.limits, settings.share) for model in settings.models]
+        models = [load_served(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
     return OK

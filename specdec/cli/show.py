@@ -12,7 +12,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 
-from specdec.cli.request import Request
+from specdec.cli.request import CommandRequest
 from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, notes_after, say
 from specdec.options.versions import versions
 
@@ -99,7 +99,7 @@ def print_text(text: str, heading: str | None) -> None:
     write(out, f"{text}\n")
 
 
-def report(found: Mapping[str, Any], request: Request, stats: Stats) -> None:
+def report(found: Mapping[str, Any], request: CommandRequest, stats: Stats) -> None:
     """Prints what was found as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
     names = {"target": request.target, "draft": request.draft}
     settings = {**names, **request.loading, "options": request.options, **stats.settings}

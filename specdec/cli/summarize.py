@@ -10,7 +10,14 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, first_of_job, load, read_request, read_text
+from specdec.cli.request import (
+    DEFAULT_NEW_TOKENS,
+    CommandRequest,
+    first_of_job,
+    load_with_spinner,
+    read_request,
+    read_text,
+)
 from specdec.cli.show import print_text, report, show_stats
 from specdec.cli.terminal import INTERRUPTED, OK, Bar, say
 from specdec.core.stats import total
@@ -46,7 +53,7 @@ def summarize(
     stats: bool,
 ) -> int:
     """Summarize texts of any length. The summaries are the same with and without a draft."""
-    from specdec.pipelines.summaries.summarize import row_seeds
+    from specdec.pipelines.summaries.summarize import batch_seeds
 
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
@@ -55,12 +62,12 @@ def summarize(
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     first_of_job(request)
-    texts = bundled_models.functions() if demo else read_files(files or [])
+    texts = bundled_models.functions() if demo else read_text_files(files or [])
     summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK
     found: list[Summaries] = []
     bar, all_names = Bar(), list(texts)
-    seeds = row_seeds(summarizer.generator.options(**request.options), len(texts)) or []
+    seeds = batch_seeds(summarizer.generator.options(**request.options), len(texts)) or []
     rows = len(seeds) // max(len(texts), 1)  # of each text
     try:
         for first in range(0, len(texts), batch_size):
@@ -83,7 +90,7 @@ def summarize(
     return code
 
 
-def read_files(names: Sequence[str]) -> dict[str, str]:
+def read_text_files(names: Sequence[str]) -> dict[str, str]:
     """The texts of files, by name; raises OptionError for one that is not text, empty, or named twice."""
     found: dict[str, str] = {}
     for name in names:
@@ -95,11 +102,11 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def make(request: Request, **how: Any) -> Summarizer:
+def make(request: CommandRequest, **how: Any) -> Summarizer:
     """The summarizer of a request, with a length limit."""
     from specdec.pipelines.summaries.summarize import TASK, Summarizer
 
-    generator = load(request, task=TASK)
+    generator = load_with_spinner(request, task=TASK)
     limits = generator.options(**request.options)
     if limits.max_new_tokens is None and limits.max_length is None:
         request.options["max_new_tokens"] = DEFAULT_NEW_TOKENS
@@ -107,7 +114,7 @@ def make(request: Request, **how: Any) -> Summarizer:
 
 
 def conclude(
-    request: Request, texts: dict[str, str], found: Sequence[Summaries], *, as_json: bool, stats: bool
+    request: CommandRequest, texts: dict[str, str], found: Sequence[Summaries], *, as_json: bool, stats: bool
 ) -> None:
     documents = [document for part in found for document in part.documents]
     counts = total([part.stats for part in found])

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, Request, are_here, passed, read_settings
+from specdec.cli.request import FLAGS, CommandRequest, are_here, passed, read_assignments
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
@@ -63,8 +63,8 @@ def transcribe(
 
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
-    recordings = read_files(files or [], demo=demo)
-    name = ctx.params["model"] = read_model(model, demo=demo)
+    recordings = find_recordings(files or [], demo=demo)
+    name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
     request = read_speech(ctx.params)
     if output_dir is not None:
@@ -141,7 +141,7 @@ def unreadable(source: Any, error: SpecdecError) -> None:
     say(f"error: {' '.join(str(error).replace('`inputs`', '`FILE`').split())}", "red")
 
 
-def read_files(files: list[str], *, demo: bool) -> list[str]:
+def find_recordings(files: list[str], *, demo: bool) -> list[str]:
     """The recordings, those in folders among them; raises OptionError where none is named."""
     if bool(files) == demo:
         raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
@@ -160,7 +160,7 @@ def read_files(files: list[str], *, demo: bool) -> list[str]:
     return found
 
 
-def read_model(model: str | None, *, demo: bool) -> str:
+def choose_model(model: str | None, *, demo: bool) -> str:
     """The model that was named, or for the demo that of the package; else raises OptionError."""
     if model is None and not demo:
         raise OptionError(
@@ -179,7 +179,7 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
         raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
 
 
-def read_speech(params: Mapping[str, Any]) -> Request:
+def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     """The models and the options; a target of the package brings its draft.
 
     `params` may lack flags.
@@ -200,9 +200,9 @@ def read_speech(params: Mapping[str, Any]) -> Request:
         given["return_timestamps"] = True
     if params.get("context"):
         given["condition_on_prev_tokens"] = True
-    extra = read_settings(params["set_"] or [], given)
+    extra = read_assignments(params["set_"] or [], given)
     options = {"seed": 0, **(FALLBACK if params.get("fallback") else {}), **given, **extra}
-    return Request(target, draft, options, how)
+    return CommandRequest(target, draft, options, how)
 
 
 def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) -> None:

@@ -101,7 +101,7 @@ def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
     if device_reads.is_local(logits) and kernels.available():
-        return checked(int(kernels.draws(logits.detach().float()[None], [address])))
+        return checked(int(kernels.gumbel_draws(logits.detach().float()[None], [address])))
     return checked(int(draws(logits[None], [address])))
 
 

@@ -44,7 +44,7 @@ Notify = Callable[[float, float, str], object]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """A draft's settings, which must be the same when its training resumes; raises OptionError for invalid values."""
 
     layers: int = 1
@@ -115,7 +115,7 @@ def distill(
     written. The same call resumes the training, and larger `hours` or `steps` prolong it. Raises OptionError for wrong
     options, and for a folder that holds another draft; UnsupportedError for targets that cannot be distilled.
     """
-    settings, length = Settings(layers, draft_vocabulary, seed), Length(hours, steps)
+    settings, length = TrainingSettings(layers, draft_vocabulary, seed), Length(hours, steps)
     if not (is_number(cache_gib) and 0 <= cache_gib < inf):
         raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
     if not text and not prompts:
@@ -123,7 +123,7 @@ def distill(
     if any(isinstance(one, str | PathLike) for one in (text, prompts)):
         raise OptionError("`text` must be a list of files, `prompts` a list of texts, got one string: pass a list")
     texts = read_texts(text)
-    folder = _claim_folder(Path(out), settings, {**loading, "text": digest(texts), "prompts": digest(prompts)})
+    folder = _claim_folder(Path(out), settings, {**loading, "text": hash_texts(texts), "prompts": hash_texts(prompts)})
     check_tokenizer("tokenizer", tokenizer)
     make = SpecGenerator.from_pretrained if isinstance(target, str | PathLike) else SpecGenerator
     generator = make(target, tokenizer=tokenizer, backend="eager", **loading)
@@ -148,13 +148,13 @@ def _packed(generator: SpecGenerator) -> SpecGenerator:
         return generator
 
 
-def digest(texts: Sequence[str]) -> str:
+def hash_texts(texts: Sequence[str]) -> str:
     """A hash of these texts and their order."""
     lengths = ",".join(str(len(text)) for text in texts)
     return hashlib.sha256("\0".join([lengths, *texts]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
+def _claim_folder(out: Path, settings: TrainingSettings, given: dict[str, Any]) -> Path:
     """Writes the settings and what else was `given` to the draft's folder; raises OptionError if it has others."""
     note = out / STATE / "settings.json"
     wanted = {**asdict(settings), **{name: str(value) for name, value in given.items()}}
@@ -198,7 +198,7 @@ class Training:
     generator: SpecGenerator
     writer: SpecGenerator
     folder: Path
-    settings: Settings
+    settings: TrainingSettings
     length: Length
     cache: int
     notify: Notify

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from specdec.core.draft_schedules import kind_of, make_schedule
+from specdec.core.draft_schedules import make_schedule, schedule_kind
 from specdec.core.drafts import Draft, DraftTask
 from specdec.core.sequence import Context, RunningSequence
 from specdec.core.strategies import Strategy
@@ -84,7 +84,7 @@ class ScheduledDraft:
 
         A new schedule of a family begins with what the family's last one has learned.
         """
-        kind = kind_of(options)
+        kind = schedule_kind(options)
         if kind is None or not kind.learns:
             return Pacing(make_schedule(options, **how))
         key = (kind, options.family, options.num_assistant_tokens)
@@ -196,7 +196,7 @@ class Call:
             inputs = [prompt.embeds]
         if prompt.pictures is not None:
             inputs = [value for _, value in sorted(prompt.pictures.inputs.items())]
-        seq.context = context._replace(inputs=b"".join(map(digest, inputs)))
+        seq.context = context._replace(inputs=b"".join(map(tensor_fingerprint, inputs)))
         if seq.unconditional is not None:
             seq.unconditional.context = context
 
@@ -286,7 +286,7 @@ def row_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
     return [fold(seed, row) for row in range(count)]
 
 
-def digest(tensor: Tensor) -> bytes:
+def tensor_fingerprint(tensor: Tensor) -> bytes:
     """A fingerprint of a tensor's shape, type and content."""
     plain = tensor.detach().cpu().contiguous()
     head = f"{plain.dtype} {tuple(plain.shape)}".encode()

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from specdec.core.drafts import Draft
-from specdec.decoding.strategies import wanted
+from specdec.decoding.strategies import read_constraints
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
@@ -140,8 +140,8 @@ def _check_vocabulary(options: Options, target: LanguageModel) -> None:
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
     if options.num_beams > 1:
-        named["constraints"] = [c.ids for c in wanted(options.constraints, None)]
-        named["force_words_ids"] = [c.ids for c in wanted(None, options.force_words_ids)]
+        named["constraints"] = [c.ids for c in read_constraints(options.constraints, None)]
+        named["force_words_ids"] = [c.ids for c in read_constraints(None, options.force_words_ids)]
     for name, groups in named.items():
         wrong = next(
             (i for ids in groups for i in ids if not hasattr(i, "__index__") or not 0 <= i < target.vocab_size), None

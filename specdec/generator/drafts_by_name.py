@@ -24,7 +24,7 @@ from specdec.models.loading.lighten import lightened
 from specdec.options.drafts import SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import AUTO, PASSES, Loading
-from specdec.parallel.load import load
+from specdec.parallel.load import load_in_job
 from specdec.proposers import (
     DRAFTS,
     EarlyExitDraft,
@@ -37,7 +37,7 @@ from specdec.proposers import (
     TextBridge,
 )
 from specdec.proposers.function import refuse_class
-from specdec.proposers.heads import kind_of, load_head
+from specdec.proposers.heads import head_kind, load_head
 
 # transformers' arguments that name a call's draft -> the arguments that belong to each.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -94,7 +94,7 @@ class Drafts:
                 return self._registered(draft, name)
             case HeadAt():
                 return load_head(draft.source, self._target, draft.how, argument=name)
-            case PreTrainedModel() if kind_of(draft, argument=name) is not None:
+            case PreTrainedModel() if head_kind(draft, argument=name) is not None:
                 return load_head(draft, self._target, self._how, argument=name)
             case LoadedModel() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
@@ -244,7 +244,7 @@ def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load(model, how, name=name)
+    return load_in_job(model, how, name=name)
 
 
 def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
@@ -259,10 +259,10 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     if not isinstance(source, str | PathLike):
         return draft
     model: HeadAt | LoadedModel
-    if how.gguf_file is None and kind_of(source, how.revision, argument=name) is not None:
+    if how.gguf_file is None and head_kind(source, how.revision, argument=name) is not None:
         model = HeadAt(str(source), how)
     else:
-        model = LoadedModel(load(source, how, name=name), tokenizer_beside(str(source), **how.beside))
+        model = LoadedModel(load_in_job(source, how, name=name), tokenizer_beside(str(source), **how.beside))
     return model if word is None else (word, model)
 
 

@@ -25,7 +25,7 @@ from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import Drafts, language_model, loaded, named_drafts
 from specdec.generator.generation import Event, Generation
-from specdec.generator.inputs.pictures import split
+from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
 from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, read_prompts, with_predictions
 from specdec.generator.job import Job
@@ -82,7 +82,7 @@ class SpecGenerator:
         self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
-        self.tokenizer, self.processor = split(tokenizer)
+        self.tokenizer, self.processor = split_processor(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
         self._scheduled = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
@@ -257,7 +257,7 @@ class SpecGenerator:
             options = self._options(given, config)
             if "tokenizer" in objects:
                 check_tokenizer("tokenizer", objects["tokenizer"])
-                tokenizer = split(objects["tokenizer"])[0]
+                tokenizer = split_processor(objects["tokenizer"])[0]
             extras = Extras(**{**objects, "tokenizer": tokenizer})
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled

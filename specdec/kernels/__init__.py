@@ -3,7 +3,7 @@
 from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
-from specdec.kernels.ops import ALIKE, attend, draws, keep_top, passes, signed, store_nodes
+from specdec.kernels.ops import ALIKE, attend, gumbel_draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
 from specdec.kernels.pages import state as page_state
 from specdec.kernels.rounding import round_weight
@@ -22,8 +22,8 @@ __all__ = [
     "check",
     "compiler",
     "digest",
-    "draws",
     "folder",
+    "gumbel_draws",
     "instructions",
     "keep_top",
     "lack",

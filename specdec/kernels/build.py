@@ -79,9 +79,9 @@ def _lack() -> Lack | None:
     try:
         library = _library()
         try:
-            if not kept.is_whole(library):
+            if not kept.is_intact(library):
                 with kept.alone(library.with_suffix(".lock"), _FOLDER):
-                    if not kept.is_whole(library):
+                    if not kept.is_intact(library):
                         _build(library)
         except OSError as error:
             raise kept.unwritable(library.parent, _FOLDER, error) from None

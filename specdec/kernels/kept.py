@@ -40,7 +40,7 @@ def put(made: Path, place: Path) -> None:
     os.replace(made, place)
 
 
-def is_whole(place: Path) -> bool:
+def is_intact(place: Path) -> bool:
     """Whether a file is as `put` left it: a truncated library would crash the process."""
     try:
         return place.with_name(f"{place.name}.sha256").read_text() == _digest(place)

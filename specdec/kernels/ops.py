@@ -114,7 +114,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
 
-def draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
+def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
     """Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32 on the CPU, each with the noise of a 64-bit
     address.
 

@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> None:
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
-        kind = kind_of(weight)
+        kind = weight_kind(weight)
         is_float = kind in FLOATS
         stored = FLOATS[kind] if is_float else torch.int8 if given.bits == 8 else torch.uint8
         held = {
@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
             "levels": given.levels,
             "bias": None if bias is None else bias.detach().float().contiguous(),
         }
-        held = {name: None if one is None else pages.settled(one) for name, one in held.items()}
+        held = {name: None if one is None else pages.in_huge_pages(one) for name, one in held.items()}
         outputs, inputs = given.values.shape
         self._set(held, outputs, inputs, kind, rounds)
 
@@ -149,7 +149,7 @@ def pack(weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> 
     return layer
 
 
-def kind_of(weight: Weight) -> str:
+def weight_kind(weight: Weight) -> str:
     """The weight's name: of `FLOATS`, or "int4" to "int8"."""
     return f"int{weight.bits}" if isinstance(weight, Quantized) else str(weight.dtype).removeprefix("torch.")
 

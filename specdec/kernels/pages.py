@@ -38,7 +38,7 @@ def blocks(outputs: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return room
 
 
-def settled(tensor: Tensor) -> Tensor:
+def in_huge_pages(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it in huge pages."""
     if tensor.nbytes < _PAGE or tensor.device.type != "cpu":
         return tensor

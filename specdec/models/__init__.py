@@ -1,14 +1,18 @@
-"""Models and their passes: sessions, capabilities, loading."""
+"""Models and their passes: sessions, capabilities, loading.
+
+Its layers from the bottom: `encoding` and `hf`, `protocols`, `capability`, `cache`, `probe`, `pictures`, `backends`,
+`exactness`, `gguf`, `language_model`, `loading`.
+"""
 
 from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
-from specdec.models.cache.session import Session
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading.load import load, unwrapped
+from specdec.models.loading.load import load_model, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
 from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
+from specdec.models.protocols import Session
 
 __all__ = [
     "PICTURES",
@@ -18,7 +22,7 @@ __all__ = [
     "Session",
     "compiler_is_running",
     "free_bytes",
-    "load",
+    "load_model",
     "needs_eyes",
     "place_tokens",
     "plain_modes",

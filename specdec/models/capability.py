@@ -1,56 +1,12 @@
-"""How a model can be run, by architecture: its kind and size of cache, how it gets positions, which masks it takes.
-
-`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
-"""
+"""How a model can be run, by architecture: its kind and size of cache, how it gets positions, which masks it takes."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from specdec.models.cache.layout import AttentionKind
-from specdec.models.cache.session import Session
 from specdec.models.hf.tiny_models import SIZES
+from specdec.models.protocols import AttentionKind, Capability, Positions
 from specdec.options.fields import is_list, is_whole
-
-CacheKind = Literal["kv", "replay", "none"]
-Positions = Literal["ids", "embedding", "bias", "alibi", "native"]
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """How sessions run one model; lengths are in tokens.
-
-    `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no cache at all.
-    `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
-    ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
-    one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
-    then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
-    and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
-    padding token; None where they count from 0 (`places`). `reason`: why, for errors and reports.
-    """
-
-    cache_kind: CacheKind
-    positions: Positions = "native"
-    masks: Literal["single", "dict"] = "single"
-    kinds: tuple[AttentionKind, ...] = (AttentionKind("full_attention"),)
-    chunks: bool = True
-    boundary: int | None = None
-    cache_reset_length: int | None = None
-    inputs: Literal["ids", "embeds"] = "ids"
-    padding: int | None = None
-    reason: str = ""
-
-    def places(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The `position_ids` of tokens `ids` at these `positions`, both `[rows, nodes]`."""
-        if self.padding is None:
-            return positions
-        return torch.where(ids == self.padding, self.padding, positions + self.padding + 1)
-
 
 # model_type -> why its rows keep the library's own cache. What works depends on versions and kernels, so it is probed.
 REPLAY: dict[str, str] = dict.fromkeys(
@@ -159,42 +115,3 @@ def _number(config: Any, *names: str) -> int | None:
         if numbers := [int(number) for number in values if is_whole(number) and number > 0]:
             return max(numbers)
     return None
-
-
-class ModelSpec(Protocol):
-    """A transformers `model` and how to run it; `LanguageModel` implements this and documents each attribute."""
-
-    model: Any
-    config: Any
-    capability: Capability
-    input_names: frozenset[str]
-    prefix: str
-    vocab_size: int
-    num_ids: int
-    source_names: frozenset[str]
-    max_positions: int | None
-    device: torch.device
-    dtype: torch.dtype
-    is_encoder_decoder: bool
-    is_strict: bool
-    sees: bool
-
-    @property
-    def decoder(self) -> Any: ...
-    @property
-    def keeps(self) -> str | None: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def is_offloaded(self) -> bool: ...
-    @property
-    def forgets_order(self) -> bool: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    def see(self) -> Any: ...
-    def session(self) -> Session: ...
-    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
-    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
-    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...

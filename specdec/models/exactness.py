@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.kernels import PackedLinear
-from specdec.models.cache.session import Session
-from specdec.models.capability import ModelSpec
+from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.hf.derived import eyes
 from specdec.models.hf.device_hooks import execution_device
-from specdec.models.loading.integer_layers import Int8Linear
 from specdec.models.probe import trial_encoding
+from specdec.models.protocols import ModelSpec, Session
 
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond LLM.int8()'s threshold for outliers (6)

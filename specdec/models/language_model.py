@@ -22,8 +22,7 @@ from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.snapshot import ReplaySession
-from specdec.models.cache.session import Session
-from specdec.models.capability import AT_MASKS, Capability, cache_reset_length, kv_width, rope_boundary
+from specdec.models.capability import AT_MASKS, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
@@ -43,6 +42,7 @@ from specdec.models.hf.sides import (
 from specdec.models.hf.wrappers import decoder_of, is_composite, model_inputs, position_padding
 from specdec.models.pictures import sees
 from specdec.models.probe import find_capability
+from specdec.models.protocols import Capability, Session
 from specdec.options.fields import is_list, is_whole
 from specdec.options.load import BACKENDS
 

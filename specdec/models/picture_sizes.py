@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import OptionError
-from specdec.models.capability import ModelSpec
+from specdec.models.protocols import ModelSpec
 
 _FIXED = {"llava", "paligemma", "gemma3", "internvl", "idefics3", "smolvlm"}
 

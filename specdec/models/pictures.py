@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.capability import ModelSpec
 from specdec.models.picture_sizes import by_row, picture_tokens
+from specdec.models.protocols import ModelSpec
 
 
 class _Kind(NamedTuple):

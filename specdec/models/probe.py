@@ -17,21 +17,14 @@ from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
-from specdec.models.capability import (
-    REPLAY,
-    Capability,
-    ModelSpec,
-    Positions,
-    attention_kinds,
-    known,
-    kv_capability,
-)
+from specdec.models.capability import REPLAY, attention_kinds, known, kv_capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.sides import source_width
 from specdec.models.hf.tiny_models import tiny_alike, tiny_model
 from specdec.models.hf.wrappers import decoder_config, position_padding
+from specdec.models.protocols import Capability, ModelSpec, Positions
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]

@@ -39,7 +39,7 @@ FOREIGN = {
 class Quantization:
     """A way to quantize, as it is known before torch is loaded.
 
-    `kind`: a `specdec.models.loading.quantizers.Quantizer` class, or "module:Class" to import when it is used.
+    `kind`: a `Quantizer` class, or "module:Class" in `specdec.models.loading`, which is imported when it is used.
     `package`: what it needs; `install`: the argument of `pip install` for it. `offloads`: it works with `offload`.
     """
 
@@ -49,13 +49,11 @@ class Quantization:
     offloads: bool = False
 
 
-_BITSANDBYTES = Quantization(
-    "specdec.models.loading.quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'"
-)
+_BITSANDBYTES = Quantization("quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'")
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": _BITSANDBYTES,
-    "int8-weight": Quantization("specdec.models.loading.integer_layers:WeightOnly", offloads=True),
-    "int4-weight": Quantization("specdec.models.loading.integer_layers:FourBits"),
+    "int8-weight": Quantization("integer_layers:WeightOnly", offloads=True),
+    "int4-weight": Quantization("integer_layers:FourBits"),
     "nf4": _BITSANDBYTES,
     "fp4": _BITSANDBYTES,
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models import load as load_alone
+from specdec.models import load_model as load_alone
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.load import from_checkpoint
 from specdec.options.load import Loading
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from specdec.parallel.ranks import Ranks
 
 
-def load(
+def load_in_job(
     source: str | PathLike[str] | PreTrainedModel | LanguageModel,
     how: Loading | None = None,
     *,
     name: str = "model",
 ) -> LanguageModel:
-    """`specdec.models.load`; with `how.tp_plan`, rank 0's view of the model that all processes of the job share."""
+    """As `models.load_model`; with `how.tp_plan`, rank 0's view of the model that all processes of the job share."""
     how = how or Loading()
     ranks = leading(how)
     if ranks is None:
@@ -45,13 +45,13 @@ def load(
 def leading(how: Loading) -> Ranks | None:
     """Rank 0's control of the processes that share a model; None without `tp_plan`, or in a job of one process.
 
-    In the other processes it never returns (`join`). Raises OptionError if no job was started.
+    In the other processes it never returns (`join_ranks`). Raises OptionError if no job was started.
     """
     if how.tp_plan is None:
         return None
-    from specdec.parallel.ranks import join
+    from specdec.parallel.ranks import join_ranks
 
-    return join()
+    return join_ranks()
 
 
 def on_own_device(how: Loading) -> Loading:

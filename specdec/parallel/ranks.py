@@ -44,7 +44,7 @@ class Shared:
     number: int
 
 
-class Job:
+class RankGroup:
     """Carries rank 0's messages, in order, to the processes that torchrun, or another launcher, started together."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Ranks:
     later command raises EngineError.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RankGroup) -> None:
         self._job = job
         self._numbers = count()
         self._gone: deque[int] = deque()  # numbers of things that rank 0 has dropped
@@ -278,7 +278,7 @@ def _lost(error: BaseException) -> str:
 _own: list[Ranks] = []  # this process's, if it is rank 0
 
 
-def join() -> Ranks | None:
+def join_ranks() -> Ranks | None:
     """Rank 0's control of the other processes; None for a job of one process.
 
     The others never return: they run rank 0's commands, and raise SystemExit when it ends. Raises OptionError if no job
@@ -289,7 +289,7 @@ def join() -> Ranks | None:
     _start()
     if dist.get_world_size() == 1:
         return None
-    job = Job()
+    job = RankGroup()
     if dist.get_rank():
         _follow(job)
         raise SystemExit(0)
@@ -320,7 +320,7 @@ def _start() -> None:
     dist.init_process_group(backend, timeout=_PATIENCE, device_id=place if backend == "nccl" else None)
 
 
-def _follow(job: Job) -> None:
+def _follow(job: RankGroup) -> None:
     """Runs rank 0's commands until it ends; ignores Ctrl-C and prints nothing, which are rank 0's part."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

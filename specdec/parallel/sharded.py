@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import EngineError, UnsupportedError
-from specdec.models.cache.buffers import Prefix
-from specdec.models.cache.session import Session
 from specdec.models.exactness import Exactness
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import Prefix, Session
 from specdec.parallel.ranks import Ranks, Shared
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # names of the modules that make keys

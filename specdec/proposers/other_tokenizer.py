@@ -31,7 +31,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False) if text else []
 
 
-def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+def decode_raw(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of `ids`, with special tokens and all spaces."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
@@ -196,7 +196,7 @@ class TextBridgeProposer(Proposer):
         if whole[: len(alone)] == alone:
             return whole[len(alone) :]
         after = encode(self._target_tokenizer, new)
-        return after if decode(self._target_tokenizer, tail + after) == text + new else []
+        return after if decode_raw(self._target_tokenizer, tail + after) == text + new else []
 
 
 def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str]:
@@ -206,10 +206,10 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
     """
     first = max(low, len(ids) - _WINDOW)
     for start in range(first, max(low, first - _SLACK) - 1, -1):
-        text = decode(tokenizer, ids[start:])
+        text = decode_raw(tokenizer, ids[start:])
         if encode(tokenizer, text) == ids[start:]:
             return start, text
-    return first, decode(tokenizer, ids[first:])
+    return first, decode_raw(tokenizer, ids[first:])
 
 
 def _complete(tokenizer: Tokenizer, known: list[int], new: list[int], most: int) -> tuple[str, str, int]:
@@ -217,9 +217,9 @@ def _complete(tokenizer: Tokenizer, known: list[int], new: list[int], most: int)
 
     Fewer than `most` of `new` are left out, or all.
     """
-    before = decode(tokenizer, known)
+    before = decode_raw(tokenizer, known)
     for count in range(len(new), max(0, len(new) - most), -1):
-        text = decode(tokenizer, known + new[:count])
+        text = decode_raw(tokenizer, known + new[:count])
         if not text.endswith(_PARTIAL):
             return before, text, count
     return before, before, 0

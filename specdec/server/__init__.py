@@ -21,7 +21,7 @@ Needs the extra `serve`.
 
 from specdec.server.app import create_app
 from specdec.server.http import check_address, serve, start_log
-from specdec.server.models import load
+from specdec.server.models import load_served
 from specdec.server.settings import ServeSettings, read_settings
 
-__all__ = ["ServeSettings", "check_address", "create_app", "load", "read_settings", "serve", "start_log"]
+__all__ = ["ServeSettings", "check_address", "create_app", "load_served", "read_settings", "serve", "start_log"]

@@ -81,7 +81,7 @@ class PictureUrl(Sent):
         return url
 
 
-class Part(Sent):
+class ContentPart(Sent):
     """A part of a message: a text, or a picture."""
 
     type: Literal["text", "image_url"]
@@ -89,7 +89,7 @@ class Part(Sent):
     image_url: PictureUrl | None = None
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> Part:
+    def _has_its_own(self) -> ContentPart:
         if getattr(self, self.type) is None or None not in (self.text, self.image_url):
             raise FieldError(f"a part of type '{self.type}' has a field `{self.type}`, and no other")
         return self
@@ -103,10 +103,10 @@ class Part(Sent):
 
 
 TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
-Parts = Annotated[list[Part], Field(fail_fast=True)]
+Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-def joined(content: str | Sequence[TextPart | Part]) -> str:
+def content_text(content: str | Sequence[TextPart | ContentPart]) -> str:
     """The text of a content."""
     return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
@@ -231,7 +231,7 @@ class Message(Sent):
     @property
     def text(self) -> str:
         """Its text alone."""
-        return joined(self.content or "")
+        return content_text(self.content or "")
 
     @property
     def characters(self) -> int:
@@ -244,7 +244,7 @@ class Message(Sent):
         return [part.image_url.url for part in self._parts if part.image_url is not None]
 
     @property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ContentPart]:
         return self.content if isinstance(self.content, list) else []
 
     @property

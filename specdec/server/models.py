@@ -89,7 +89,7 @@ class Host:
         self.helpers.shutdown(wait=False, cancel_futures=True)
 
 
-def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
+def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
     """Loads a model; `share` of free memory is its default `kv_budget`.
 
     Frees the calling thread's OpenMP workers, which would slow down decoding threads. Raises OptionError and LoadError

@@ -30,7 +30,7 @@ EVERYTHING = {"temperature": 1.0, "top_k": 0}
 _CHUNK = 64  # the most tokens of a prompt that one pass scores
 
 
-def check(asked: Generate, limits: Limits) -> None:
+def check_limits(asked: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
     bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)

@@ -16,7 +16,7 @@ from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.options.generate import Form
 from specdec.server.errors import FieldError
-from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, Tools, joined, without_nulls
+from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, Tools, content_text, without_nulls
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
@@ -88,7 +88,7 @@ class Prediction(Sent):
 
     @property
     def text(self) -> str:
-        return joined(self.content)
+        return content_text(self.content)
 
 
 class JsonSchema(Sent):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecdecError
 from specdec.server.app import create_app
 from specdec.server.http import start_log
-from specdec.server.models import load
+from specdec.server.models import load_served
 from specdec.server.settings import read_settings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Replica:
         self._settings = read_settings(settings)
         start_log(self._settings.log)
         limits, share = self._settings.limits, self._settings.share
-        self._models = [load(model, limits, share) for model in self._settings.models]
+        self._models = [load_served(model, limits, share) for model in self._settings.models]
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application; Ray Serve calls this once the models are loaded."""

@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
 from specdec.batch import BatchSpec, Source, embedded
-from specdec.batch import run as run_batch
-from specdec.batch.rows import Row
+from specdec.batch import run_batch as run_batch
+from specdec.batch.rows import InputRow
 from specdec.batch.run import _misplaced, failure_of
-from specdec.batch.tasks import Worker
-from specdec.cli.commands import run
+from specdec.batch.worker import Worker
+from specdec.cli.commands import run_command
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer, Transcriber
@@ -49,7 +49,7 @@ def prompts(path: Path) -> Path:
 
 
 def batch(*arguments: Any) -> int:
-    return run(["batch", *map(str, arguments), "-q"])
+    return run_command(["batch", *map(str, arguments), "-q"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def test_options_beside_their_field(models: list[str], tmp_path: Path, capsys: p
     """They are data, and the first row that has one is told. (A limit in a row was passed over without a word.)"""
     rows = [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 3}, {"prompt": "c", "max_new_tokens": 2, "stop": "x"}]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert run(["batch", str(source), str(out), *models, *NEW]) == 0
+    assert run_command(["batch", str(source), str(out), *models, *NEW]) == 0
     err = " ".join(capsys.readouterr().err.split())
     assert err.count("sets no option") == 2
     assert "row 2: its field `max_new_tokens` sets no option" in err
@@ -308,7 +308,7 @@ class Broken:
 def test_what_is_no_row_s_fault_ends_the_run() -> None:
     """Not every row that is left is told so: the same command goes on when the machine is well again."""
     worker = Worker(BatchSpec("generate", "nowhere"), Broken())  # type: ignore[arg-type]
-    rows = [Row(n, {"n": n}) for n in range(30)]
+    rows = [InputRow(n, {"n": n}) for n in range(30)]
     told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
     assert all(failure_of(line.data) for line in told)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):

@@ -16,8 +16,8 @@ import pytest
 
 import specdec
 from specdec import SpecGenerator
-from specdec.batch import BatchSpec, Pool, Source, connect, over_ray
-from specdec.batch import run as run_batch
+from specdec.batch import BatchSpec, Source, WorkerPool, connect, over_ray
+from specdec.batch import run_batch as run_batch
 from specdec.options import bundled_models
 from specdec.server.ray_serve import application
 
@@ -94,7 +94,7 @@ def test_a_batch_over_two_workers_one_of_which_is_killed(
             killed.append(workers()[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    done = run_batch(source, out, spec, start=over_ray(Pool(2, 2, cpus=1, at_once=4), 200), tell=kill_one)
+    done = run_batch(source, out, spec, start=over_ray(WorkerPool(2, 2, cpus=1, at_once=4), 200), tell=kill_one)
     assert len(killed) == 1
     assert (done.done, done.failed) == (200, 1)
     assert out.read_bytes() == whole.read_bytes()

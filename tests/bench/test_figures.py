@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.bench.figures import (
-    Prediction,
+    PredictedSpeedup,
     Speedup,
     acceptance_by_position,
     per_token,
@@ -68,8 +68,8 @@ def test_acceptance() -> None:
 
 def test_prediction() -> None:
     """Half of the tested tokens accepted, one drafted for a tenth of a pass: (1 + 1/2 + 1/4) / 1.2 for two of them."""
-    assert Prediction(0.5, 0.1).speedup(2) == pytest.approx(1.75 / 1.2)
-    assert Prediction(1.0, 0.0).speedup(4) == 5
+    assert PredictedSpeedup(0.5, 0.1).speedup(2) == pytest.approx(1.75 / 1.2)
+    assert PredictedSpeedup(1.0, 0.0).speedup(4) == 5
     plain = Stats(num_target_passes=10, verify_seconds=0.9, select_seconds=0.1)
     rounds = {"per_step_drafted": [2, 2, 2], "per_step_accepted": [2, 1, 0]}
     sweep = Stats(num_draft_tokens=6, draft_seconds=0.06, **rounds)

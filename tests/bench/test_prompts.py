@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.prompts import SETS, PromptText, batches, read_prompts, spread
+from specdec.bench.prompts import SETS, PromptText, batches, pick_prompts, spread
 from specdec.errors import OptionError
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_packages_sets(name: str) -> None:
-    prompts = read_prompts(name, 5)
+    prompts = pick_prompts(name, 5)
     assert len({prompt.text for prompt in prompts}) == 5
     assert all(prompt.text.strip() and prompt.category for prompt in prompts)
 
 
 def test_copies_begin_anew() -> None:
     """What the prompt ends with is how it begins."""
-    for prompt in read_prompts("copy", 3):
+    for prompt in pick_prompts("copy", 3):
         first, _, again = prompt.text.rpartition("\n\n\n")
         assert again
         assert first.startswith(again.rstrip("\n"))
@@ -34,7 +34,7 @@ def test_formats(tmp_path: Path) -> None:
     for name, entries in lines.items():
         (tmp_path / name).write_text("\n".join(map(json.dumps, entries)) + "\n\n")
     (tmp_path / "text.txt").write_text("one\nline\n\n\n  \n\ntwo\n")
-    found = {path.stem: read_prompts(str(path), 9) for path in tmp_path.iterdir()}
+    found = {path.stem: pick_prompts(str(path), 9) for path in tmp_path.iterdir()}
     assert found["spec"] == [PromptText("first", "qa")]
     assert found["human"] == [PromptText("def f():\n", "human")]
     assert found["gsm"] == [PromptText("How many?", "gsm")]
@@ -57,7 +57,7 @@ def test_bad_files(name: str, content: str | None, words: str, tmp_path: Path) -
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(OptionError, match=words):
-        read_prompts(str(tmp_path / name), 3)
+        pick_prompts(str(tmp_path / name), 3)
 
 
 def test_categories_are_mixed_and_batches_are_not() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
-from specdec.bench.report import as_html, group_plots, number, short
+from specdec.bench.report import group_plots, number, report_html, short
 from tests.bench.fakes import reported
 
 SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_told(found: dict[str, Any]) -> None:
         {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "excuse": "row-dependent"},
     ]
     failures = [{"group": "g", "system": "s", "error": "OSError: <gone>"}]
-    html = as_html({**found, "mismatches": mismatches, "failures": failures, "groups": groups}, [[]])
+    html = report_html({**found, "mismatches": mismatches, "failures": failures, "groups": groups}, [[]])
     page = Page(html)
     assert {"mismatches", "failures"} <= set(page.ids)
     for words in ("17", "ended", "0.1250", "DIFFERS", "OSError: <gone>"):

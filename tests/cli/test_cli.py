@@ -34,7 +34,7 @@ from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, note
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
 from specdec.options import bundled_models
-from specdec.server.models import load
+from specdec.server.models import load_served
 from specdec.server.settings import Limits, ModelSettings
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf
 from tests.pipelines.models import CHAT
@@ -101,7 +101,7 @@ def test_version(called: Any) -> None:
 def test_help_does_not_import_torch() -> None:
     """Looking up a flag takes no model library, and so no seconds; nor do options and the names of schedules."""
     code = "import specdec.options.generate, specdec.core.draft_schedules"
-    code += "; from specdec.cli.commands import run; run(['generate', '--help'])"
+    code += "; from specdec.cli.commands import run_command; run_command(['generate', '--help'])"
     code += "; import sys; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -759,7 +759,7 @@ def test_every_command_reads_in_full_if_told(
     called("transcribe", "--demo", "-q", "--no-prefix-cache")
     talk("ab", flags=("--no-prefix-cache",))
     called(*generating, *NEW, "-q", "--config", file)
-    commands.run(["doctor", target, "--seconds", "0.1", "-q"])
+    commands.run_command(["doctor", target, "--seconds", "0.1", "-q"])
     assert made == [False] * len(made)
     made.clear()
     called(*generating, *NEW, "-q", "--config", file, "--prefix-cache")
@@ -799,5 +799,5 @@ def test_commands_that_compile_at_once(
     called("batch", rows, tmp_path / "out.jsonl", "--model", target, *NEW, "-q")
     called("transcribe", "--demo", "-q")
     called("demo", *NEW, "-q")
-    load(ModelSettings(name="m", target=target, draft=draft), Limits())
+    load_served(ModelSettings(name="m", target=target, draft=draft), Limits())
     assert len(made) == 4

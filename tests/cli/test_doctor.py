@@ -105,9 +105,9 @@ def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, call
 def test_models_without_a_draft_and_with_words() -> None:
     """A draft that copies fits any target; without one there is nothing to estimate."""
     model = tiny("llama")
-    found = {one.name: one for one in doctor.models(SpecGenerator(model, "suffix"))}
+    found = {one.name: one for one in doctor.check_models(SpecGenerator(model, "suffix"))}
     assert found["fit"].text.endswith("reads the text alone and fits any target")
-    found = {one.name: one for one in doctor.models(SpecGenerator(model))}
+    found = {one.name: one for one in doctor.check_models(SpecGenerator(model))}
     assert found["draft"].state == "note"
     assert list(doctor.estimate(SpecGenerator(model), ())) == []
     [only] = doctor.estimate(SpecGenerator(tiny("whisper"), tiny("whisper", seed=1)), ())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdec import SpecGenerator
-from specdec.cli.commands import run
+from specdec.cli.commands import run_command
 from specdec.distill.distill import Length, distill
 from specdec.distill.new_head import save_eagle
 from specdec.distill.student import STEPS, Student
@@ -257,12 +257,12 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     asked = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
     capsys.readouterr()
-    assert run([*asked, "--quiet"]) == 0
+    assert run_command([*asked, "--quiet"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     names = ["steps", "loss", "agreement by position", "acceptance length", "to measure it"]
     assert [line.split("  ")[0] for line in said.out.splitlines()] == names
     assert said.out.endswith(f" specdec bench {model} --draft {out}\n")
-    assert run(["generate", model, "--draft", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
-    assert run(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
+    assert run_command(["generate", model, "--draft", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
+    assert run_command(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
     assert "nothing to learn from" in capsys.readouterr().err

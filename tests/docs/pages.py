@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from specdec.cli.commands import run
+from specdec.cli.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -110,7 +110,7 @@ def run_words(words: list[str], given: str) -> str:
         words = [str(min(int(word), MOST[before])) if before in MOST else word for before, word in pairs]
     piped = io.TextIOWrapper(io.BytesIO(given.encode()))
     with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "stdin", piped):
-        code = run(words[1:])
+        code = run_command(words[1:])
     assert code == 0, f"exit code {code}: {shlex.join(words)}"
     return printed.getvalue()
 

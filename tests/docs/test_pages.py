@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from typer.main import get_command
 
 from specdec.cli.commands import app
-from specdec.cli.transcribe import read_model
+from specdec.cli.transcribe import choose_model
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.decoding import strategies
 from specdec.options.fields import SAMPLING
@@ -94,7 +94,7 @@ def test_every_command_exists(page: Path) -> None:
                 continue
             with group.commands[words[0]].make_context(words[0], words[1:]) as context:
                 if words[0] == "transcribe":
-                    read_model(context.params["model"], demo=context.params["demo"])
+                    choose_model(context.params["model"], demo=context.params["demo"])
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ def huge_kilobytes(tensor: torch.Tensor) -> int:
 def test_tensors_in_huge_pages() -> None:
     """Large ones are copied, joined and made in them, value by value; small ones stay where they are."""
     values = torch.arange(4 * MIB, dtype=torch.int32).view(1024, -1)
-    settled, whole = pages.settled(values), pages.joined([values, values[:8]])
+    settled, whole = pages.in_huge_pages(values), pages.joined([values, values[:8]])
     assert torch.equal(settled, values)
     assert torch.equal(whole, torch.cat([values, values[:8]]))
     small = torch.ones(8)
-    assert pages.settled(small) is small
+    assert pages.in_huge_pages(small) is small
     assert pages.empty((3, 4), torch.bfloat16).shape == (3, 4)
     if pages.state().startswith("huge") and "AnonHugePages" in Path("/proc/self/smaps").read_text():
         assert settled.data_ptr() % (2 * MIB) == 0
@@ -49,6 +49,6 @@ def test_systems_without_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     pages._advise.cache_clear()
     try:
-        assert torch.equal(pages.settled(torch.ones(MIB)), torch.ones(MIB))
+        assert torch.equal(pages.in_huge_pages(torch.ones(MIB)), torch.ones(MIB))
     finally:
         pages._advise.cache_clear()

@@ -12,7 +12,7 @@ from transformers import Blip2ForConditionalGeneration
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.models.backends import packed_layers
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
-from specdec.models.loading.load import load
+from specdec.models.loading.load import load_model
 from specdec.options.load import Loading
 from tests.folders import saved
 from tests.matrix import endless, in_pairs
@@ -73,7 +73,7 @@ def test_packed_passes_write_the_same(name: str) -> None:
 def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """In place of the layers, and an embedding reads the head's copy."""
     folder = saved(name, tmp_path, tie_word_embeddings=tied)
-    plain, packed = (load(folder, Loading(dtype=dtype, backend=backend)) for backend in ("eager", "packed"))
+    plain, packed = (load_model(folder, Loading(dtype=dtype, backend=backend)) for backend in ("eager", "packed"))
     assert (plain.backend, packed.backend) == ("eager", "packed")
     assert not [name for name, module in packed.model.named_modules() if type(module) is nn.Linear]
     shares = any(isinstance(module, PackedEmbedding) for module in packed.model.modules())
@@ -129,8 +129,8 @@ def test_auto_measures_once(
     for name, tied in (("llama", True), ("gpt2", True), ("bart", False)):
         timed.clear()
         folder = saved(name, tmp_path / name, tie_word_embeddings=tied)
-        plain = load(folder, Loading(backend="eager"))
-        first, second = load(folder), load(folder)
+        plain = load_model(folder, Loading(backend="eager"))
+        first, second = load_model(folder), load_model(folder)
         assert timed == [False, True], name
         assert (first.backend, second.backend) == (("packed",) * 2 if faster else ("eager",) * 2)
         if not faster:
@@ -153,8 +153,8 @@ def test_auto_measures_once(
 def test_heads_of_quantized_models(name: str, tied: bool, quantization: str, tmp_path: Path) -> None:
     """They are held in eight bits, and tied embeddings are rows of the very same numbers, in the model's dtype."""
     folder = saved(name, tmp_path, tie_word_embeddings=tied)
-    plain = load(folder, Loading(dtype="bfloat16", backend="eager")).model
-    language = load(folder, Loading(dtype="bfloat16", quantization=quantization))
+    plain = load_model(folder, Loading(dtype="bfloat16", backend="eager")).model
+    language = load_model(folder, Loading(dtype="bfloat16", quantization=quantization))
     head, embedding = language.model.get_output_embeddings(), language.model.get_input_embeddings()
     assert head.kind == "int8"
     assert language.vocab_size == plain.get_output_embeddings().out_features
@@ -171,10 +171,10 @@ def test_heads_of_quantized_models(name: str, tied: bool, quantization: str, tmp
 def test_heads_that_are_no_layers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that reads its head's weight by itself has it, and its embedding, as floats."""
     folder = saved("llama", tmp_path, tie_word_embeddings=True)
-    kind = type(load(folder).model)
+    kind = type(load_model(folder).model)
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *a, **k: self.lm_head.weight.sum() and forward(self, *a, **k))
-    model = load(folder, Loading(quantization="int8-weight")).model
+    model = load_model(folder, Loading(quantization="int8-weight")).model
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
@@ -182,12 +182,12 @@ def test_heads_that_are_no_layers_stay(tmp_path: Path, monkeypatch: pytest.Monke
 def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models, those that were handed over, and all where there are no kernels."""
     folder = saved("llama", tmp_path)
-    assert load(folder).backend == "eager"
+    assert load_model(folder).backend == "eager"
     monkeypatch.setattr(packed_layers, "_LEAST", 1)
     assert LanguageModel(tiny("llama")).backend == "eager"
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert load(folder).backend == "eager"
-    assert load(folder, Loading(dtype="float16")).backend == "eager"
+    assert load_model(folder).backend == "eager"
+    assert load_model(folder, Loading(dtype="float16")).backend == "eager"
 
 
 def test_models_that_read_no_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_backends_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="`backend` must be one of"):
         SpecGenerator.from_pretrained(folder, backend="third")
     with pytest.raises(UnsupportedError, match=r"read for each pass: leave out `backend`='packed'"):
-        load(folder, Loading(offload="disk", backend="packed"))
+        load_model(folder, Loading(offload="disk", backend="packed"))
     with pytest.raises(UnsupportedError, match=r"no linear layers in bfloat16 or float32"):
-        load(folder, Loading(dtype="float16", backend="packed"))
+        load_model(folder, Loading(dtype="float16", backend="packed"))
     wrapped = LanguageModel(tiny("llama"))
     with pytest.raises(
         OptionError, match=r"in backend 'eager' already: make it with LanguageModel\(model, backend='packed'"
@@ -224,8 +224,8 @@ def test_backends_that_cannot_be(tmp_path: Path) -> None:
 def test_quantized_layers(quantization: str, backend: str, dtype: str, tmp_path: Path) -> None:
     """In few bits the model says nearly the same, in both backends; heads that are not packed stay as they are."""
     folder = saved("llama", tmp_path)
-    plain = load(folder, Loading(dtype=dtype, backend="eager"))
-    small = load(folder, Loading(dtype=dtype, backend=backend, quantization=quantization))
+    plain = load_model(folder, Loading(dtype=dtype, backend="eager"))
+    small = load_model(folder, Loading(dtype=dtype, backend=backend, quantization=quantization))
     assert small.backend == ("packed" if backend == "auto" or quantization == "int4-weight" else "eager")
     floats = [name for name, module in small.model.named_modules() if type(module) is nn.Linear]
     assert floats == (["lm_head"] if backend == "eager" else [])
@@ -243,9 +243,9 @@ def test_layers_of_our_own_are_not_saved(how: dict[str, Any], tmp_path: Path) ->
     """`save_pretrained` refuses before it writes: it left files without the weights, or with rounded ones."""
     folder = saved("llama", tmp_path / "model")
     with pytest.raises(UnsupportedError, match=r"`save_pretrained` cannot save this model.*`backend`='eager'"):
-        load(folder, Loading(**how)).model.save_pretrained(tmp_path / "other")
+        load_model(folder, Loading(**how)).model.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    given = load(folder, Loading(backend="eager")).model
+    given = load_model(folder, Loading(backend="eager")).model
     LanguageModel(given, backend="packed")  # of a copy
     given.save_pretrained(tmp_path / "other")
 
@@ -264,9 +264,9 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         [(name, value)] = how.items()
         told = f"`{name}`={value!r} needs kernels, and there is no compiler: install one; without them, {otherwise}"
         with pytest.raises(UnsupportedError, match=re.escape(told)):
-            load(folder, Loading(**how))
+            load_model(folder, Loading(**how))
     monkeypatch.setattr(packed_layers, "_LEAST", 1)
     for dtype in ("float32", "bfloat16"):
-        small = load(folder, Loading(dtype=dtype, quantization="int8-weight"))
+        small = load_model(folder, Loading(dtype=dtype, quantization="int8-weight"))
         assert small.backend == "eager"
         assert SpecGenerator(small, "suffix").generate(torch.tensor(PROMPT), **COMMON).stats.num_draft_tokens

@@ -11,7 +11,7 @@ from torch import nn
 from specdec.kernels import PackedLinear, pack
 from specdec.kernels.ops import ALIKE, FASTEST
 from specdec.models import LanguageModel
-from specdec.models.backends.fused_linear import Joint, Part
+from specdec.models.backends.fused_linear import Joint, OutputSlice
 from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_kernels import int8_in_groups
 from tests.models.exact import twin_of
@@ -30,7 +30,7 @@ KINDS = {
 
 def parts(model: nn.Module) -> set[str]:
     """What the layers are called that share a call."""
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Part)}
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, OutputSlice)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_who_asks_first() -> None:
     layers = [pack(torch.randn(32, 16)), pack(torch.randn(32, 16))]
     expected = [layer.weight().T for layer in layers]
     joint = Joint(PackedLinear.join(layers))
-    one, two = Part(joint, 0, 32, last=False), Part(joint, 32, 64, last=True)
+    one, two = OutputSlice(joint, 0, 32, last=False), OutputSlice(joint, 32, 64, last=True)
     x, y = torch.randn(1, 16), torch.randn(3, 16)
     for part, given, own in ((one, x, 0), (two, y, 1), (two, x, 1), (one, y, 0), (two, y, 1)):
         torch.testing.assert_close(part(given), given @ expected[own])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.generator.tokenizers import tokenizer_beside
-from specdec.models import load
+from specdec.models import load_model
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
@@ -56,7 +56,7 @@ def kinds(model: Any) -> dict[str, str]:
 def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, backend: str, tmp_path: Path) -> None:
     """Every block that the kernels know is packed as it lies in the file, rows of queries and keys in their order."""
     path = saved_gguf(tmp_path / "model.gguf", types=TYPES[types], tie_word_embeddings=tied)
-    plain, language = as_transformers_reads(path), load(path, Loading(backend=backend, activations="float"))
+    plain, language = as_transformers_reads(path), load_model(path, Loading(backend=backend, activations="float"))
     assert language.backend == "packed"
     assert language.dtype == torch.float32
     torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
@@ -78,12 +78,12 @@ def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, bac
 def test_eager_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, and so is a model where there are no kernels: every pass would have to unpack its blocks."""
     path = saved_gguf(tmp_path / "model.gguf")
-    language = load(path, Loading(backend="eager"))
+    language = load_model(path, Loading(backend="eager"))
     assert language.backend == "eager"
     expected = logits(as_transformers_reads(path))
     assert torch.equal(logits(language.model), expected)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert torch.equal(logits(load(path).model), expected)
+    assert torch.equal(logits(load_model(path).model), expected)
 
 
 @needs_kernels
@@ -91,7 +91,7 @@ def test_eager_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pyt
 def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
     """Blocks stay exact beside activations in bfloat16; kernels do not know float16, in which all are floats."""
     path = saved_gguf(tmp_path / "model.gguf")
-    language = load(path, Loading(dtype=dtype))
+    language = load_model(path, Loading(dtype=dtype))
     assert language.dtype == getattr(torch, dtype)
     assert is_packed(language.model) == (dtype == "bfloat16")
     expected = logits(as_transformers_reads(path, language.dtype)).float()
@@ -103,14 +103,14 @@ def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("types", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float32), ("F32", torch.float32)])
 def test_files_that_are_not_quantized(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Their dtype is taken over as that of any checkpoint: float16 is widened on a CPU."""
-    assert load(saved_gguf(tmp_path / "model.gguf", types=[types]), Loading(backend="eager")).dtype == dtype
+    assert load_model(saved_gguf(tmp_path / "model.gguf", types=[types]), Loading(backend="eager")).dtype == dtype
 
 
 @needs_kernels
 def test_k_quants(tmp_path: Path) -> None:
     """transformers reads them; layers beside them are packed."""
     path = saved_gguf(tmp_path / "model.gguf", types=["Q6_K"], hidden_size=64, intermediate_size=256)
-    language, plain = load(path, Loading(activations="float")), as_transformers_reads(path)
+    language, plain = load_model(path, Loading(activations="float")), as_transformers_reads(path)
     found = kinds(language.model)
     assert found.get("model.layers.0.mlp.down_proj", "float32") == "float32"
     assert found["model.layers.0.mlp.up_proj"] == "int8"
@@ -121,7 +121,7 @@ def test_k_quants(tmp_path: Path) -> None:
 def test_weights_that_lie_flipped(tmp_path: Path) -> None:
     """GPT-2's layers have their weights the other way round."""
     path = saved_gguf(tmp_path / "model.gguf", "gpt2")
-    language = load(path, Loading(activations="float"))
+    language = load_model(path, Loading(activations="float"))
     assert len(kinds(language.model)) == 9
     torch.testing.assert_close(logits(language.model), logits(as_transformers_reads(path)), rtol=1e-4, atol=1e-4)
 
@@ -130,7 +130,7 @@ def test_weights_that_lie_flipped(tmp_path: Path) -> None:
 def test_models_that_read_their_weights_by_themselves(tmp_path: Path) -> None:
     """They get their floats back."""
     path = saved_gguf(tmp_path / "model.gguf", "mamba", ["Q8_0"])
-    language, plain = load(path), as_transformers_reads(path)
+    language, plain = load_model(path), as_transformers_reads(path)
     assert language.backend == "eager"
     assert language.model.lm_head.weight is language.model.get_input_embeddings().weight
     assert torch.equal(logits(language.model), logits(plain))
@@ -142,11 +142,13 @@ def test_blocks_of_another_weight_are_not_taken(tmp_path: Path, monkeypatch: pyt
     real = gguf._names
     monkeypatch.setattr(gguf, "_names", lambda reader: lambda name: real(reader)(name.replace("h.0", "h.1")))
     path = saved_gguf(tmp_path / "model.gguf", "gpt2", ["Q8_0"])
-    language = load(path)
+    language = load_model(path)
     assert {name for name in kinds(language.model) if ".0." in name} == set()
     assert {name for name in kinds(language.model) if ".1." in name}
     expected = logits(as_transformers_reads(path))
-    torch.testing.assert_close(logits(load(path, Loading(activations="float")).model), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(load_model(path, Loading(activations="float")).model), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_tokenizers(tmp_path: Path) -> None:
@@ -187,27 +189,27 @@ def test_options_that_do_not_go_with_it(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"got 'a.gguf': no GGUF file is there"):
-        load(str(tmp_path), Loading(gguf_file="a.gguf"))
+        load_model(str(tmp_path), Loading(gguf_file="a.gguf"))
     path = saved_gguf(tmp_path / "b.gguf")
     with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in .*, got 'a.gguf': .* b.gguf"):
-        load(str(tmp_path), Loading(gguf_file="a.gguf"))
+        load_model(str(tmp_path), Loading(gguf_file="a.gguf"))
     with pytest.raises(OptionError, match=r"`draft` must be .*a GGUF file, got .*a.gguf': there is no such file"):
-        load(str(tmp_path / "a.gguf"), name="draft")
+        load_model(str(tmp_path / "a.gguf"), name="draft")
     with pytest.raises(OptionError, match="`gguf_file` names a file in a folder, and `target` is a GGUF file itself"):
-        load(path, Loading(gguf_file="b.gguf"), name="target")
+        load_model(path, Loading(gguf_file="b.gguf"), name="target")
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("no such thing")
     with pytest.raises(OptionError, match=r"`gguf_file` must be a GGUF file, got .*its first bytes"):
-        load(str(tmp_path), Loading(gguf_file="model.gguf"))
+        load_model(str(tmp_path), Loading(gguf_file="model.gguf"))
     with pytest.raises(OptionError, match=r"must be .*a GGUF file, got .*it is a file of another kind"):
-        load(str(tmp_path / "model.gguf"))
+        load_model(str(tmp_path / "model.gguf"))
     whole = Path(saved_gguf(tmp_path / "whole.gguf")).read_bytes()
     for length in (4, 100, len(whole) - 500):
         (tmp_path / "part.gguf").write_bytes(whole[:length])
         with pytest.raises(LoadError, match="is no readable GGUF file"):
-            load(str(tmp_path / "part.gguf"))
+            load_model(str(tmp_path / "part.gguf"))
         with pytest.raises(LoadError, match="is no readable GGUF file"):
             SpecGenerator.from_pretrained(str(tmp_path / "whole.gguf"), str(tmp_path / "part.gguf"))
 
@@ -216,11 +218,11 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:
     content = Path(saved_gguf(tmp_path / "model.gguf")).read_bytes()
     (tmp_path / "model.gguf").write_bytes(content.replace(b"llama", b"lemma"))
     with pytest.raises(UnsupportedError, match=r"transformers cannot read `gguf_file`='model.gguf' \(.*lemma"):
-        load(str(tmp_path), Loading(gguf_file="model.gguf"))
+        load_model(str(tmp_path), Loading(gguf_file="model.gguf"))
 
 
 def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved_gguf(tmp_path / "model.gguf")
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install -e '.\[gguf\]'"):
-        load(path)
+        load_model(path)

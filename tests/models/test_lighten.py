@@ -8,7 +8,7 @@ import torch
 
 from specdec import SpecGenerator, kernels
 from specdec.models.loading import lighten
-from specdec.models.loading.load import load
+from specdec.models.loading.load import load_model
 from specdec.options.load import Loading
 from tests.folders import byte_tokenizer, saved_model
 from tests.tiny import tiny
@@ -74,7 +74,7 @@ def test_layers_as_they_are_stay() -> None:
 
 
 def test_small_drafts_keep_their_weights(tmp_path: Path) -> None:
-    model = load(saved_model(tmp_path), Loading().of_draft(None), name="draft")
+    model = load_model(saved_model(tmp_path), Loading().of_draft(None), name="draft")
     assert model.weight_kind == "float32"
 
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
 from specdec.errors import closest_name
-from specdec.models import load
+from specdec.models import load_model
+from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.loading import placement, quantizers
-from specdec.models.loading.integer_layers import Int8Linear
-from specdec.proposers.heads import kind_of
+from specdec.proposers.heads import head_kind
 from tests.folders import saved
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle
@@ -62,7 +62,7 @@ def test_assisted_equals_plain(name: str, way: str, tmp_path: Path) -> None:
     if way in ("nf4", "fp4"):
         pytest.importorskip("bitsandbytes")
     sizes = WIDE[name] if way in ("nf4", "fp4") else {}
-    target = load(saved(name, tmp_path / "model", **sizes), WAYS.get(way) or Loading(quantization=way))
+    target = load_model(saved(name, tmp_path / "model", **sizes), WAYS.get(way) or Loading(quantization=way))
     promise = "rounding" if way == "rows in 8 bits" else "exact"
     assert target.exactness == promise
     inputs = prompt_for(name, rows=2)
@@ -104,7 +104,7 @@ def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     folder = saved("llama", tmp_path / "model")
-    target = load(folder, Loading(quantization="int8", dtype="float32"))
+    target = load_model(folder, Loading(quantization="int8", dtype="float32"))
     assert target.exactness == "row-dependent"
     out = SpecGenerator(target, "suffix").generate(**prompt_for("llama"), **OPTIONS)
     assert out.stats.exactness == "row-dependent"
@@ -122,7 +122,7 @@ def test_layers_that_bitsandbytes_cannot_run(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", fail)
     with pytest.raises(UnsupportedError, match=r"4-bit layer of 32 × .*int8-weight"):
-        load(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
+        load_model(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
 
 
 def test_exactness_of_other_models() -> None:
@@ -196,9 +196,9 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizers, "find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.models.loading.load.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install.*int8-weight"):
-        load(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
+        load_model(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
 
 
 def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         quantizers.BitsAndBytes("int8").config(torch.float32)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="changes nothing"):
-        load(folder, Loading(offload="cpu"))
+        load_model(folder, Loading(offload="cpu"))
 
 
 def spoil(folder: str, what: str) -> None:
@@ -236,7 +236,7 @@ def test_broken_checkpoints(what: str, offload: str | None, tmp_path: Path, temp
     folder = saved("llama", tmp_path / "model")
     spoil(folder, what)
     with pytest.raises(LoadError, match="broken or incomplete"):
-        load(folder, Loading(offload=offload))
+        load_model(folder, Loading(offload=offload))
     assert not list(temporary.iterdir())
 
 
@@ -246,7 +246,7 @@ def test_shapes_of_weights_on_disk(how: dict[str, Any], tmp_path: Path, temporar
     folder = saved("llama", tmp_path / "model")
     spoil(folder, "shape")
     with pytest.raises(LoadError, match=r"has shape \[48, 32\] in .*, the model expects \[40, 32\]"):
-        load(folder, Loading(**how, offload_folder=None if "offload" in how else str(tmp_path / "off")))
+        load_model(folder, Loading(**how, offload_folder=None if "offload" in how else str(tmp_path / "off")))
     assert not list(temporary.iterdir())
 
 
@@ -259,24 +259,24 @@ def test_weights_that_are_in_no_file(share: float, tmp_path: Path) -> None:
     folder, inputs = saved("marian", tmp_path / "model"), prompt_for("marian")
     limit = {"cpu": int(share * sum(p.nbytes for p in tiny("marian").parameters()))}
     with pytest.raises(LoadError, match=r"'model\..*embed_positions.weight' should lie on disk, .* `offload`='disk'"):
-        load(folder, Loading(device_map="auto", max_memory=limit, offload_folder=str(tmp_path / "off")))
+        load_model(folder, Loading(device_map="auto", max_memory=limit, offload_folder=str(tmp_path / "off")))
     expected = SpecGenerator(tiny("marian")).generate(**inputs, **OPTIONS).sequences.tolist()
-    target = load(folder, Loading(offload="disk"))
+    target = load_model(folder, Loading(offload="disk"))
     assert SpecGenerator(target).generate(**inputs, **OPTIONS).sequences.tolist() == expected
 
 
 def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     """The reason is told, whatever the kind of error."""
     with pytest.raises(OptionError, match="cannot be loaded"):
-        load(tmp_path)
+        load_model(tmp_path)
     folder = saved("llama", tmp_path / "model")
     spoil(folder, "config")
     with pytest.raises((OptionError, LoadError), match="cannot be loaded"):
-        load(folder)
+        load_model(folder)
     folder = saved("llama", tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "pytorch_model.bin")
     with pytest.raises(OptionError, match="safetensors"):
-        load(folder)
+        load_model(folder)
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_repository_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
         raise EntryNotFoundError("404")
 
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", missing)
-    assert kind_of("some/draft") is None
+    assert head_kind("some/draft") is None
     with pytest.raises(OptionError, match=r"`draft` 'some/draft' cannot be loaded .*check the name"):
         SpecGenerator.from_pretrained("zoo:python-code", "some/draft")
 
@@ -345,12 +345,12 @@ def test_nothing_is_left_where_room_runs_out(
     monkeypatch.setattr(placement, "save_file", fail)
     how = Loading(offload="disk", quantization="int8-weight", offload_folder=None if own else target)
     with pytest.raises(LoadError, match=advice):
-        load(folder, how)
+        load_model(folder, how)
     assert [path.name for path in target.iterdir()] == ["mine"]
 
 
 def test_temporary_files_live_as_long_as_the_model(tmp_path: Path, temporary: Path) -> None:
-    target = load(saved("llama", tmp_path / "model"), WAYS["int8-weight on disk"])
+    target = load_model(saved("llama", tmp_path / "model"), WAYS["int8-weight on disk"])
     assert list(temporary.iterdir())
     del target
     gc.collect()
@@ -364,13 +364,15 @@ def test_offloading_that_cannot_be(tmp_path: Path, temporary: Path) -> None:
     """
     folder = saved("llama", tmp_path / "model")
     with pytest.raises(OptionError, match="`max_memory` must be at least"):
-        load(folder, Loading(offload="disk", max_memory={"cpu": "1KB"}))
+        load_model(folder, Loading(offload="disk", max_memory={"cpu": "1KB"}))
     assert not list(temporary.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"offload_folder.*written to"):
-        load(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
+        load_model(folder, Loading(offload="disk", offload_folder=tmp_path / "file"))
     with pytest.raises(UnsupportedError, match="offload"):
-        load(folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off"))
+        load_model(
+            folder, Loading(quantization="int8-weight", device_map={"": "disk"}, offload_folder=tmp_path / "off")
+        )
 
 
 # ------------------------------------------------------------------------------------------------ types, devices, names
@@ -389,10 +391,10 @@ def test_float16_becomes_float32_on_a_cpu(
     """A checkpoint in float16 was loaded as it is, and ran at half the speed of float32 without a word."""
     folder = half(tmp_path / "model")
     with caplog.at_level("INFO", logger="specdec"):
-        target = load(folder, Loading(offload=offload))
+        target = load_model(folder, Loading(offload=offload))
     assert target.dtype == torch.float32
     assert "stored in float16 and computes in float32" in caplog.text
-    expected = SpecGenerator(load(folder, Loading(dtype="float32"))).generate([5, 7, 9], max_new_tokens=8)
+    expected = SpecGenerator(load_model(folder, Loading(dtype="float32"))).generate([5, 7, 9], max_new_tokens=8)
     assert SpecGenerator(target).generate([5, 7, 9], max_new_tokens=8).sequences.tolist() == expected.sequences.tolist()
 
 
@@ -402,8 +404,8 @@ def test_float16_of_which_the_config_does_not_tell(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config.pop("dtype") == "float16"
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert load(folder).dtype == torch.float32
-    assert load(folder, Loading(dtype="float16")).dtype == torch.float16
+    assert load_model(folder).dtype == torch.float32
+    assert load_model(folder, Loading(dtype="float16")).dtype == torch.float16
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
@@ -412,7 +414,7 @@ def test_devices_that_are_not_here(place: Any) -> None:
     """`device_map="cuda"` without CUDA was an AssertionError of torch; of what is none, the known ones are told."""
     told = "must be one of auto, .*got 'gpu'" if place == "gpu" else "names .*no accelerator here: pass 'auto' or 'cpu'"
     with pytest.raises(OptionError, match=f"`device_map` {told}"):
-        load("no-such-model", Loading(device_map=place))
+        load_model("no-such-model", Loading(device_map=place))
 
 
 @pytest.mark.parametrize(
@@ -429,7 +431,7 @@ def test_devices_that_are_not_here(place: Any) -> None:
 def test_what_is_no_folder(source: Any, told: str) -> None:
     """It was advised to check the name, or to convert to safetensors."""
     with pytest.raises(OptionError, match=told):
-        load(source, name="draft")
+        load_model(source, name="draft")
 
 
 def test_a_misspelt_word() -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specdec.models import LanguageModel, capability, probe
-from specdec.models.capability import AttentionKind
 from specdec.models.hf import probe_cache
 from specdec.models.hf.tiny_models import SIZES
+from specdec.models.protocols import AttentionKind
 from tests.tiny import DECODERS, ENCODER_DECODERS, tiny
 
 

@@ -15,7 +15,7 @@ from specdec.core.work import Work
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.placement import parts
-from specdec.parallel.ranks import Follower, Job, Ranks
+from specdec.parallel.ranks import Follower, RankGroup, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
 from tests.heads import eagle_folder
 from tests.matrix import endless
@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-class Beside(Job):
+class Beside(RankGroup):
     """Another process in this one, which hears every message at once; `sent` are all that there were."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ def slow(part: list[threading.Thread], ranks: Ranks) -> list[threading.Thread]:
 def test_no_sign_of_life_comes_between_loading_and_its_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others gather then, and hear nothing else: both sides waited for ever."""
     sent: list[bytes] = []
-    job = Job.__new__(Job)
+    job = RankGroup.__new__(RankGroup)
     monkeypatch.setattr(job, "send", sent.append, raising=False)
     monkeypatch.setattr(job, "gather", lambda outcome: sent.append(b"gathered") or [outcome, None], raising=False)
     ranks, begun = Ranks(job), list[threading.Thread]()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.models.capability import Capability
 from specdec.models.hf.positions import Scaling
+from specdec.models.protocols import Capability
 from tests.matrix import endless
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference

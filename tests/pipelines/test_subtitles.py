@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.pipelines.speech.subtitles import srt, vtt
-from specdec.pipelines.speech.windows import split
+from specdec.pipelines.speech.windows import window_segments
 
 CHUNKS = [
     {"text": " Tom & Jerry", "timestamp": (0.0, 1.5)},
@@ -63,7 +63,7 @@ def test_windows_are_split_at_pairs_of_timestamps(
     tokens: list[int], segments: list[tuple[float, float, int]], frames: int
 ) -> None:
     """A single one at the end closes the window; text after the last pair is left for the next."""
-    found, covered = split(tokens, **HOW)
+    found, covered = window_segments(tokens, **HOW)
     assert [(round(s.start, 2), round(s.end, 2), len(s.tokens)) for s in found] == segments
     assert covered == frames
     assert [token for s in found for token in s.tokens] == tokens[: sum(n for *_, n in segments)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.commands import run
+from specdec.cli.commands import run_command
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
 from tests.pipelines.models import NEW, UNPRINTABLE, model, tokenizer
@@ -41,7 +41,7 @@ def summarize(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str, model: str | None = "target") -> tuple[int, str, str]:
         named = [str(folder / a) if (folder / a).is_file() else a for a in arguments]
         own = ["--model", str(folder / model)] if model else []
-        code = run(["summarize", *named, *own, "--max-new-tokens", str(NEW), "--set", CLEAN])
+        code = run_command(["summarize", *named, *own, "--max-new-tokens", str(NEW), "--set", CLEAN])
         return code, *capsys.readouterr()
 
     return call

@@ -12,7 +12,7 @@ from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
 from specdec.pipelines.speech.audio import read_audio
 from specdec.pipelines.speech.whisper import Whisper
-from specdec.pipelines.speech.windows import Track, split
+from specdec.pipelines.speech.windows import Track, window_segments
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 
@@ -408,7 +408,7 @@ def test_options_of_a_call_go_before_those_of_the_transcriber() -> None:
 )
 def test_a_window_with_one_segment_has_its_times(tokens: list[int], times: tuple[float, float]) -> None:
     """As in the pipeline. (It began with the window, also where a timestamp said later.)"""
-    [found], covered = split(tokens, begin=100, offset=0.0, frames=100, stride=2)
+    [found], covered = window_segments(tokens, begin=100, offset=0.0, frames=100, stride=2)
     assert (found.start, found.end) == pytest.approx(times)
     assert covered == 100
 

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from specdec import Transcriber
-from specdec.cli.commands import run
+from specdec.cli.commands import run_command
 from specdec.options import bundled_models
 from tests.folders import saved_model
 from tests.speech import RATE, processor, speech, whisper
@@ -38,7 +38,7 @@ def typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: Any, draft: bool = True) -> tuple[int, str, str]:
         named = [str(folder / one) if one in ("short.wav", "long.wav") else str(one) for one in arguments]
         beside = ["--draft", str(folder / "draft")] if draft else []
-        code = run(["transcribe", *named, "--model", str(folder / "model"), *beside, "--max-new-tokens", "12"])
+        code = run_command(["transcribe", *named, "--model", str(folder / "model"), *beside, "--max-new-tokens", "12"])
         out, err = capsys.readouterr()
         return code, out, " ".join(err.split())
 

@@ -17,7 +17,7 @@ from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, Top
 from specdec.decoding.processors.own import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
-from specdec.models.cache.session import Session
+from specdec.models.protocols import Session
 from specdec.proposers.views import ReadSequence
 
 

@@ -17,7 +17,7 @@ from specdec.cli import serve as command
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.cli.terminal import notes
 from specdec.pipelines.speech import audio
-from specdec.server import load, read_settings, start_log
+from specdec.server import load_served, read_settings, start_log
 from specdec.server.settings import Limits, ModelSettings
 from specdec.server.text import TextModel
 from tests.folders import saved_model
@@ -87,7 +87,7 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_do_not_go(arguments: list[str], said: str, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("specdec.server.load_served", lambda *_: pytest.fail("a model was loaded"))
     assert said in called("serve", *arguments, "--quiet", code=2).err
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_could_not_hear(package: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("specdec.server.models.Transcriber", None)
     with pytest.raises(SpecdecError, match=rf"needs {package}: pip install"):
-        load(ModelSettings(name="m", target="zoo:speech"), Limits())
+        load_served(ModelSettings(name="m", target="zoo:speech"), Limits())
 
 
 def test_the_extra_is_enough() -> None:
@@ -169,7 +169,7 @@ def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
     with pytest.raises(LoadError, match=r"`target` 'some/target' .*hub cannot be reached"):
-        load(ModelSettings(name="m", target="some/target", draft="some/draft"), Limits())
+        load_served(ModelSettings(name="m", target="some/target", draft="some/draft"), Limits())
     assert asked == ["some/target"]
 
 
@@ -183,12 +183,14 @@ def test_options_that_requests_set_are_none_of_a_model(tmp_path: Path, name: str
     """They were ignored; two sequences failed every request that named no number."""
     settings = ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={name: 2})
     with pytest.raises(OptionError, match=f"`options` of a model may not name `{name}`"):
-        load(settings, Limits())
+        load_served(settings, Limits())
 
 
 def test_a_model_may_search_by_default(tmp_path: Path) -> None:
     """Its requests without a temperature do not draw then. (They sampled beams.)"""
-    model = load(ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={"num_beams": 2}), Limits())
+    model = load_served(
+        ModelSettings(name="m", target=saved_model(tmp_path / "model"), options={"num_beams": 2}), Limits()
+    )
     with asking(app(model)) as c:
         texts = [c.complete(prompt="ab", max_tokens=9, seed=n)["choices"][0]["text"] for n in range(3)]
     alone = model.generator.generate("ab", max_new_tokens=9, do_sample=False, num_beams=2).texts[0]
@@ -200,7 +202,7 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model")
     options = {"schedule": "constant", "temperature": 0.0}
     settings = ModelSettings(name="m", target=folder, draft="suffix", options=options, context=99)
-    model = load(settings, Limits(), 0.25)
+    model = load_served(settings, Limits(), 0.25)
     assert isinstance(model, TextModel)
     assert 0 < model.generator.engine.memory.limit <= virtual_memory().total / 4
     assert model.generator.options(max_new_tokens=1).schedule == "constant"

@@ -8,7 +8,7 @@ import pytest
 from transformers import AddedToken
 
 from specdec import SpecGenerator
-from specdec.batch.openai_files import OpenAI
+from specdec.batch.openai_files import OpenAITask
 from specdec.decoding.processors.grammar import Grammar
 from specdec.options.generate import Form
 from specdec.server.errors import ApiError
@@ -162,7 +162,7 @@ def test_stop_texts_and_calls() -> None:
 
 def test_calls_in_batch_files() -> None:
     """As a server's. (They were text.)"""
-    task = object.__new__(OpenAI)
+    task = object.__new__(OpenAITask)
     task._model = model_of(HERMES)
     body = {"messages": [USER], "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1600}
     [choice] = task.answer({"url": CHATS, "body": body}, 3)[0]["response"]["body"]["choices"]

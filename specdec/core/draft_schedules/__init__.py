@@ -79,7 +79,7 @@ def make_schedule(
     `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: the draft guesses trees, and the target verifies one in a
     pass. `lookup_tokens`: transformers' `prompt_lookup_num_tokens`, a constant number of tokens per round.
     """
-    tokens, kind = options.num_assistant_tokens, kind_of(options)
+    tokens, kind = options.num_assistant_tokens, schedule_kind(options)
     if kind is None:
         own: Schedule = options.schedule
         return own
@@ -97,7 +97,7 @@ def make_schedule(
     return kind.of(setup)
 
 
-def kind_of(options: Any) -> type[NamedSchedule] | None:
+def schedule_kind(options: Any) -> type[NamedSchedule] | None:
     """The kind of schedule that the options name; None for the caller's own.
 
     Without a name it is the heuristic where a threshold of confidence is given, which it heeds, and where a seed is to
@@ -112,6 +112,6 @@ def kind_of(options: Any) -> type[NamedSchedule] | None:
 __all__ = [
     "SCHEDULES",
     "Schedule",
-    "kind_of",
     "make_schedule",
+    "schedule_kind",
 ]

@@ -108,10 +108,10 @@ def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -
     if setup.encoder_ids is not None and bool((setup.encoder_ids < 0).any()):
         setup = replace(setup, encoder_ids=None)
     _check(options, extra)
-    items = _merge(table.build(table.PROCESSORS, setup), extra)
+    items = _merge(table.build_listed(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
-        items += table.build(table.WARPERS, setup)
-    return Processors(tuple(items + table.build(table.LAST, setup)), setup.device)
+        items += table.build_listed(table.WARPERS, setup)
+    return Processors(tuple(items + table.build_listed(table.LAST, setup)), setup.device)
 
 
 def _is_pure(item: Any) -> bool:

@@ -180,7 +180,7 @@ PURE: frozenset[Any] = (
 """Functions of ids and logits, which may be called for text that is never emitted; subclasses do not count."""
 
 
-def build(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
+def build_listed(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
     """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
     made = []
     for name, kind, arguments in entries:

@@ -11,7 +11,12 @@ from typing import Any
 from specdec.core.strategies import Strategy
 from specdec.decoding.strategies.base import Greedy, StrategySetup
 from specdec.decoding.strategies.beam import BeamSearch
-from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
+from specdec.decoding.strategies.constraints import (
+    Constraint,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+    read_constraints,
+)
 from specdec.decoding.strategies.contrastive import Contrastive
 from specdec.decoding.strategies.legacy_beams import ConstrainedSearch, GroupSearch
 from specdec.decoding.strategies.sampling import Block, Coupled, Match, Rejection
@@ -48,5 +53,5 @@ __all__ = [
     "PhrasalConstraint",
     "StrategySetup",
     "make_strategy",
-    "wanted",
+    "read_constraints",
 ]

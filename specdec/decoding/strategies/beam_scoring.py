@@ -18,7 +18,7 @@ from specdec.core.strategies import View
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import GreedySampler, fit
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
-from specdec.decoding.strategies.constraints import Progress
+from specdec.decoding.strategies.constraints import ConstraintProgress
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
@@ -65,7 +65,7 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pool:
+class BeamPool:
     """Beams that compete with one another, and their texts that ended, in this order.
 
     `offset`: the number of its first beam in the search. A pool that is `done` no longer takes part. `progress`: each
@@ -76,10 +76,10 @@ class Pool:
     ended: tuple[Hypothesis, ...] = ()
     done: bool = False
     offset: int = 0
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[ConstraintProgress, ...] = ()
 
     @classmethod
-    def of(cls, size: int, offset: int = 0, progress: Progress | None = None) -> Pool:
+    def of(cls, size: int, offset: int = 0, progress: ConstraintProgress | None = None) -> BeamPool:
         """A pool before its first token: one beam, and spare ones in case that it has too few continuations."""
         spare = Beam(score=FAR)
         return cls(
@@ -100,7 +100,7 @@ class Pool:
 class Beams:
     """The state of a search: its pools in order, and `ids` `[beams of open pools, length]` if anything reads them."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[BeamPool, ...]
     finish: str | None = None
     ids: Tensor | None = None
 
@@ -161,7 +161,7 @@ class Scoring(StrategyBase):
         return self.num_beams // self.groups
 
     def begin(self) -> Beams:
-        return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
+        return Beams(tuple(BeamPool.of(self.size, group * self.size) for group in range(self.groups)))
 
     @property
     def sampler(self) -> SearchSampler:

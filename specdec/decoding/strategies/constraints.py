@@ -69,7 +69,7 @@ class DisjunctiveConstraint(Constraint):
 
 
 @dataclass(frozen=True)
-class Progress:
+class ConstraintProgress:
     """A text's constraints: those not begun, the one in progress with its ids `begun`, and how many are complete."""
 
     pending: tuple[Constraint, ...]
@@ -79,7 +79,7 @@ class Progress:
     longest: int = 0
 
     @classmethod
-    def of(cls, constraints: Sequence[Constraint]) -> Progress:
+    def of(cls, constraints: Sequence[Constraint]) -> ConstraintProgress:
         """The progress of an empty text."""
         return cls(tuple(constraints), longest=max(constraint.longest for constraint in constraints))
 
@@ -100,11 +100,11 @@ class Progress:
             return list(self.now.advance(self.begun))
         return [token for constraint in self.pending for token in constraint.advance()]
 
-    def after(self, tokens: Iterable[int]) -> Progress:
+    def after(self, tokens: Iterable[int]) -> ConstraintProgress:
         """The progress after `tokens`."""
-        return reduce(Progress._add, tokens, self)
+        return reduce(ConstraintProgress._add, tokens, self)
 
-    def forced(self) -> list[tuple[int, Progress]]:
+    def forced(self) -> list[tuple[int, ConstraintProgress]]:
         """Every id that advances a constraint, and the progress after it.
 
         As in 4.49, where copies of a disjunction in progress share one list of ids: an id that one copy tries is begun
@@ -119,7 +119,7 @@ class Progress:
             return found
         return [(token, after if after.now is None else replace(after, begun=shared.begun)) for token, after in found]
 
-    def _add(self, token: int) -> Progress:
+    def _add(self, token: int) -> ConstraintProgress:
         if self.now is not None:
             if token in self.now.advance(self.begun):
                 return self._begun(self.now, (*self.begun, token), self.pending)
@@ -130,13 +130,13 @@ class Progress:
                 return self._begun(constraint, (token,), self.pending[:i] + self.pending[i + 1 :])
         return self
 
-    def _begun(self, now: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]) -> Progress:
+    def _begun(self, now: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]) -> ConstraintProgress:
         if now.remaining(begun):
             return replace(self, pending=pending, now=now, begun=begun)
         return replace(self, pending=pending, now=None, begun=(), complete=self.complete + 1)
 
 
-def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
+def read_constraints(constraints: Any, force_words_ids: Any) -> list[Constraint]:
     """All constraints of a call, objects first; raises OptionError for anything else."""
     objects = [] if constraints is None else constraints
     if not is_list(objects) or not all(isinstance(item, Constraint) for item in objects):

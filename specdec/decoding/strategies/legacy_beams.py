@@ -21,17 +21,17 @@ from specdec.core.tree import Step
 from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import (
     Beam,
+    BeamPool,
     Beams,
     Candidates,
     Hypothesis,
-    Pool,
     Scoring,
     best_totals,
     branches,
     extended,
     totals,
 )
-from specdec.decoding.strategies.constraints import Progress, wanted
+from specdec.decoding.strategies.constraints import ConstraintProgress, read_constraints
 from specdec.options.generate import Options
 
 _STEP = 100
@@ -41,7 +41,7 @@ _STEP = 100
 class Turn(NamedTuple):
     """One pool's step: the pool after it, its beams as continuations of earlier ones, its scores."""
 
-    pool: Pool
+    pool: BeamPool
     found: Candidates
     scores: Tensor
 
@@ -57,7 +57,7 @@ class PoolSearch(Scoring):
     end_id: int = 0
     pad_id: int = 0
 
-    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
         """The open pools' steps in order, from `ids` and log-probabilities `own` of all their beams."""
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class PoolSearch(Scoring):
             shown = [-1 if pool.done else next(numbers) for pool in state.pools for _ in pool.live]
         return Advance(after, leaves, [tokens[i] for i in kept], step, after.finish, shown)
 
-    def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
+    def walk(self, pool: BeamPool, found: Candidates) -> tuple[list[int], BeamPool]:
         """The candidates that go on, best first, and the pool with the texts that ended before them."""
         going: list[int] = []
         for rank, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
@@ -95,7 +95,7 @@ class PoolSearch(Scoring):
                 break
         return going, pool
 
-    def step(self, pool: Pool, chosen: Candidates, best: float) -> Pool:
+    def step(self, pool: BeamPool, chosen: Candidates, best: float) -> BeamPool:
         """The pool with its next beams; `best` is the step's best candidate."""
         live = tuple(pool.extend(chosen, i) for i in range(len(chosen.tokens)))
         done = len(pool.ended) >= self.size and self.early_stopping != "exhaustive"
@@ -104,13 +104,13 @@ class PoolSearch(Scoring):
             done = min(h.score for h in pool.ended) >= bound
         return replace(pool, live=live, done=done)
 
-    def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
+    def closed(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
         """The pool with these `beams` among its hypotheses, each with its finish reason."""
         for beam, reason in beams:
             pool = self._ended(pool, beam, reason)
         return pool
 
-    def _ended(self, pool: Pool, beam: Beam, reason: str) -> Pool:
+    def _ended(self, pool: BeamPool, beam: Beam, reason: str) -> BeamPool:
         """The pool with `beam` among its hypotheses, of which it keeps the best `size`."""
         score = beam.score / len(beam.tokens) ** self.length_penalty
         kept = pool.ended
@@ -121,7 +121,7 @@ class PoolSearch(Scoring):
             kept = kept[:worst] + kept[worst + 1 :]
         return replace(pool, ended=(*kept, Hypothesis(beam.tokens, score, beam.origins, reason)))
 
-    def _after(self, state: Beams, stepped: list[Pool], ends: list[str | None], ids: Tensor | None) -> Beams:
+    def _after(self, state: Beams, stepped: list[BeamPool], ends: list[str | None], ids: Tensor | None) -> Beams:
         """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
         reasons = [end for end in ends if end is not None]
         if len(reasons) == len(ends):
@@ -134,7 +134,7 @@ class PoolSearch(Scoring):
         over = len(reasons) == len(ends) or all(pool.done for pool in after.pools)
         return replace(after, finish=after.finished[0].reason) if over else after
 
-    def _placed(self, open_: Sequence[Pool], values: Tensor) -> Tensor:
+    def _placed(self, open_: Sequence[BeamPool], values: Tensor) -> Tensor:
         """`values` `[open beams, vocab]` as rows of all beams; a finished pool is certain of its padding."""
         rows = values.new_full((self.num_beams, values.shape[1]), -torch.inf)
         rows[:, self.pad_id : self.pad_id + 1] = 0.0
@@ -191,7 +191,7 @@ class GroupSearch(PoolSearch):
                 found[place] = (mine[i], better._replace(groups=frozenset((*(known.groups or ()), group))))
         return sorted(found.values(), key=lambda branch: -branch[1].score)
 
-    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
         """The open groups' steps, each with penalties for the choices of earlier groups."""
         at, chosen = 0, list[int]()
         for pool in pools:
@@ -224,7 +224,7 @@ class ConstrainedSearch(PoolSearch):
     well.
     """
 
-    progress: Progress
+    progress: ConstraintProgress
     returned: int = 1
     name: ClassVar[str] = "constrainedsearch"
 
@@ -236,14 +236,14 @@ class ConstrainedSearch(PoolSearch):
     def of(cls, setup: StrategySetup) -> ConstrainedSearch:
         """The search of one sequence; as in transformers, padding counts towards the constraints."""
         o = setup.options
-        progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))
+        progress = ConstraintProgress.of(read_constraints(o.constraints, o.force_words_ids)).after(list(setup.prompt))
         returned = o.num_return_sequences or 1
         return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
 
     def begin(self) -> Beams:
-        return Beams((Pool.of(self.num_beams, progress=self.progress),))
+        return Beams((BeamPool.of(self.num_beams, progress=self.progress),))
 
-    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
         """The pool's step, with continuations that advance constraints."""
         [pool] = pools
         total = totals(self.processors(ids, own), pool.running)
@@ -255,7 +255,7 @@ class ConstrainedSearch(PoolSearch):
         progress = tuple(pool.progress[beam].after([token]) for beam, token in steps)
         yield Turn(replace(self.step(pool, chosen, found.scores[0]), progress=progress), chosen, total)
 
-    def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
+    def closed(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
         """Adds beams that fulfil the constraints, and the others if these are too few."""
         fulfilled, others = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
         for beam, progress in zip(beams, pool.progress, strict=True):
@@ -274,7 +274,11 @@ class ConstrainedSearch(PoolSearch):
 
 
 def _pushed(
-    found: Candidates, beams: Sequence[tuple[int, ...]], progress: Sequence[Progress], total: Tensor, count: int
+    found: Candidates,
+    beams: Sequence[tuple[int, ...]],
+    progress: Sequence[ConstraintProgress],
+    total: Tensor,
+    count: int,
 ) -> Candidates:
     """The next `count` live beams: of the best and the forced candidates, the best of every bank in turn.
 

@@ -19,7 +19,7 @@ _KINDS = ("image", "image_url")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS and others, for which Pillow runs programs
 
 
-def split(tokenizer: Any) -> tuple[Any, Any]:
+def split_processor(tokenizer: Any) -> tuple[Any, Any]:
     """The tokenizer, and the processor that it is a part of; None for a tokenizer alone."""
     inner = getattr(tokenizer, "tokenizer", None)
     return (tokenizer, None) if inner is None or not hasattr(tokenizer, "image_processor") else (inner, tokenizer)

@@ -72,7 +72,7 @@ class KeptCode:
         with suppress(OSError):  # not ours to write
             os.utime(self.code)
         for file in (self.constants, self.code):
-            if not kept.is_whole(file):
+            if not kept.is_intact(file):
                 raise UnsupportedError(f"{file.name} is broken")
 
     def alone(self) -> AbstractContextManager[IO[str]]:

@@ -43,7 +43,7 @@ class Joint(nn.Module):
         return outputs
 
 
-class Part(nn.Module):
+class OutputSlice(nn.Module):
     """One layer of a joint one: its outputs from `begin` to before `end`; `last`: no other reads the input after it."""
 
     def __init__(self, joint: Joint, begin: int, end: int, *, last: bool) -> None:
@@ -81,7 +81,7 @@ def readers(model: Any) -> Iterator[list[list[str]]]:
     found += [names for _, names in calls if len(names) > 1 and all(counts[name] == 1 for name in names)]
 
 
-def join(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
+def fuse_layers(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
     """Fuses these layers of `model`, a shallow copy of `others`, if their weights can lie in one piece."""
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
@@ -97,7 +97,7 @@ def join(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
     for name, layer in zip(names, layers, strict=True):
         for other in others:
             other.get_submodule(name)._buffers.update(layer._buffers)
-        model.set_submodule(name, Part(joint, begin, begin + layer.outputs, last=name == names[-1]))
+        model.set_submodule(name, OutputSlice(joint, begin, begin + layer.outputs, last=name == names[-1]))
         begin += layer.outputs
 
 

@@ -19,8 +19,8 @@ from specdec.models.backends.padded import PaddedPasses
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.cache.kv_cache import KvCache
-from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import hidden_states_of
+from specdec.models.protocols import ModelSpec
 
 
 class KvSession(KvCache):

@@ -19,10 +19,10 @@ from specdec.core.tree import EMPTY
 from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
-from specdec.models.cache.kv_cache import KvCache, Row
+from specdec.models.cache.kv_cache import CacheRow, KvCache
 from specdec.models.cache.layout import Layout
-from specdec.models.capability import ModelSpec
 from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, returned
+from specdec.models.protocols import ModelSpec
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
 _NODES = 64  # nodes whose computation takes as long as reading the weights
@@ -35,7 +35,7 @@ class PaddedPasses:
         self._language, self._cache = language, cache
         self._keeps = language.keeps
 
-    def chain(self, row: Row, work: Work) -> Logits:
+    def chain(self, row: CacheRow, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
         row.tree = work.tree
         row.columns.begin(work)
@@ -54,7 +54,7 @@ class PaddedPasses:
         more = logits.shape[0] - work.num_logits
         return Logits(work, logits[more:] if more else logits, passes=(self._cache.passes,))
 
-    def see(self, row: Row, work: Work, extras: dict[str, Any]) -> Logits:
+    def see(self, row: CacheRow, work: Work, extras: dict[str, Any]) -> Logits:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
         pictures = work.pictures
         assert pictures is not None

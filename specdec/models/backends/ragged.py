@@ -14,16 +14,16 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.compiled import CompiledForward
-from specdec.models.backends.fused_linear import join, readers
+from specdec.models.backends.fused_linear import fuse_layers, readers
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.capability import ModelSpec
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
 from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
+from specdec.models.protocols import ModelSpec
 
 _TRIED = 12  # tokens of the trial
 
@@ -65,7 +65,7 @@ class RaggedForward:
         """The model with packed layers fused that read the same input, over the same memory."""
         joined: RaggedModel = shallow_copy(self.model)
         for names in self._fusable:
-            join(joined.model, [self._language.model, self.model.model], names)
+            fuse_layers(joined.model, [self._language.model, self.model.model], names)
         return joined
 
     @property

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from specdec.core.tree import depths_of
 from specdec.core.work import Work
-from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
-
-_WORD = 32  # columns per word of bits
+from specdec.models.cache.layout import WORD, ColumnMap, ancestry
+from specdec.models.protocols import AttentionKind
 
 Buffers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer, `[rows, heads, columns, head width]`."""
@@ -123,13 +122,13 @@ class _Placed:
 
     def table(self, kind: AttentionKind, wide: int) -> np.ndarray:
         """The table `[nodes, 4 + words]` with bits for `wide` columns."""
-        words = -(-wide // _WORD)
+        words = -(-wide // WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
         first = kind.first_seen(self.positions)
         table[:, 0], table[:, 1] = self.row_index, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
-            bits = np.zeros((len(table), words * _WORD), dtype=bool)
+            bits = np.zeros((len(table), words * WORD), dtype=bool)
             bits[:, :few] = self.kin & (self.depth >= first[:, None])
             table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return table
@@ -140,19 +139,6 @@ def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
     wide = max(map(len, encoders))
     lines = torch.tensor([seen + [0] * (wide - len(seen)) for seen in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
-
-
-def seen_columns(seen: np.ndarray) -> list[int]:
-    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
-    columns = np.flatnonzero(seen)
-    first = int(columns[0]) if len(columns) else 0
-    gaps = np.flatnonzero(~seen[first:])
-    base = first + int(gaps[0]) if len(gaps) else len(seen)
-    rest = seen[base : int(columns[-1]) + 1] if len(columns) else seen[:0]
-    bits = np.zeros(-(-len(rest) // _WORD) * _WORD, dtype=bool)
-    bits[: len(rest)] = rest
-    words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()
-    return [first, base, *words]
 
 
 def _placed(row: RowNodes) -> _Placed:

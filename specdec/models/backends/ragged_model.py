@@ -27,13 +27,13 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from specdec import kernels
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
 from specdec.models.hf.sides import source_width
 from specdec.models.hf.wrappers import decoder_of
+from specdec.models.protocols import ModelSpec
 
 ATTENTION = "specdec"
 POSITIONS = ("ids", "embedding", "bias")

@@ -20,10 +20,9 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
-from specdec.models.cache.session import Session
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
+from specdec.models.protocols import ModelSpec, Session
 
 _LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
@@ -71,8 +70,8 @@ class _Row:
             self.snapshot = None
         if self.num_cached <= length:
             return
-        if recurrent_state.is_plain(self.cache):
-            recurrent_state.cut(self.cache, length)
+        if recurrent_state.can_be_cut(self.cache):
+            recurrent_state.cut_cache(self.cache, length)
             self.num_cached = length
         elif self.snapshot is not None:
             self.num_cached, state, self.modules = self.snapshot
@@ -83,7 +82,7 @@ class _Row:
     def remember(self) -> None:
         """Takes a snapshot, unless the last one is of this length or cutting needs none."""
         taken = self.snapshot is not None and self.snapshot[0] == self.num_cached
-        if self.num_cached and not taken and not recurrent_state.is_plain(self.cache):
+        if self.num_cached and not taken and not recurrent_state.can_be_cut(self.cache):
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
 
@@ -248,7 +247,7 @@ class ReplaySession(Session):
 
     def _is_plain(self, row: _Row) -> bool:
         return self._language.capability.cache_kind == "none" or (
-            row.cache is not None and recurrent_state.is_plain(row.cache)
+            row.cache is not None and recurrent_state.can_be_cut(row.cache)
         )
 
     def _get_ready(self, row: _Row, *, tentative: bool) -> None:

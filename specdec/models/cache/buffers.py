@@ -13,16 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.models.cache.layout import Layout
+from specdec.models.protocols import Pair, Prefix
 
 _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _PAGES = 2**20  # bytes from which a buffer is mapped by itself
 _SPARE_BYTES = 2**26  # buffers up to this size are kept when no row is left
-
-Pair = tuple[Tensor, Tensor]
-Prefix = list[Pair]
-"""Keys and values of a text, per layer `[heads, tokens, head width]`; shorter where last layers share others' keys."""
 
 
 def prefix_bytes(prefix: Prefix) -> int:

@@ -10,16 +10,15 @@ import torch
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import VOID_COLUMNS
 from specdec.errors import OptionError
-from specdec.models.cache.buffers import KvBuffers, Prefix
+from specdec.models.cache.buffers import KvBuffers
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.cache.session import Session
-from specdec.models.capability import ModelSpec
 from specdec.models.encoding import Encoding
+from specdec.models.protocols import ModelSpec, Prefix, Session
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class CacheRow:
     """A row: its number, its index in the buffers, the columns of its nodes, and the tree of its last pass."""
 
     number: int
@@ -46,8 +45,8 @@ class KvCache(Session):
             lambda: max((row.columns.top for row in self.rows), default=0),
         )
         self.cross = CrossAttention(language) if language.is_encoder_decoder else None
-        self.rows: list[Row] = []  # by their index in the buffers
-        self._by_number: dict[int, Row] = {}
+        self.rows: list[CacheRow] = []  # by their index in the buffers
+        self._by_number: dict[int, CacheRow] = {}
         self._numbers = 0
 
     def add(self, encoding: Encoding | None = None) -> int:
@@ -138,17 +137,17 @@ class KvCache(Session):
 
     def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1
-        row = self._by_number[self._numbers] = Row(self._numbers, len(self.rows), columns)
+        row = self._by_number[self._numbers] = CacheRow(self._numbers, len(self.rows), columns)
         self.rows.append(row)
         return row.number
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> CacheRow:
         """The row of this number; OptionError if there is none."""
         if (row := self._by_number.get(number)) is None:
             raise OptionError.of("rows", f"rows of this session, {sorted(self._by_number)}", number)
         return row
 
-    def _settled(self, number: int, length: int) -> Row:
+    def _settled(self, number: int, length: int) -> CacheRow:
         """A row, with the first `length` tokens of its text in the columns of the same numbers."""
         row = self.row(number)
         if length > row.columns.base:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,29 +11,9 @@ from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
 from specdec.core.work import Work
+from specdec.models.protocols import AttentionKind
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionKind:
-    """A kind of attention layer: its name in the mask dict, and what of the past it sees (None: everything).
-
-    `first` is the first visible position.
-    """
-
-    name: str
-    window: int | None = None
-    chunk: int | None = None
-    first: int = 0
-
-    def first_seen(self, positions: Any) -> Any:
-        """The first position that nodes at `positions` see; tensors and arrays alike."""
-        if self.window is not None:
-            begins = positions - self.window + 1
-        elif self.chunk is not None:
-            begins = positions // self.chunk * self.chunk
-        else:
-            begins = positions * 0
-        return begins.clip(self.first)
+WORD = 32  # columns per word of bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +207,16 @@ def ancestry(parents: list[int]) -> np.ndarray:
         if parent >= 0:
             kin[node] |= kin[parent]
     return kin
+
+
+def seen_columns(seen: np.ndarray) -> list[int]:
+    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
+    columns = np.flatnonzero(seen)
+    first = int(columns[0]) if len(columns) else 0
+    gaps = np.flatnonzero(~seen[first:])
+    base = first + int(gaps[0]) if len(gaps) else len(seen)
+    rest = seen[base : int(columns[-1]) + 1] if len(columns) else seen[:0]
+    bits = np.zeros(-(-len(rest) // WORD) * WORD, dtype=bool)
+    bits[: len(rest)] = rest
+    words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()
+    return [first, base, *words]

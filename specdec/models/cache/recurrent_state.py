@@ -28,13 +28,13 @@ def cache_for_prompt(config: Any, length: int) -> DynamicCache:
     return cache
 
 
-def is_plain(cache: Any) -> bool:
+def can_be_cut(cache: Any) -> bool:
     """Whether all layers attend to the whole past, so that cutting keys and values is exact."""
     layers = _layers(cache)
     return layers is not None and len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def cut(cache: Any, length: int) -> None:
+def cut_cache(cache: Any, length: int) -> None:
     """Forgets everything after the first `length` tokens of a plain cache."""
     for layer in _layers(cache) or []:
         _cut_layer(layer, length)

@@ -14,13 +14,13 @@
 
 from specdec.models.gguf.config import is_known, model_class, read_config
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
-from specdec.models.gguf.tensors import Part, tensor_map
+from specdec.models.gguf.tensors import TensorPart, tensor_map
 from specdec.models.gguf.weights import converted, empty_model, fill, read_model
 
 __all__ = [
     "GgufReader",
-    "Part",
     "StoredTensor",
+    "TensorPart",
     "converted",
     "empty_model",
     "fill",

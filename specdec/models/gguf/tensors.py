@@ -15,7 +15,7 @@ from specdec.models.gguf.reader import GgufReader
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Rows of a tensor and their place in a parameter, whose name is that of the model's state dict.
 
     Rows are the last dimension but one of a matrix, or of a stack of matrices [experts, rows, columns]; of vectors, and
@@ -38,7 +38,7 @@ class Part:
         return not self.flipped and not self.plus
 
 
-def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[Part, ...]]:
+def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[TensorPart, ...]]:
     """The parts of every tensor of a file; of those that hold no weights, such as factors of positions, none.
 
     `config`: of `read_config`. Raises UnsupportedError for a tensor that is not known, which names it.
@@ -47,7 +47,7 @@ def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[Part, ...]]:
     return {name: _parts(name, tensor, names, config, reader) for name, tensor in reader.tensors.items()}
 
 
-def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: GgufReader) -> tuple[Part, ...]:
+def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: GgufReader) -> tuple[TensorPart, ...]:
     if name in _NO_WEIGHTS:
         return ()
     base, _, kind = name.rpartition(".")
@@ -63,34 +63,36 @@ def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: G
         return _three(prefix, kind, config)
     if "{}" in known:  # one parameter for each row
         count = int(tensor.shape[1])
-        return tuple(Part(f"{prefix}{known.format(row)}.{kind}", rows=torch.tensor([row])) for row in range(count))
+        return tuple(
+            TensorPart(f"{prefix}{known.format(row)}.{kind}", rows=torch.tensor([row])) for row in range(count)
+        )
     if "exps" in base:
         return (
             _of_experts(base, kind, prefix + known, config, int(tensor.data.shape[-2 if kind == "weight" else -1])),
         )
     parameter = f"{prefix}{known}" if known.endswith(".sinks") else f"{prefix}{known}.{kind}"
-    return (Part(parameter, _turned(base, config), plus=-1.0 if _one_more(base, config) else 0.0),)
+    return (TensorPart(parameter, _turned(base, config), plus=-1.0 if _one_more(base, config) else 0.0),)
 
 
-def _three(prefix: str, kind: str, config: Any) -> tuple[Part, ...]:
+def _three(prefix: str, kind: str, config: Any) -> tuple[TensorPart, ...]:
     """Queries, keys and values of one tensor."""
     heads, start, found = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads), 0, []
     for name, count in zip(("q", "k", "v"), heads, strict=True):
         rows = torch.arange(start, start := start + count * config.head_dim)
         order = _turned(f"attn_{name}", config)
         parameter = f"{prefix}self_attn.{name}_proj.{kind}"
-        found.append(Part(parameter, rows if order is None else rows[order]))
+        found.append(TensorPart(parameter, rows if order is None else rows[order]))
     return tuple(found)
 
 
-def _of_experts(base: str, kind: str, parameter: str, config: Any, rows: int) -> Part:
+def _of_experts(base: str, kind: str, parameter: str, config: Any, rows: int) -> TensorPart:
     """Experts lie in one parameter, their gates beside what they let through."""
     if config.model_type == "gpt_oss":
         suffix = "_bias" if kind == "bias" else ""
         place = {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}.get(base.rpartition(".")[2])
-        return Part(parameter + suffix, place=place, flipped=kind == "weight")
+        return TensorPart(parameter + suffix, place=place, flipped=kind == "weight")
     places = {"ffn_gate_exps": slice(0, rows), "ffn_up_exps": slice(rows, 2 * rows)}
-    return Part(parameter, place=places.get(base.rpartition(".")[2]))
+    return TensorPart(parameter, place=places.get(base.rpartition(".")[2]))
 
 
 def _turned(base: str, config: Any) -> Tensor | None:

@@ -16,7 +16,7 @@ from specdec.errors import LoadError
 from specdec.models.backends.packed_layers import PackedEmbedding, without_saving
 from specdec.models.gguf.config import model_class
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
-from specdec.models.gguf.tensors import Part, tensor_map
+from specdec.models.gguf.tensors import TensorPart, tensor_map
 
 _log = logging.getLogger(__name__)
 _HELD = 1 << 27  # bytes of the mapped file that may stay in memory
@@ -49,7 +49,12 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def fill(
-    model: Any, reader: GgufReader, parts: dict[str, tuple[Part, ...]], *, packs: bool = False, rounds: bool = True
+    model: Any,
+    reader: GgufReader,
+    parts: dict[str, tuple[TensorPart, ...]],
+    *,
+    packs: bool = False,
+    rounds: bool = True,
 ) -> None:
     """Gives the parameters of `empty_model` memory and the file's numbers, and ties those that the config ties."""
     empty = dict(model.named_parameters(remove_duplicate=False))
@@ -86,7 +91,7 @@ def fill(
         _log.warning("%s: tensors in fewer bits than kernels know take 8 bits each (%s)", reader.path, kinds)
 
 
-def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
+def _is_packable(model: Any, part: TensorPart, tensor: StoredTensor) -> bool:
     """Whether a tensor is the whole weight, in blocks, of a linear layer or an embedding."""
     module, _, leaf = part.parameter.rpartition(".")
     owner = model.get_submodule(module)
@@ -97,7 +102,7 @@ def _is_packable(model: Any, part: Part, tensor: StoredTensor) -> bool:
     return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in _NUMBERS
 
 
-def _packed(tensor: StoredTensor, part: Part, rounds: bool) -> kernels.PackedLinear:
+def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.PackedLinear:
     kind = tensor.tensor_type.name
     if kind not in kernels.BLOCKS:
         return kernels.round_weight(converted(tensor, part), 8, rounds=rounds)
@@ -124,7 +129,7 @@ def _replace(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
         without_saving(model)
 
 
-def converted(tensor: StoredTensor, part: Part) -> Tensor:
+def converted(tensor: StoredTensor, part: TensorPart) -> Tensor:
     """The float32 numbers of a tensor as they lie in `part.place` of the parameter."""
     value = torch.from_numpy(floats(tensor))
     if part.rows is not None:
@@ -134,7 +139,7 @@ def converted(tensor: StoredTensor, part: Part) -> Tensor:
     return value.transpose(-1, -2) if part.flipped else value
 
 
-def _put(model: Any, part: Part, tensor: StoredTensor, path: str) -> int:
+def _put(model: Any, part: TensorPart, tensor: StoredTensor, path: str) -> int:
     """Copies a tensor into its part of a parameter; how many numbers these are."""
     parameter, value = model.get_parameter(part.parameter), converted(tensor, part)
     axis = -1 if part.flipped else _axis(part.parameter, parameter.dim())

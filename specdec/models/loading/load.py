@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
 from typing import Any
 
@@ -41,17 +43,17 @@ from specdec.models.loading.placement import (
     read_ahead,
     to_devices,
 )
-from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
+from specdec.models.loading.quantizers import Quantizer, settle_four_bits
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
-from specdec.options.load import AUTO, PASSES, Loading, split_gguf
+from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_gguf
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
 _WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
 
 
-def load(
+def load_model(
     source: str | PathLike[str] | PreTrainedModel | LanguageModel,
     how: Loading | None = None,
     *,
@@ -271,3 +273,21 @@ def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
         known = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
     return next((one for one in known if class_of(one, config)), known[0])
+
+
+def make_quantizer(name: str | None) -> Quantizer:
+    """The quantizer of this name, or one that changes nothing; UnsupportedError if its package is missing."""
+    if name is None:
+        return Quantizer()
+    entry = QUANTIZATIONS[name]
+    if entry.package is not None and find_spec(entry.package) is None:
+        free = " or ".join(repr(other) for other, kind in QUANTIZATIONS.items() if kind.package is None)
+        raise UnsupportedError(
+            f"`quantization`={name!r} needs {entry.package}: pip install {entry.install or entry.package}, "
+            f"or use {free}, which need no package"
+        )
+    kind: Any = entry.kind
+    if isinstance(kind, str):
+        module, _, attribute = kind.partition(":")
+        kind = getattr(import_module(f"specdec.models.loading.{module}"), attribute)
+    return kind(name)

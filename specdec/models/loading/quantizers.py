@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from transformers import BitsAndBytesConfig
 
 from specdec.errors import UnsupportedError
-from specdec.options.load import QUANTIZATIONS
 
 
 class Quantizer:
@@ -40,24 +37,6 @@ class Quantizer:
 
     def convert(self, model: Any) -> None:
         """Changes the loaded model in place if the class `converts`."""
-
-
-def make_quantizer(name: str | None) -> Quantizer:
-    """The quantizer of this name, or one that changes nothing; UnsupportedError if its package is missing."""
-    if name is None:
-        return Quantizer()
-    entry = QUANTIZATIONS[name]
-    if entry.package is not None and find_spec(entry.package) is None:
-        free = " or ".join(repr(other) for other, kind in QUANTIZATIONS.items() if kind.package is None)
-        raise UnsupportedError(
-            f"`quantization`={name!r} needs {entry.package}: pip install {entry.install or entry.package}, "
-            f"or use {free}, which need no package"
-        )
-    kind: Any = entry.kind
-    if isinstance(kind, str):
-        module, _, attribute = kind.partition(":")
-        kind = getattr(import_module(module), attribute)
-    return kind(name)
 
 
 class BitsAndBytes(Quantizer):

@@ -26,7 +26,7 @@ _FROM_CHECKPOINT = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class SpeechSettings:
     """Options with the names and meanings of transformers' `WhisperForConditionalGeneration.generate`.
 
     Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
@@ -67,10 +67,10 @@ class Settings:
         return log_prob is not None and self.logprob_threshold is not None and log_prob < self.logprob_threshold
 
 
-NAMES = tuple(field.name for field in fields(Settings))
+NAMES = tuple(field.name for field in fields(SpeechSettings))
 
 
-def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
+def speech_settings(given: Mapping[str, Any], whisper: Whisper) -> SpeechSettings:
     """The settings of a call over the checkpoint's; raises OptionError for wrong values and contradictions."""
     found = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
     found |= {name: value for name, value in given.items() if value is not None}
@@ -86,7 +86,7 @@ def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
     for name in ("is_multilingual", "condition_on_prev_tokens"):
         if not isinstance(found.get(name), bool | None):
             raise OptionError.of(name, "True or False", found[name])
-    settings = Settings(**found)
+    settings = SpeechSettings(**found)
     if settings.return_timestamps not in (None, False, True, "word"):
         raise OptionError.of(
             "return_timestamps", "True for segments, 'word' for words, or False", settings.return_timestamps

@@ -22,7 +22,7 @@ from specdec.options.fields import check_whole
 from specdec.options.load import check_loaded
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
-from specdec.pipelines.speech.settings import NAMES, Settings, read_settings
+from specdec.pipelines.speech.settings import NAMES, SpeechSettings, speech_settings
 from specdec.pipelines.speech.whisper import Whisper
 from specdec.pipelines.speech.windows import Listener, Segment, Track, options_at
 
@@ -64,7 +64,7 @@ class Transcription(dict[str, Any]):
 class _Request:
     """The arguments of a call; `options` are those of `SpecGenerator.generate`."""
 
-    settings: Settings
+    settings: SpeechSettings
     chunking: Chunking | None
     batch_size: int
     return_language: bool
@@ -138,8 +138,8 @@ class Transcriber:
         window by window, or with `chunk_length_s` in chunks that overlap by `stride_length_s` on both sides (by default
         a sixth); `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
         `return_language` adds the language to chunks. `generate_kwargs`, whose items may also be passed as arguments:
-        the fields of `Settings` and the options of `SpecGenerator.generate`. `progress(done, known)` is called with
-        seconds of sound.
+        the fields of `SpeechSettings` and the options of `SpecGenerator.generate`. `progress(done, known)` is called
+        with seconds of sound.
 
         Raises OptionError for wrong options before decoding, and for an unreadable recording when it is reached; with
         `on_error(input, error)` its result is None instead, and the others are transcribed.
@@ -212,7 +212,7 @@ class Transcriber:
         batch_size = own.get("batch_size", 1)
         check_whole("batch_size", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
-        settings = read_settings(own_settings, self._whisper)
+        settings = speech_settings(own_settings, self._whisper)
         for temperature in settings.temperatures:
             self.generator.options(**options_at(temperature, options, settings))
         language = bool(own.get("return_language"))

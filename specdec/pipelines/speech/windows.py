@@ -19,7 +19,7 @@ from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.models import Encoding
 from specdec.options.fields import BEAMS_ONLY, DRAWING
-from specdec.pipelines.speech.settings import Settings
+from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 
 _WARM = 0.5  # text of this temperature or above is no context for the next window
@@ -38,7 +38,7 @@ class Segment:
     token_times: list[float] | None = None
 
 
-def split(
+def window_segments(
     tokens: Sequence[int],
     *,
     begin: int,
@@ -76,7 +76,7 @@ def split(
     return segments, frames if single else steps[cuts[-1] - 2] * stride
 
 
-def options_at(temperature: float, options: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechSettings) -> dict[str, Any]:
     """The options of `generate` for a try at this temperature."""
     if temperature > 0:
         kept = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
@@ -158,7 +158,7 @@ class Listener:
         self,
         generator: SpecGenerator,
         whisper: Whisper,
-        settings: Settings,
+        settings: SpeechSettings,
         options: Mapping[str, Any],
         progress: Callable[[float], None],
     ) -> None:
@@ -299,7 +299,7 @@ class Listener:
             times = [time + offset for time in times]
         if tokens[-1:] == [whisper.end]:
             tokens = tokens[:-1]
-        segments, covered = split(
+        segments, covered = window_segments(
             tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
         )
         track.segments += segments

@@ -171,7 +171,7 @@ class Summarizer:
     def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
         """Summarises parts, then their joined summaries, and so on until each text has one part."""
         counts, stats = [[len(pieces)] for pieces in parts], []
-        seeds = row_seeds(plan.options, len(parts))
+        seeds = batch_seeds(plan.options, len(parts))
         while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
             pieces = [piece for d in long for piece in parts[d]]
             own = None
@@ -311,7 +311,7 @@ def _check_call(batch_size: int, options: Mapping[str, Any]) -> None:
     refuse_outputs("Summarizer", options)
 
 
-def row_seeds(options: Options, prompts: int) -> list[int] | None:
+def batch_seeds(options: Options, prompts: int) -> list[int] | None:
     """One seed per row of all batches, so that a text does not depend on its batch; None without a seed."""
     if options.seed is None:
         return None

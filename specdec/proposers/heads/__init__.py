@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from specdec.errors import UnsupportedError
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
-from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
+from specdec.proposers.heads.checkpoint import Checkpoint, head_kind, readable
 from specdec.proposers.heads.proposer import HeadDraft
 
 LOADERS = {"eagle3": "eagle3:load_eagle", "dflash": "dflash:load_dflash", "gemma4": "gemma4:load_gemma4"}
@@ -39,4 +39,4 @@ def load_head(
         return load(checkpoint, target, how)
 
 
-__all__ = ["LOADERS", "kind_of", "load_head"]
+__all__ = ["LOADERS", "head_kind", "load_head"]

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
-from specdec.models.cache.layout import AttentionKind
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.load_errors import check_folder, check_reached, explained
 from specdec.models.hf.private_api import cached, set_attention
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import AttentionKind
 from specdec.options.fields import is_whole
 from specdec.options.load import Loading
 from specdec.proposers.heads.formats import kind_of_config, unified
@@ -36,7 +36,7 @@ _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used i
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
 
-def kind_of(
+def head_kind(
     source: str | PathLike[str] | PreTrainedModel, revision: str | None = None, *, argument: str = "draft"
 ) -> str | None:
     """The kind of head ("eagle3", …) that a model is, or that a folder or hub id holds; None if it is no head.

@@ -19,9 +19,9 @@ from transformers.models.gemma4 import modeling_gemma4 as gemma
 from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantMaskedEmbedder as Clusters
 
 from specdec.errors import UnsupportedError
-from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import AttentionKind
 from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.proposer import HeadDraft

@@ -16,11 +16,11 @@ from transformers.modeling_layers import MtpModel
 from specdec.core.drafts import refuse_argument
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
-from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import AttentionKind
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Embedding, Stage
 

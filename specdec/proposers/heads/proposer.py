@@ -12,8 +12,8 @@ from torch import Tensor
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Draft, Hidden, SavedState, SequenceView
 from specdec.core.work import CHUNK, Logits, Work
-from specdec.models.capability import Capability
 from specdec.models.language_model import LanguageModel
+from specdec.models.protocols import Capability
 from specdec.proposers.growth import CachedText, Feed
 from specdec.proposers.heads.stage import Stage
 from specdec.proposers.model import ModelProposer

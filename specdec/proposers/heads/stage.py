@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from specdec.models.backends.packed_layers import PackedEmbedding
-from specdec.models.cache.layout import AttentionKind, AttentionView
+from specdec.models.cache.layout import AttentionView
 from specdec.models.hf.private_api import CACHE
+from specdec.models.protocols import AttentionKind
 
 
 class Stage(nn.Module, ABC):

@@ -20,7 +20,7 @@ from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
-from specdec.server.options import check, check_length, check_messages
+from specdec.server.options import check_length, check_limits, check_messages
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
@@ -50,7 +50,7 @@ async def chat_completions(request: Request, asked: ChatRequest) -> Response:
 
 async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
     state = state_of(request)
-    check(asked, state.settings.limits)
+    check_limits(asked, state.settings.limits)
     if not state.settings.details and (asked.return_metrics or asked.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec import LoadError, OptionError, SpecGenerator, UnsupportedError
-from specdec.models import load
+from specdec.models import load_model
 from specdec.models.gguf import GgufReader, read_config
 from specdec.models.gguf.config import ARCHITECTURES
 from specdec.models.loading import gguf as loading
@@ -149,7 +149,7 @@ def test_other_architectures_go_through_transformers(tmp_path: Path, caplog: pyt
     loading._say_foreign.cache_clear()
     path = saved_gguf(tmp_path / "a.gguf", "gpt2", ["F32"])
     with caplog.at_level(logging.WARNING, logger="specdec"):
-        load(path), load(path), load(saved_gguf(tmp_path / "b.gguf"))
+        load_model(path), load_model(path), load_model(saved_gguf(tmp_path / "b.gguf"))
     said = [record.getMessage() for record in caplog.records if "transformers" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("GGUF files of gpt2 are read by transformers")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specdec import SpecGenerator
-from specdec.models import load
+from specdec.models import load_model
 from specdec.models.gguf.end_tokens import special_ids
 from tests.folders import saved_gguf
 from tests.models.gguf.files import byte_vocabulary, reader
@@ -67,7 +67,7 @@ def test_other_architectures(tmp_path: Path) -> None:
     Path(path).write_bytes(
         tokens.replace(b"\x04\x00\x00\x00\x00\x00\x00\x00<30>", b"\x04\x00\x00\x00\x00\x00\x00\x00</s>")
     )
-    assert load(path).model.generation_config.eos_token_id == [2, 30]
+    assert load_model(path).model.generation_config.eos_token_id == [2, 30]
 
 
 def test_a_generation_config_beside_the_file(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_a_generation_config_beside_the_file(tmp_path: Path) -> None:
     model.generation_config.update(do_sample=True, top_k=7)
     model.generation_config.save_pretrained(tmp_path)
     path = saved(tmp_path / "a.gguf", kind, model, {"tokenizer.ggml.suppress_tokens": [11, 13]})
-    found = load(path).model.generation_config
+    found = load_model(path).model.generation_config
     assert (found.eos_token_id, found.top_k, found.suppress_tokens) == ([9, 2], 7, [11, 13])

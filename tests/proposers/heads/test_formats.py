@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec import SpecGenerator
 from specdec.errors import LoadError, UnsupportedError
-from specdec.proposers.heads import kind_of
+from specdec.proposers.heads import head_kind
 from tests.heads import (
     IDS,
     RUN,
@@ -121,11 +121,11 @@ def test_kinds_and_what_is_none(tmp_path: Path) -> None:
     model = target()
     made, blocks = eagle_folder(tmp_path / "a"), dflash_folder(tmp_path / "b", model)
     own, lab = native(tmp_path / "c", made), z_lab(tmp_path / "d", blocks)
-    assert [kind_of(folder) for folder in (made, own, blocks, lab)] == ["eagle3", "eagle3", "dflash", "dflash"]
+    assert [head_kind(folder) for folder in (made, own, blocks, lab)] == ["eagle3", "eagle3", "dflash", "dflash"]
     model.save_pretrained(tmp_path / "model")
-    assert kind_of(tmp_path / "model") is None
-    assert kind_of(changed(tmp_path / "model", architectures=3)) is None
-    assert kind_of(model) is None
+    assert head_kind(tmp_path / "model") is None
+    assert head_kind(changed(tmp_path / "model", architectures=3)) is None
+    assert head_kind(model) is None
     for kind, fields in (
         ("peagle", {"speculators_model_type": "peagle"}),
         ("eagle", {"speculators_model_type": None, "architectures": ["LlamaForCausalLMEagle"]}),

@@ -1,17 +1,83 @@
-"""The interface of a session: rows of one model, with their keys and values, and passes over them."""
+"""What the layers of models say to one another: how a model runs, its sessions, and what their users see of a model.
+
+`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Logits, Work
 from specdec.errors import UnsupportedError
-from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
+
+CacheKind = Literal["kv", "replay", "none"]
+Positions = Literal["ids", "embedding", "bias", "alibi", "native"]
+Pair = tuple[Tensor, Tensor]
+Prefix = list[Pair]
+"""Keys and values of a text, per layer `[heads, tokens, head width]`; shorter where last layers share others' keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """A kind of attention layer: its name in the mask dict, and what of the past it sees (None: everything).
+
+    `first` is the first visible position.
+    """
+
+    name: str
+    window: int | None = None
+    chunk: int | None = None
+    first: int = 0
+
+    def first_seen(self, positions: Any) -> Any:
+        """The first position that nodes at `positions` see; tensors and arrays alike."""
+        if self.window is not None:
+            begins = positions - self.window + 1
+        elif self.chunk is not None:
+            begins = positions // self.chunk * self.chunk
+        else:
+            begins = positions * 0
+        return begins.clip(self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """How sessions run one model; lengths are in tokens.
+
+    `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no cache at all.
+    `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
+    ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
+    one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
+    then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
+    and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
+    padding token; None where they count from 0 (`places`). `reason`: why, for errors and reports.
+    """
+
+    cache_kind: CacheKind
+    positions: Positions = "native"
+    masks: Literal["single", "dict"] = "single"
+    kinds: tuple[AttentionKind, ...] = (AttentionKind("full_attention"),)
+    chunks: bool = True
+    boundary: int | None = None
+    cache_reset_length: int | None = None
+    inputs: Literal["ids", "embeds"] = "ids"
+    padding: int | None = None
+    reason: str = ""
+
+    def places(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The `position_ids` of tokens `ids` at these `positions`, both `[rows, nodes]`."""
+        if self.padding is None:
+            return positions
+        return torch.where(ids == self.padding, self.padding, positions + self.padding + 1)
 
 
 class Session(ABC):
@@ -105,3 +171,42 @@ class Session(ABC):
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
+
+
+class ModelSpec(Protocol):
+    """A transformers `model` and how to run it; `LanguageModel` implements this and documents each attribute."""
+
+    model: Any
+    config: Any
+    capability: Capability
+    input_names: frozenset[str]
+    prefix: str
+    vocab_size: int
+    num_ids: int
+    source_names: frozenset[str]
+    max_positions: int | None
+    device: torch.device
+    dtype: torch.dtype
+    is_encoder_decoder: bool
+    is_strict: bool
+    sees: bool
+
+    @property
+    def decoder(self) -> Any: ...
+    @property
+    def keeps(self) -> str | None: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def is_offloaded(self) -> bool: ...
+    @property
+    def forgets_order(self) -> bool: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def see(self) -> Any: ...
+    def session(self) -> Session: ...
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
+    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
+    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...

@@ -1,0 +1,22 @@
+"""A public class or function stands once in the package, so that a name means one thing."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import specdec
+
+ROOT = Path(specdec.__file__).parent
+# The loop in small has names of the engine's parts, and a command has the name of what it runs.
+NAMESAKES = {"accept", "generate", "distill", "serve"}
+
+
+def test_public_names_are_unique() -> None:
+    """Once three classes were called Request, and five functions load."""
+    homes = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                homes[node.name].append(file)
+    assert {name: files for name, files in homes.items() if len(files) > 1 and name not in NAMESAKES} == {}
