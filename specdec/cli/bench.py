@@ -12,7 +12,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import passed
+from specdec.cli.request import DRAFT_FLAGS, loading_flags, passed
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Bar, loading, say
 from specdec.core.draft_schedules import SCHEDULES
@@ -28,7 +28,7 @@ KEYS = (
 WAYS = ", ".join(SCHEDULES)
 
 
-@flags.takes("dtype quantization gguf_file activations backend exactness offload offload_folder quiet")
+@flags.takes("dtype quantization gguf_file activations backend exactness offload offload_folder quiet", *DRAFT_FLAGS)
 def bench(
     ctx: typer.Context,
     targets: list[str] | None = Argument(
@@ -141,7 +141,7 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         schedules.append({"schedule": "constant", "num_assistant_tokens": lengths})
     if schedules:
         keys["schedules"] = schedules
-    if mode := passed(params):
+    if mode := loading_flags(params):
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))

@@ -172,10 +172,6 @@ def generate(
         None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."
     ),
     revision: str | None = Option(None, help="Branch, tag or commit of the target on the hub."),
-    draft_dtype: str | None = Option(None, help="--dtype of the draft; by default the target's."),
-    draft_quantization: str | None = Option(None, help="--quantization of the draft."),
-    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--gguf-file of the draft."),
-    draft_revision: str | None = Option(None, help="--revision of the draft."),
     show_draft: bool = Option(
         False, "--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧."
     ),

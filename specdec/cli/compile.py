@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import are_here, choose_draft, passed
+from specdec.cli.request import are_here, choose_draft, loading_flags
 from specdec.cli.terminal import FAILED, OK, Bar, duration, fail, loading, remark, say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def compile_(
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     began, draft = monotonic(), choose_draft(ctx.params, {}, target, {})
     with loading(f"loading {target}", downloads=not are_here(target, draft)):
-        generator = SpecGenerator.from_pretrained(target, draft, backend="compiled", **passed(ctx.params))
+        generator = SpecGenerator.from_pretrained(target, draft, backend="compiled", **loading_flags(ctx.params))
     try:
         ready = _wait(generator)
     except KeyboardInterrupt:

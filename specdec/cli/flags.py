@@ -10,13 +10,13 @@ from typing import Any
 
 from typer import Argument, Option
 
-from specdec.cli.request import DEFAULT_NEW_TOKENS
+from specdec.cli.request import DEFAULT_NEW_TOKENS, DRAFT_FLAGS
 from specdec.cli.terminal import hush
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
 from specdec.options.drafts import SPELLINGS, WORDS
 from specdec.options.fields import COPYING
-from specdec.options.load import ACTIVATIONS, BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
+from specdec.options.load import ACTIVATIONS, AUTO, BACKENDS, DTYPES, EXACTNESS, NONE, OFFLOADS, QUANTIZATIONS
 
 Command = Callable[..., int | None]
 
@@ -40,12 +40,12 @@ def target(help: str, default: Any = None) -> Any:
 
 def takes(*words: str) -> Callable[[Command], Command]:
     """Gives a command the flags of `_shared` that the words of these texts name, and `--debug`; all are in
-    `ctx.params`.
+    `ctx.params`. A command that takes "draft" takes the flags of loading it, too.
 
     In the help they stand between the command's positional and its keyword parameters, `--debug` behind all. The
     command declares with their types alone those that it reads by name.
     """
-    names = " ".join(words).split()
+    names = [one for name in " ".join(words).split() for one in (name, *(DRAFT_FLAGS if name == "draft" else ()))]
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
@@ -73,6 +73,16 @@ def _shared(
         help=f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
         autocompletion=one_of(_DRAFTS),
     ),
+    draft_dtype: str | None = Option(
+        None, help="--dtype of the draft; by default the target's.", autocompletion=one_of(DTYPES)
+    ),
+    draft_quantization: str | None = Option(
+        None,
+        help="--quantization of the draft: auto (default, 4 or 8 bits where that is faster), none, or one of these.",
+        autocompletion=one_of((AUTO, NONE, *QUANTIZATIONS)),
+    ),
+    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--gguf-file of the draft."),
+    draft_revision: str | None = Option(None, help="--revision of the draft."),
     num_draft_tokens: int | None = Option(
         None,
         help="Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "

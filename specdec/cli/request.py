@@ -101,19 +101,18 @@ def read_config_file(path: Path | None) -> dict[str, Any]:
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
     own = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
-    given = passed(params)
+    given = loading_flags(params)
     if "max_memory" in given:
         memory = [(text, *text.partition("=")) for text in given["max_memory"]]
         if wrong := [text for text, *parts in memory if not all(parts)]:
             raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", wrong[0])
         given["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
-    draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
     how.of_draft(of_file := own.get("draft_options"))
-    if draft:
-        loading["draft_options"] = {**(of_file or {}), **draft}
-        how.of_draft(loading["draft_options"])
+    if draft := {**(of_file or {}), **given.get("draft_options", {})}:
+        loading["draft_options"] = draft
+        how.of_draft(draft)
     return loading, {name: value for name, value in file.items() if name not in own}
 
 
@@ -121,6 +120,12 @@ def passed(params: Mapping[str, Any], names: Iterable[str] = GENERATOR) -> dict[
     """Those of the flags, by default those of a generator, that were given."""
     values = {name: params.get(name) for name in names}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
+
+
+def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that flags gave, with `draft_options`."""
+    draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
+    return {**passed(params), **({"draft_options": draft} if draft else {})}
 
 
 def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:

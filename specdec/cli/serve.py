@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, choose_draft, passed, refuse_idle
+from specdec.cli.request import DRAFT_FLAGS, FLAGS, choose_draft, loading_flags, passed, refuse_idle
 from specdec.cli.terminal import OK, is_quiet, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
@@ -109,7 +109,17 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     if not params["target"]:
-        own = ("name", "draft", "num_draft_tokens", "schedule", "context", "kv_budget", "prefix_cache", *LOADING)
+        own = (
+            "name",
+            "draft",
+            "num_draft_tokens",
+            "schedule",
+            "context",
+            "kv_budget",
+            "prefix_cache",
+            *LOADING,
+            *DRAFT_FLAGS,
+        )
         refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
@@ -122,7 +132,7 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": choose_draft(params, {}, target, {}),
-        "loading": passed(params, LOADING),
+        "loading": {n: v for n, v in loading_flags(params).items() if n != "prefix_cache"},
         "options": options,
         "context": params["context"],
         "prefix_cache": params["prefix_cache"],

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, CommandRequest, are_here, passed, read_assignments
+from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
@@ -186,7 +186,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     """
     from specdec.pipelines.speech.settings import FALLBACK
 
-    model, how = params["model"], passed(params)
+    model, how = params["model"], loading_flags(params)
     draft = params["draft"]
     if draft is None:
         draft = model if model.startswith("zoo:") else "none"

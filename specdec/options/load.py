@@ -98,13 +98,8 @@ class Loading:
     def __post_init__(self) -> None:
         if self.quantization == NONE:
             object.__setattr__(self, "quantization", None)
-        words = {
-            "quantization": (*QUANTIZATIONS, AUTO),
-            "offload": OFFLOADS,
-            "backend": BACKENDS,
-            "exactness": EXACTNESS,
-        }
-        words["activations"] = ACTIVATIONS
+        words = {"quantization": (*QUANTIZATIONS, AUTO, NONE), "offload": OFFLOADS, "backend": BACKENDS}
+        words |= {"exactness": EXACTNESS, "activations": ACTIVATIONS}
         for name, known in words.items():
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
