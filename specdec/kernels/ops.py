@@ -128,13 +128,16 @@ def signed(address: int) -> int:
     return address - (1 << 64) if address >> 63 else address
 
 
-def passes(path: str) -> Any:
-    """The passes that AOTInductor packed into a file; needs `specdec.kernels.available`.
+def passes(
+    path: str, calls: Sequence[tuple[int, Sequence[int], Sequence[int]]], outputs: Sequence[int], inputs: int,
+    held: Sequence[Tensor],
+) -> Any:  # fmt: skip
+    """Passes that call the functions which AOTInductor packed into a file; needs `specdec.kernels.available`.
 
-    `names()` are those of its constants, `load(constants)` sets them to tensors that the caller keeps alive,
-    `run(inputs)` runs a pass, `draft_chain(...)` drafts chains; passes.cpp lists the arguments.
+    `specdec.models.backends.pieces.Pieces` says what `calls` and `outputs` are; a pass has `inputs` inputs and reads
+    the tensors `held`. `run(inputs)` runs a pass, `draft_chain(...)` drafts chains; passes.cpp lists the arguments.
     """
-    return torch.classes.specdec.Passes(path)
+    return torch.classes.specdec.Passes(path, calls, outputs, inputs, held)
 
 
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -1,5 +1,8 @@
 // A model's compiled passes (AOTInductor), and chains of them: a draft guesses token after token in one call.
 //
+// A pass calls functions, one of them for all layers that are alike. Its values have numbers: first its inputs, then
+// the tensors that it holds, then what each call makes.
+//
 // Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
 // all passes are computed beforehand. The rule that ends a row's chain is given as numbers:
 //
@@ -27,7 +30,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 #include "filters.h"
@@ -135,19 +137,46 @@ at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table,
   return at::cat({at::stack(rows).to(written.scalar_type()).unsqueeze(0), written}, -1);
 }
 
+// A function's number, and the numbers of the values that it reads and makes.
+using Call = std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+
 struct Passes : torch::CustomClassHolder {
-  explicit Passes(const std::string& path) : loader(path) {}
-
-  std::vector<std::string> names() { return loader.get_constant_fqns(); }
-
-  // The tensors stay the caller's.
-  void load(const c10::Dict<std::string, at::Tensor>& constants) {
-    std::unordered_map<std::string, at::Tensor> map;
-    for (const auto& entry : constants) map.emplace(entry.key(), entry.value());
-    loader.load_constants(map, false, true, true);
+  // The package at `path` has functions named 0, 1 and so on; a pass returns the values `outputs`.
+  Passes(const std::string& path, std::vector<Call> calls, std::vector<int64_t> outputs, int64_t inputs, Tensors held)
+      : calls(std::move(calls)), outputs(std::move(outputs)), inputs(inputs), held(std::move(held)) {
+    auto values = inputs + static_cast<int64_t>(this->held.size());
+    for (const auto& [function, read, made] : this->calls) {
+      if (function == static_cast<int64_t>(functions.size()))  // they are numbered in the order of their first calls
+        functions.push_back(std::make_unique<Function>(path, std::to_string(function)));
+      TORCH_CHECK_VALUE(function < static_cast<int64_t>(functions.size()), "there is no function ", function);
+      for (auto value : read) TORCH_CHECK_VALUE(value < values, "there is no value ", value);
+      values += static_cast<int64_t>(made.size());
+    }
+    last.assign(values, -1);
+    for (size_t call = 0; call < this->calls.size(); call++)
+      for (auto value : std::get<1>(this->calls[call])) last[value] = static_cast<int64_t>(call);
+    for (auto value : this->outputs) last.at(value) = -1;
   }
 
-  Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
+  Tensors run(Tensors given) {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(given.size()) == inputs, "a pass has ", inputs, " inputs, got ", given.size());
+    Tensors values = std::move(given);
+    values.insert(values.end(), held.begin(), held.end());
+    values.resize(last.size());
+    for (size_t call = 0; call < calls.size(); call++) {
+      const auto& [function, read, made] = calls[call];
+      Tensors taken;
+      taken.reserve(read.size());
+      for (auto value : read) taken.push_back(values[value]);
+      for (auto value : read)
+        if (last[value] == static_cast<int64_t>(call)) values[value].reset();  // free as soon as nobody reads it
+      auto results = functions[function]->boxed_run(std::move(taken));
+      for (size_t place = 0; place < made.size(); place++) values[made[place]] = std::move(results.at(place));
+    }
+    Tensors returned;
+    for (auto value : outputs) returned.push_back(values[value]);
+    return returned;
+  }
 
   // Drafts a chain per row: guesses, their probabilities (NaN: no guess), and their scores `[guesses, tokens]` if kept.
   // The first pass has inputs `first` and returns the logits after the rows' texts. Each later one reads a guess of
@@ -160,7 +189,7 @@ struct Passes : torch::CustomClassHolder {
     std::vector<int64_t> live(chains.size());  // the rows of a pass
     std::iota(live.begin(), live.end(), 0);
     auto wide = first[0].size(-1);
-    auto outputs = loader.boxed_run(std::move(first));
+    auto outputs = run(std::move(first));
     TORCH_CHECK_VALUE(outputs[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
                       outputs[0].size(1), " rows, got ", chains.size());
     auto states = outputs.size() - 1;
@@ -182,7 +211,7 @@ struct Passes : torch::CustomClassHolder {
       for (auto& one : encoders) given.push_back(one.index_select(2, rows));
       given.insert(given.end(), others.begin(), others.end());
       given.insert(given.end(), states, embeddings ? all : at::empty({0}, at::kLong));
-      outputs = loader.boxed_run(std::move(given));
+      outputs = run(std::move(given));
       live = std::move(on);
     }
     std::vector<std::vector<int64_t>> tokens;
@@ -196,16 +225,22 @@ struct Passes : torch::CustomClassHolder {
     return {tokens, probabilities, scores};
   }
 
-  torch::inductor::AOTIModelPackageLoader loader;
+ private:
+  using Function = torch::inductor::AOTIModelPackageLoader;
+
+  std::vector<std::unique_ptr<Function>> functions;
+  std::vector<Call> calls;
+  std::vector<int64_t> outputs;
+  int64_t inputs;
+  Tensors held;
+  std::vector<int64_t> last;  // by value: the last call that reads it, or -1 if the pass returns it
 };
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, m) {
   m.class_<Passes>("Passes")
-      .def(torch::init<const std::string&>())
-      .def("names", &Passes::names)
-      .def("load", &Passes::load)
+      .def(torch::init<const std::string&, std::vector<Call>, std::vector<int64_t>, int64_t, Tensors>())
       .def("run", &Passes::run)
       .def("draft_chain", &Passes::draft_chain);
 }

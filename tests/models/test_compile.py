@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixtu
     assert "Local" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("broken", ["constants.pt", "passes.pt2"])
+@pytest.mark.parametrize("broken", ["calls.pt", "passes.pt2"])
 def test_code_of_no_use(
     broken: str, cache: Path, compiler: Callable[[str], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,7 +180,7 @@ def test_code_of_no_use(
     compiler('echo no > "$failed"')
     place = cache / key(ragged())
     place.mkdir(parents=True)
-    for name in ("constants.pt", "passes.pt2"):
+    for name in ("calls.pt", "passes.pt2"):
         (tmp_path / name).write_bytes(b"a whole file")
         put(tmp_path / name, place / name)
     (place / broken).write_bytes(b"a whole")
@@ -195,17 +195,13 @@ def test_code_that_says_something_else(
 ) -> None:
     """Its logits are compared with those of the passes that it takes the place of."""
 
-    def load(path: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            names=lambda: [],
-            load=lambda constants: None,
-            run=lambda given: [torch.ones(1, len(given[2]), 64)],
-        )
+    def load(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda given: [torch.ones(1, len(given[2]), 64)])
 
     def begin(code: KeptCode, *_: object) -> None:
         code.folder.mkdir()
-        for name in ("constants.pt", "passes.pt2"):
-            torch.save({}, tmp_path / name)
+        for name in ("calls.pt", "passes.pt2"):
+            torch.save({"constants": {}, "held": [], "calls": [], "outputs": []}, tmp_path / name)
             put(tmp_path / name, code.folder / name)
 
     monkeypatch.setattr(KeptCode, "begin", begin)
@@ -295,14 +291,14 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_weights_are_not_sent() -> None:
-    """The process that compiles gets shapes, and the numbers of the smallest tensors; the model keeps its own."""
+    """The process that compiles gets shapes; the model keeps its own weights."""
     own, file = ragged(vocab=5000), io.BytesIO()
     weights = sum(p.numel() * p.element_size() for p in own.model.parameters())
     torch.save(_without_weights(own.model), file)
     assert file.tell() < weights / 4
     empty = _without_weights(own.model).model.model
     assert empty.embed_tokens.weight.is_meta
-    assert torch.equal(empty.rotary_emb.inv_freq, own.model.model.model.rotary_emb.inv_freq)
+    assert empty.rotary_emb.inv_freq.is_meta
     assert not any(p.is_meta for p in own.model.parameters())
 
 
@@ -516,3 +512,16 @@ class TestCode:
             fast = SpecGenerator(language, draft).generate(**given)
             assert torch.equal(fast.sequences, expected.sequences)
             assert fast.stats.num_accepted_draft_tokens == expected.stats.num_accepted_draft_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "layers"), [("llama", "num_hidden_layers"), ("whisper", "decoder_layers")])
+def test_layers_that_are_alike(name: str, layers: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one function, whose calls make passes and chains."""
+    language = LanguageModel(tiny(name, **{layers: 12}), backend="compiled")
+    assert language.ragged.compiled.wait(280)
+    [file] = cache.glob("*/calls.pt")
+    assert [function for function, *_ in torch.load(file)["calls"]] == [0, *[1] * 12, 2]
+    TestCode().test_passes(language, monkeypatch)
+    TestCode().test_chains(language, 9)

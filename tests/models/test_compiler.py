@@ -177,7 +177,7 @@ def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     codes = [KeptCode(name) for name in ("first", "second", "third", "busy", "new")]
     for age, code in enumerate(reversed(codes)):
         code.folder.mkdir(parents=True)
-        for file in (code.constants, code.code):
+        for file in (code.calls, code.code):
             (made := tmp_path / "made").write_bytes(bytes(1000))
             put(made, file)
         os.utime(code.code, (10**9 - age, 10**9 - age))
@@ -242,7 +242,7 @@ def test_the_compiler_outlives_the_program(cache: Path, caplog: pytest.LogCaptur
     assert language.ragged.compiled.ready
     assert not [message for message in caplog.messages if "in the background" in message]
     assert sorted(path.name for path in cache.glob("*/*") if not path.name.endswith("sha256")) == [
-        "constants.pt",
+        "calls.pt",
         "passes.pt2",
         "seconds",
     ]

@@ -31,7 +31,7 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from specdec import kernels
 from specdec.core.drafts import Chained, ChainRule
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.backends.compiler import WRITTEN, KeptCode, example, tensors_of
+from specdec.models.backends.compiler import KeptCode, example, tensors_of
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, StepInputs
 from specdec.models.backends.ragged_model import RaggedModel
@@ -182,11 +182,11 @@ class CompiledForward:
     def _loaded(self) -> Any:
         """The compiled code over this model's weights; UnsupportedError if it is broken or gives other logits."""
         self._code.check()
-        passes = kernels.passes(str(self._code.code))
-        held = tensors_of(self._joined) | torch.load(self._code.constants)
-        # Kept alive as long as the code, which does not own them.
-        self._constants = {name: held[name] for name in passes.names()}
-        passes.load(self._constants)
+        made = torch.load(self._code.calls)
+        tensors = tensors_of(self._joined) | made["constants"]
+        held = [tensors[name] for name in made["held"]]
+        inputs = len(example(self._joined)[0].tensors)
+        passes = kernels.passes(str(self._code.code), made["calls"], made["outputs"], inputs, held)
         with torch.no_grad():
             logits, *states = self._joined(*example(self._joined)[0])
         found, *hidden = passes.run(example(self._joined)[0].tensors)  # anew, as passes write to buffers
@@ -211,8 +211,7 @@ def code_key(model: RaggedModel) -> str:
         parts.append(f"{name} {type(module).__module__}.{type(module).__qualname__} {constants} {names}")
         sources |= {kind.__module__ for kind in type(module).__mro__} | {one.__module__ for one in called}
     for name, tensor in tensors_of(model).items():
-        written = tensor.tolist() if tensor.numel() <= WRITTEN else ""
-        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()} {written}")
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}")
     parts += [_digest([file]) for file in sorted(_files(sources))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

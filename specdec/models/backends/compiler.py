@@ -32,9 +32,8 @@ from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 
-WRITTEN = 8  # numbers: the compiler writes tensors up to this size into the code
-_OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
-_CODE, _CONSTANTS = "passes.pt2", "constants.pt"
+_OPTIONS = {"aot_inductor.package": True, "aot_inductor.compile_wrapper_opt_level": "O1"}
+_CODE, _CALLS = "passes.pt2", "calls.pt"
 _FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
 _LOCK = "turn.lock"  # which the compiler that runs holds
 _MOST = 2**30  # bytes of all code
@@ -60,7 +59,7 @@ class KeptCode:
 
     def __init__(self, key: str) -> None:
         self.folder = _root() / key
-        self.code, self.constants = self.folder / _CODE, self.folder / _CONSTANTS
+        self.code, self.calls = self.folder / _CODE, self.folder / _CALLS
         self._failed, self._seconds = self.folder / "failed", self.folder / "seconds"
 
     @property
@@ -71,7 +70,7 @@ class KeptCode:
         """Notes that the code is used; raises UnsupportedError if its files are broken."""
         with suppress(OSError):  # not ours to write
             os.utime(self.code)
-        for file in (self.constants, self.code):
+        for file in (self.calls, self.code):
             if not kept.is_intact(file):
                 raise UnsupportedError(f"{file.name} is broken")
 
@@ -146,7 +145,7 @@ class KeptCode:
         """Compiles the model in `folder`, moves the code into place, and deletes old code of others."""
         try:
             _compile(folder)
-            for file in (self.constants, self.code):
+            for file in (self.calls, self.code):
                 kept.put(folder / file.name, file)
             with suppress(OSError):  # files of a compiler that has just begun
                 _make_room(self.folder)
@@ -205,7 +204,7 @@ def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -
 
 
 def _without_weights(model: RaggedModel) -> RaggedModel:
-    """A shallow copy without values in its tensors, but for the smallest."""
+    """A shallow copy without values in its tensors."""
     other: RaggedModel = shallow_copy(model)
     forget_outputs(other)
     _move(other, "meta")
@@ -213,11 +212,11 @@ def _without_weights(model: RaggedModel) -> RaggedModel:
 
 
 def _move(model: nn.Module, device: str) -> None:
-    """Replaces the tensors of a model by empty ones on `device`, but for the smallest and those already there."""
+    """Replaces the tensors of a model by empty ones on `device`, but for those already there."""
     made: dict[int, Tensor] = {}
 
     def moved(tensor: Tensor | None) -> Any:
-        if tensor is None or tensor.numel() <= WRITTEN or tensor.device.type == device:
+        if tensor is None or tensor.device.type == device:
             return tensor
         if id(tensor) not in made:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -277,7 +276,10 @@ def _make_room(new: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
+    from torch._inductor.package.package import package_aoti
     from torch.fx.experimental import _config as shape_config
+
+    from specdec.models.backends.pieces import Pieces, example_inputs  # loads the compiler
 
     kernels.available()
     model = torch.load(folder / "model.pt", weights_only=False)
@@ -286,10 +288,17 @@ def _compile(folder: Path) -> None:
     given, sizes = example(model)
     with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(model.eval(), tuple(given), dynamic_shapes={"given": tuple(sizes)}, strict=False)
-    made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
+        pieces = Pieces.of(program)
+        options = _OPTIONS | {"aot_inductor.precompile_headers": len(pieces.functions) > 2}  # else it takes longer
+        files: dict[str, Any] = {
+            str(place): torch._inductor.aot_compile(function, example_inputs(function), options=options)
+            for place, function in enumerate(pieces.functions)
+        }
     own = tensors_of(model)
-    torch.save({n: t for n, t in program.constants.items() if n not in own}, folder / _CONSTANTS)
-    shutil.move(made, folder / _CODE)
+    constants = {name: tensor for name, tensor in program.constants.items() if name not in own}
+    made = {"held": pieces.held, "calls": pieces.calls, "outputs": pieces.outputs, "constants": constants}
+    torch.save(made, folder / _CALLS)
+    package_aoti(str(folder / _CODE), files)
 
 
 if __name__ == "__main__":
