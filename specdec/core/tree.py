@@ -42,6 +42,11 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def extended(self, tokens: list[int], confidence: list[float], source: str) -> Tree:
+        """This chain with more tokens, which were not drawn, behind its last one."""
+        q = None if self.q is None else [*self.q, *[_NO_Q] * len(tokens)]
+        return Tree.chain([*self.tokens, *tokens], [*(self.confidence or ()), *confidence], q, source)
+
     @property
     def is_chain(self) -> bool:
         """Whether every node continues the one before it."""

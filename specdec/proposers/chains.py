@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import SequenceView, path_limit
@@ -12,13 +12,19 @@ from specdec.proposers.views import branch_tokens
 
 def cut(tokens: list[int], confidence: list[float], seq: SequenceView, budget: Budget, source: str) -> Tree:
     """The longest chain of `tokens` that the budget keeps; the sequence's last token is left to the target."""
-    kept: list[float] = []
-    for chance in confidence[: path_limit(seq, budget)]:
-        kept.append(chance)
-        if not budget.keep(kept):
-            kept.pop()
+    sure = kept(confidence[: path_limit(seq, budget)], budget)
+    return Tree.chain(tokens[: len(sure)], sure, source=source)
+
+
+def kept(confidence: Sequence[float], budget: Budget, before: Sequence[float] = ()) -> list[float]:
+    """The confidence of those tokens, up to the first that does not pay, behind a path with that of `before`."""
+    path = [*before]
+    for chance in confidence:
+        path.append(chance)
+        if not budget.keep(path):
+            path.pop()
             break
-    return Tree.chain(tokens[: len(kept)], kept, source=source)
+    return path[len(before) :]
 
 
 def chain_per_leaf(

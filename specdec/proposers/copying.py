@@ -130,12 +130,15 @@ class TextProposer(Proposer):
         self._readings[seq.id] = reading
         return reading.guess, confidence
 
+    def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
+        """At most `limit` tokens that may follow the text and `tail`, and their confidence; `guess` comes first."""
+        return self._usable(seq, *self._readings[seq.id].index.lookup(limit, tail))
+
     def _propose(self, seq: SequenceView, budget: Budget) -> Tree:
         guess, source = self.guess(seq, budget.limit), self._draft.source
         if not seq.tree.tokens:
             return cut(*guess, seq, budget, source)
-        index, limit = self._readings[seq.id].index, max(budget.limit, 1)
-        return chain_per_leaf(seq, budget, source, lambda tail: self._usable(seq, *index.lookup(limit, tail)))
+        return chain_per_leaf(seq, budget, source, lambda tail: self.after(seq, tail, max(budget.limit, 1)))
 
     def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
@@ -13,11 +13,12 @@ from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.chains import cut
+from specdec.proposers.chains import cut, kept
 from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9
+_RUN = 8  # passes of the model in a proposal, after which copies may go on for nothing
 
 
 @dataclass
@@ -37,7 +38,8 @@ class HybridDraft(WrappedDraft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
-    it is chosen, and then reads what it missed. The choice precedes the model's draws, so q stays their distribution.
+    it is chosen, and then reads what it missed. Its chains are short, and go on with copies of what followed the same
+    tokens before. The choice precedes the model's draws, so q stays their distribution.
     """
 
     reads_predictions = True
@@ -80,9 +82,13 @@ class HybridProposer(Proposer):
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
             self.readers(seqs, budgets)
-        trees, self._copies = self._copies | self._drafted(self._choose(seqs, budgets)), {}
-        self._ended = perf_counter()
-        return [trees[seq.id] for seq in seqs]
+        drafted = self._drafted(self._choose(seqs, budgets))
+        trees = [
+            self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
+            for seq, budget in zip(seqs, budgets, strict=True)
+        ]
+        self._copies, self._ended = {}, perf_counter()
+        return trees
 
     def unread(self, seq: SequenceView) -> int:
         return self._inner.unread(seq)
@@ -108,7 +114,11 @@ class HybridProposer(Proposer):
     def _choose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
         """The sequences that prefer the model, with their budgets."""
         pairs = zip(seqs, budgets, strict=True)
-        return [(seq, budget) for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])]
+        return [
+            (seq, budget if seq.tree.tokens else replace(budget, limit=min(budget.limit, _RUN)))
+            for seq, budget in pairs
+            if self._prefers_model(seq, budget, self._copies[seq.id])
+        ]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -144,6 +154,17 @@ class HybridProposer(Proposer):
         seconds = 0.2 * gap if odds.pass_seconds is None else odds.pass_seconds
         model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
         return model_rate > _expected(tree.confidence or []) / gap
+
+    def _extended(self, seq: SequenceView, budget: Budget, tree: Tree) -> Tree:
+        """The model's chain, and behind it copies of what followed the same tokens before, as far as they pay."""
+        room, sure = path_limit(seq, budget) - len(tree), tree.confidence
+        if room <= 0 or not sure or not tree.is_chain or seq.tree.tokens:
+            return tree
+        tokens, confidence = self._text.after(seq, tree.tokens, room)
+        count = len(kept(confidence, budget, sure))
+        if not count:
+            return tree
+        return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")
 
     def _drafted(self, chosen: Sequence[tuple[SequenceView, Budget]]) -> dict[int, Tree]:
         """The model's trees by sequence id."""

@@ -1,8 +1,12 @@
 """The hybrid: it takes the draft that pays, learns which that is, and never looks at what was drawn."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
@@ -136,3 +140,19 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
 def test_refuses_a_model_as_the_text_draft() -> None:
     with pytest.raises(OptionError, match="text"):
         HybridDraft(ModelDraft(FakeModel()), ModelDraft(FakeModel()))  # type: ignore[arg-type]
+
+
+def test_a_short_chain_goes_on_with_copies(clock: Clock) -> None:
+    """The model ran a pass for each token of what the text has once already: copies behind its chain cost none."""
+
+    class Counting(SlowModel):
+        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
+            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
+
+    model = Counting(clock)
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
+    [tree] = session.propose([FakeSequence([*range(10, 45), 5, 9])], [FakeBudget(30)])
+    assert tree.tokens == [*range(10, 10 + len(tree))]
+    assert len(tree) > 2 * module._RUN
+    assert tree.source == "model+suffix"
+    assert model.passes <= module._RUN + 1
