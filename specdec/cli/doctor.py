@@ -96,6 +96,7 @@ def machine() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     from specdec import kernels
+    from specdec.models import compiled_code
 
     needed = [Requirement(text) for text in _requirements()]
     core = [one for one in needed if one.marker is None]
@@ -110,6 +111,7 @@ def installation() -> Iterator[Finding]:
     missing = kernels.lack()
     if missing is None:
         yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
+        yield Finding("installation", "compiled code", compiled_code(), "note")
     else:
         text = f"none, so passes stay torch's: {missing.reason}"
         yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
@@ -167,6 +169,7 @@ def check_models(generator: SpecGenerator) -> Iterator[Finding]:
 def _backend(role: str, model: LanguageModel) -> Finding:
     """The backend that a model was loaded with, and the reason for it."""
     from specdec import kernels
+    from specdec.models.backends.compiled import compiling
     from specdec.models.backends.packed_layers import why_not_packed
 
     remedy: str | None = None
@@ -174,7 +177,8 @@ def _backend(role: str, model: LanguageModel) -> Finding:
         reason = "compiled code for it was kept here"
     elif model.backend == "packed":
         reason = "short passes over packed weights are faster on this processor, which was measured"
-        remedy = "after ten seconds of use it is compiled in the background, which specdec compile does now"
+        later = "after ten seconds of use it is compiled in the background, which specdec compile does now"
+        remedy = (compiling(model.ragged.model) if model.ragged is not None else None) or later
     elif unpackable := why_not_packed(model.model):
         reason = f"it {unpackable}"
     else:

@@ -5,6 +5,7 @@ Its layers from the bottom: `encoding` and `hf`, `protocols`, `capability`, `cac
 """
 
 from specdec.models.backends.compiler import is_running as compiler_is_running
+from specdec.models.backends.compiler import summary as compiled_code
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
@@ -20,6 +21,7 @@ __all__ = [
     "Encoding",
     "LanguageModel",
     "Session",
+    "compiled_code",
     "compiler_is_running",
     "free_bytes",
     "load_model",

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,11 +16,12 @@ from transformers import PreTrainedModel
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.errors import OptionError
-from specdec.kernels.kept import put
+from specdec.kernels.kept import alone, put
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends import compiler as compiler_module
 from specdec.models.backends import packed_layers
-from specdec.models.backends.compiler import KeptCode
+from specdec.models.backends.compiled import code_key, compiling
+from specdec.models.backends.compiler import KeptCode, summary
 from tests.models.test_compile import cache, compiler
 from tests.tiny import tiny
 
@@ -207,10 +209,69 @@ def test_low_priority(tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text("import os; print(os.nice(0), open('/proc/self/autogroup').read())")
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("sessions have no priority here")
-    command = [sys.executable, "-c", compiler_module._TURN, "shown", "turn.lock"]
+    command = [sys.executable, "-c", compiler_module._TURN, "shown", "turn.lock", "1"]
     done = subprocess.run(command, cwd=tmp_path, start_new_session=True, capture_output=True, text=True, check=True)
     nice, *_, session = done.stdout.split()
     assert nice == session != "0"
+
+
+def test_a_turn_that_comes_too_late(tmp_path: Path) -> None:
+    """A process whose program ended before it could begin ends too. (Seven of them waited for one another.)"""
+    (tmp_path / "shown.py").write_text("print('begun')")
+    (work := tmp_path / "work").mkdir()
+    (program := subprocess.Popen([sys.executable, "-c", ""])).wait()
+    command = [sys.executable, "-c", compiler_module._TURN, str(work), "shown", "turn.lock"]
+    with alone(tmp_path / "turn.lock", "HERE"):
+        waiting = [
+            subprocess.Popen([*command, str(pid)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+            for pid in (program.pid, os.getpid())
+        ]
+        until(lambda: Path("/proc/locks").read_text().count("-> FLOCK") >= 2)
+    assert [one.communicate(timeout=PATIENCE)[0] for one in waiting] == ["", "begun\n"]
+    assert not work.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "reason"),
+    [
+        (0, 2**40, "compiling took more than 0 seconds, which SPECDEC_COMPILE_SECONDS changes"),
+        (600, 2**20, "compiling took more than 0.0 GiB of memory"),
+    ],
+)
+def test_limits(seconds: int, most: int, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler and the programs that it runs end, and the reason stays. (It stood at 5.4 GB for 36 minutes.)"""
+    ended = list[tuple[int, int]]()
+    monkeypatch.setattr(os, "killpg", lambda *given: ended.append(given))
+    (work := cache / "key" / "tmp").mkdir(parents=True)
+    compiler_module._watch(work, seconds, most)
+    assert ended == [(0, signal.SIGKILL)]
+    assert KeptCode("key").failure() == reason
+    assert not work.exists()
+
+
+def test_too_little_memory(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing begins, a line says why, and the next program looks again."""
+    monkeypatch.setattr(compiler_module, "free_bytes", lambda device: 2**30)
+    language = owned()
+    decode(language)
+    assert not language.wait_until_compiled(PATIENCE)
+    [line] = caplog.messages
+    assert "as before: compiling may take 1.0 GiB of memory, and 1.0 are free: end other programs" in line
+    assert not [*cache.glob("*/*")]
+
+
+def test_what_is_said_of_it(cache: Path) -> None:
+    """How many models are compiled, which one is compiled now, and why one was not."""
+    model, place = owned().ragged.model, f"of 0 models in {cache}"
+    code = KeptCode(code_key(model))
+    assert (compiling(model), summary()) == (None, place)
+    with code.alone(), alone(cache / "turn.lock", "HERE"):
+        assert compiling(model) == "it is compiled in the background now"
+        assert summary() == f"{place}; one more is compiled now"
+    code.folder.mkdir()
+    code.fail("no room")
+    assert str(compiling(model)).endswith("no room")
+    assert summary() == f"{place}; 1 could not be compiled, the last one because: no room"
 
 
 # --- with a compiler

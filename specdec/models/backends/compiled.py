@@ -216,6 +216,18 @@ def code_key(model: RaggedModel) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+def compiling(model: RaggedModel) -> str | None:
+    """That a process compiles this model now, or why one failed to within the last day; None if neither is so."""
+    try:
+        code = KeptCode(code_key(model))
+        if code.is_compiled_now:
+            return "it is compiled in the background now"
+        failure = code.failure()
+        return failure and f"it could not be compiled, and is tried again a day later: {failure}"
+    except kernels.Lack:
+        return None
+
+
 def _constant(value: Any) -> str | None:
     """A plain value, or a collection of such, as text that equal values share in every process; None for others."""
     if isinstance(value, _PLAIN):

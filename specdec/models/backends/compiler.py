@@ -3,18 +3,23 @@
 Models of one structure share a folder in `specdec/kernels/compiled` in `$XDG_CACHE_HOME`, or in `$SPECDEC_COMPILED`.
 Code is exported and compiled ahead of time (AOTInductor) by a process of low priority, which outlives the program that
 started it. It holds the folder's lock until it ends, so that other programs wait for it, and works in a temporary
-folder, which the next one deletes if it was killed. Above `$SPECDEC_COMPILED_BYTES`, it deletes the code that was not
-loaded for the longest time.
+folder, which the next one deletes if it was killed. It gives up if it takes more than `$SPECDEC_COMPILE_SECONDS`, or
+more memory than was estimated and free when it began; if its turn comes after its program has ended, it ends. Above
+`$SPECDEC_COMPILED_BYTES`, it deletes the code that was not loaded for the longest time.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -29,18 +34,29 @@ from specdec.errors import UnsupportedError
 from specdec.kernels import kept
 from specdec.models.backends.ragged_inputs import PassInputs
 from specdec.models.backends.ragged_model import RaggedModel
+from specdec.models.cache.buffers import free_bytes
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 
 _OPTIONS = {"aot_inductor.package": True, "aot_inductor.compile_wrapper_opt_level": "O1"}
 _CODE, _CALLS = "passes.pt2", "calls.pt"
-_FOLDER, _BYTES = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES"
+_FOLDER, _BYTES, _LIMIT = "SPECDEC_COMPILED", "SPECDEC_COMPILED_BYTES", "SPECDEC_COMPILE_SECONDS"
 _LOCK = "turn.lock"  # which the compiler that runs holds
 _MOST = 2**30  # bytes of all code
+_SECONDS = 600  # after which a compiler gives up
+_MEMORY = 2**30, 2**24  # bytes that a compiler takes at most: in any case, and for each layer
 _TURN = """
-import fcntl, os, runpy, sys
-turn = open(sys.argv.pop(), "w")
-fcntl.flock(turn, fcntl.LOCK_EX)
+import fcntl, os, runpy, shutil, sys
+program, turn = int(sys.argv.pop()), open(sys.argv.pop(), "w")
+try:
+    fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    try:
+        os.kill(program, 0)
+    except OSError:  # it has ended meanwhile, and others that wait for the code start a compiler of their own
+        shutil.rmtree(sys.argv[1])
+        sys.exit()
 os.nice(19)
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -108,8 +124,12 @@ class KeptCode:
             self._failed.write_text(reason, "utf-8")
 
     def begin(self, model: RaggedModel, lock: IO[str]) -> None:
-        """Starts the process that compiles `model`, and hands it the `lock` that is held; raises Lack and OSError."""
-        _limit()
+        """Starts the process that compiles `model`, and hands it the `lock` that is held.
+
+        Raises Lack, OSError, and UnsupportedError if there is too little memory.
+        """
+        _number(_BYTES, _MOST)
+        limits = [_number(_LIMIT, _SECONDS), _needed(model)]
         program = kernels.compiler()
         self.folder.mkdir(exist_ok=True)
         self._failed.unlink(missing_ok=True)
@@ -124,7 +144,8 @@ class KeptCode:
             known |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)}
             known |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
             known |= {"CXX": _program(program, folder), _FOLDER: str(self.folder.parent)}
-            command = [sys.executable, "-c", _TURN, str(folder), str(lock.fileno()), __name__, str(_root() / _LOCK)]
+            command = [sys.executable, "-c", _TURN, str(folder), str(lock.fileno()), *map(str, limits), __name__]
+            command += [str(_root() / _LOCK), str(os.getpid())]
             subprocess.run(  # a shell that ends at once, so that the process is nobody's child
                 ["/bin/sh", "-c", '"$@" &', "sh", *command],
                 stdin=subprocess.DEVNULL,
@@ -161,6 +182,18 @@ def is_running() -> bool:
         return kept.is_held(_root() / _LOCK, _FOLDER)
     except kernels.Lack:
         return False
+
+
+def summary() -> str:
+    """How much compiled code there is, and whether a compiler runs or failed within the last day; raises Lack."""
+    root = _root()
+    codes = [KeptCode(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    failures = [reason for code in codes if (reason := code.failure()) is not None]
+    words = [f"of {sum(code.exists for code in codes)} models in {root}", "one more is compiled now"][
+        : 1 + is_running()
+    ]
+    words += [f"{len(failures)} could not be compiled, the last one because: {failures[-1]}"] if failures else []
+    return "; ".join(words)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -255,12 +288,43 @@ def _lock(folder: Path) -> Path:
     return folder.with_suffix(".lock")
 
 
-def _limit() -> int:
-    """`$SPECDEC_COMPILED_BYTES`; raises UnsupportedError if that is no number."""
-    named = os.environ.get(_BYTES) or str(_MOST)
+def _number(variable: str, default: int) -> int:
+    """The number that an environment variable sets; raises UnsupportedError if that is none."""
+    named = os.environ.get(variable) or str(default)
     if not named.isdecimal():
-        raise UnsupportedError(f"{_BYTES} must be a number of bytes, got {named!r}: correct or unset it")
+        what = "bytes" if variable == _BYTES else "seconds"
+        raise UnsupportedError(f"{variable} must be a number of {what}, got {named!r}: correct or unset it")
     return int(named)
+
+
+def _needed(model: RaggedModel) -> int:
+    """Bytes that a model's compiler takes at most; raises UnsupportedError if they are not free."""
+    needed, free = _MEMORY[0] + _MEMORY[1] * len(model.widths), free_bytes(torch.device("cpu"))
+    if needed > free:
+        sizes = f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
+        raise UnsupportedError(f"compiling may take {sizes}: end other programs, or run specdec compile later")
+    return needed
+
+
+def _memory() -> int:
+    """Bytes of this process and of the programs that it runs."""
+    pages = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()
+            pages += int(fields[21]) if int(fields[2]) == os.getpgrp() else 0
+    return pages * mmap.PAGESIZE
+
+
+def _watch(folder: Path, seconds: int, most: int) -> None:
+    """Ends this process and the programs that it runs once they exceed their limits, and notes why."""
+    end = time.monotonic() + seconds
+    while (early := time.monotonic() < end) and _memory() < most:
+        time.sleep(1)
+    reason = f"{most / 2**30:.1f} GiB of memory" if early else f"{seconds} seconds, which {_LIMIT} changes"
+    KeptCode(folder.parent.name).fail(f"compiling took more than {reason}")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _make_room(new: Path) -> None:
@@ -268,7 +332,7 @@ def _make_room(new: Path) -> None:
     folders = [folder for folder in new.parent.iterdir() if (folder / _CODE).exists()]  # others are not ours
     sizes = {one: sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in folders}
     used = {one: (one / _CODE).stat().st_mtime for one in folders}
-    surplus = sum(sizes.values()) - _limit()
+    surplus = sum(sizes.values()) - _number(_BYTES, _MOST)
     for folder in sorted(set(folders) - {new}, key=lambda one: used[one]):
         if surplus > 0 and not kept.is_held(_lock(folder), _FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
@@ -306,4 +370,6 @@ if __name__ == "__main__":
     with suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # programs survive, if memory runs out
     torch.set_num_threads(1)
-    KeptCode(Path(sys.argv[1]).parent.name).make(Path(sys.argv[1]))
+    made_in = Path(sys.argv[1])
+    threading.Thread(target=_watch, args=(made_in, *map(int, sys.argv[3:])), daemon=True).start()
+    KeptCode(made_in.parent.name).make(made_in)
