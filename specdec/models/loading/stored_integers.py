@@ -25,7 +25,7 @@ from specdec.options.load import Loading
 Tensors = Mapping[str, Tensor]
 _MARKS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # tensors of quantized layers alone
 _ELSEWHERE = {"k_scale", "v_scale", "scales"}  # tensors that belong to no linear layer: they would be left out
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where eight neighbouring columns lie in 32 bits
+_AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where eight neighbouring columns lie in 32 bits
 _TOP = 15  # exponent of the largest scale of an output, where float16 holds 31 powers of two below it
 _BITS_BELOW = 7  # from the largest FP8 of a group to the unit of its integers: four bits of it and three powers of two
 
@@ -247,8 +247,8 @@ def _awq(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Integers]:
     _check(scheme, {**known, "zero_point": (True,)})
 
     def turned(words: Tensor) -> Tensor:
-        values = _values(words, 4)
-        return values.view(len(values), -1, 8)[:, :, _AWQ_ORDER].flatten(1).T.contiguous()
+        eights = words.T.contiguous()  # columns of integers are rows of the layer's
+        return torch.stack([(eights >> 4 * place & 15).to(torch.uint8) for place in _AWQ_PLACES], 1).flatten(0, 1)
 
     return lambda tensors, _: Integers(turned(tensors["qweight"]), tensors["scales"].T, turned(tensors["qzeros"]))
 
