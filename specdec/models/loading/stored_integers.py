@@ -20,7 +20,7 @@ from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import weight_of, without_saving
 from specdec.models.loading.quantizers import Quantizer
 from specdec.models.loading.weight_files import Stored
-from specdec.options.load import Loading
+from specdec.options.load import AUTO, Loading
 
 Tensors = Mapping[str, Tensor]
 _MARKS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # tensors of quantized layers alone
@@ -206,7 +206,7 @@ def stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | N
     if not isinstance(scheme, Mapping) or scheme.get("quant_method") not in READERS:
         return None
     for option in ("quantization", "offload"):
-        if (value := getattr(how, option)) is not None:
+        if (value := getattr(how, option)) not in (None, AUTO):
             raise OptionError(
                 f"`{option}`={value!r} needs plain weights, and {name!r} is quantized already "
                 f"({scheme['quant_method']}): leave out `{option}`"
