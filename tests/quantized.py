@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.folders import saved
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}
+SIZES = {"llama": {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}, "gpt2": {"n_embd": 64}}
 GROUP = 32
 _INTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
 
@@ -117,10 +117,12 @@ _MAKERS: dict[str, Callable[[Tensor, dict[str, Any]], tuple[dict[str, Tensor], T
 
 def saved_quantized(folder: Path, scheme: dict[str, Any], name: str = "llama", **sizes: Any) -> dict[str, Tensor]:
     """Saves a tiny model whose layers' linear weights are quantized so; returns the floats that these stand for."""
-    saved(name, folder, **(SIZES if name == "llama" else {}), **sizes)
+    saved(name, folder, **{**SIZES[name], **sizes})
     state, floats = load_file(folder / "model.safetensors"), dict[str, Tensor]()
-    for key in [key for key in state if key.endswith("proj.weight")]:
-        tensors, floats[key] = _MAKERS[scheme["quant_method"]](state.pop(key), scheme)
+    for key in [key for key in state if key.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
+        weight = state.pop(key)  # GPT-2 has it transposed
+        tensors, numbers = _MAKERS[scheme["quant_method"]](weight.T if name == "gpt2" else weight, scheme)
+        floats[key] = numbers.T if name == "gpt2" else numbers
         state |= {f"{key.removesuffix('weight')}{leaf}": one.contiguous() for leaf, one in tensors.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config = folder / "config.json"

@@ -58,21 +58,21 @@ def test_numbers_of_the_packages(case: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @schemes
-def test_texts(scheme: dict[str, Any], tmp_path: Path) -> None:
+def test_texts(scheme: dict[str, Any], name: str, tmp_path: Path) -> None:
     """A target's texts are those of a float model with the weights that the checkpoint stands for, in floats too; in
-    FP8 with those of its packed layers."""
-    floats, inputs = saved_quantized(tmp_path, scheme), prompt_for("llama")
+    FP8 with those of its packed layers. (GPT-2 initialises layers' weights by name, which these layers lack.)"""
+    floats, inputs = saved_quantized(tmp_path, scheme, name), prompt_for(name)
     for backend in ("eager", "packed"):
         target = load_model(str(tmp_path), Loading(backend=backend, activations="float"))
         plain = AutoModelForCausalLM.from_config(target.config, dtype=torch.float32).eval()
-        state = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if "proj" not in name}
-        state |= floats
+        layers = {key: target.model.get_submodule(key.removesuffix(".weight")) for key in floats}
         if scheme["quant_method"] == "fp8" and backend == "packed":
-            state |= {name: target.model.get_submodule(name.removesuffix(".weight")).weight() for name in floats}
-        plain.load_state_dict(state, strict=False)
-        layer = target.model.get_submodule("model.layers.0.mlp.down_proj")
-        assert type(layer) is {"eager": torch.nn.Linear, "packed": kernels.PackedLinear}[backend] or scheme is GPTQ
+            floats = {key: layer.weight().T if name == "gpt2" else layer.weight() for key, layer in layers.items()}
+        plain.load_state_dict({**load_file(tmp_path / "model.safetensors"), **floats}, strict=False)
+        kinds = {"eager": (torch.nn.Linear,), "packed": (kernels.PackedLinear, Reordered)}[backend]
+        assert all(type(layer) in kinds for layer in layers.values())
         out = SpecGenerator(target, "suffix").generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == reference(plain, inputs, **OPTIONS).tolist()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -21,6 +23,13 @@ class LoadHook(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, prepare: Callable[[Any, Sequence[str]], None]) -> None:
         self.quant_method: Any = _METHOD
         self.prepare = prepare
+
+
+def initialized() -> Tensor:
+    """What stands for a weight that a module lacks: GPT-2 initialises the weights of its layers' layers by name."""
+    tensor: Any = torch.empty(0)
+    tensor._is_hf_initialized = True  # transformers leaves it alone
+    return tensor
 
 
 @register_quantizer(_METHOD)
