@@ -5,6 +5,7 @@ from specdec.kernels.build import available, check, compiler, digest, folder, in
 from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, gumbel_draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
+from specdec.kernels.pages import advise
 from specdec.kernels.pages import state as page_state
 from specdec.kernels.rounding import round_weight
 
@@ -16,6 +17,7 @@ __all__ = [
     "Lack",
     "PackedLinear",
     "Weight",
+    "advise",
     "attend",
     "available",
     "best_seconds",

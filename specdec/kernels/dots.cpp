@@ -7,7 +7,7 @@
 //            columns, in each byte those of two
 //   high     int32 [blocks, parts, 32]: the fifth bits of 32 columns, or the fifth and sixth of 16
 //   scales, mins   [blocks, parts, 32] float16 or bfloat16; or int8, to be multiplied by `steps` float16 [blocks,
-//            columns / 256, 2, 32], of scales and of mins
+//            columns / 256, 2, 32], of scales and of mins; or mins int8 alone, to be multiplied by the scales
 //
 // weight = ((integer - zero) * scale + min) * factor; with `levels`, int8 [16], the integer is one of these. The zero
 // is that of signed integers, or 0 with mins.
@@ -43,6 +43,7 @@ struct Weight {
   const int8_t* levels;
   const float *factors, *bias;
   at::ScalarType scale_type;
+  bool are_multiples;  // the mins: of the scales
   int64_t inputs, outputs, columns, parts, zero;
 
   // A vector of scales or mins of `part`; `which` is 0 for scales, 1 for mins.
@@ -125,8 +126,9 @@ void add(const Weight& weight, int64_t block, int first, const Integers& rows, i
             sum[r] = dot(sum[r], bytes, load<int32_t>(q + ((c * K::FOURS + i) * R + r) * 4));
         }
       }
+      Floats scale{};
       if (weight.scales) {
-        auto scale = weight.scale(weight.scales, block, part, PART, first + v, 0);
+        scale = weight.scale(weight.scales, block, part, PART, first + v, 0);
         UNROLL for (int r = 0; r < R; r++)
           totals[r][v] = fused(__builtin_convertvector(sum[r], Floats), scale * scales[r], totals[r][v]);
       } else {
@@ -134,7 +136,9 @@ void add(const Weight& weight, int64_t block, int first, const Integers& rows, i
           totals[r][v] = fused(__builtin_convertvector(sum[r], Floats), all(scales[r]), totals[r][v]);
       }
       if (weight.mins) {
-        auto min = weight.scale(weight.mins, block, part, PART, first + v, 1);
+        auto at = (block * parts + part) * BLOCK + (first + v) * LANES;
+        auto min = weight.are_multiples ? min_of(weight.mins, true, at, scale)
+                                        : weight.scale(weight.mins, block, part, PART, first + v, 1);
         UNROLL for (int r = 0; r < R; r++) totals[r][v] = fused(min, all(in_part[r]), totals[r][v]);
       }
     }
@@ -264,7 +268,7 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   check("levels", levels, at::kChar, {16});
   auto of_scales = steps ? at::kChar : scales && scales->scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kHalf;
   check("scales", scales, of_scales, {blocks, parts, BLOCK});
-  check("mins", mins, of_scales, {blocks, parts, BLOCK});
+  check("mins", mins, are_multiples(mins) ? at::kChar : of_scales, {blocks, parts, BLOCK});
   check("steps", steps, at::kHalf, {blocks, supers, 2, BLOCK});
   TORCH_CHECK_VALUE(!steps || supers * SUPER == groups * GROUP, "`steps` must be for a multiple of 256 columns, got ",
                     x.size(-1));
@@ -289,8 +293,8 @@ at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::option
   int64_t zero = bits == 8 || levels ? 128 : mins ? 0 : 1 << (bits - 1);
   Weight all{static_cast<const char*>(weight.const_data_ptr()), pointer<uint32_t>(high), pointer<void>(scales),
              pointer<void>(mins), pointer<at::Half>(steps), pointer<int8_t>(levels), pointer<float>(factors),
-             pointer<float>(bias), scales ? scales->scalar_type() : at::kHalf, x.size(-1), outputs, columns,
-             columns / part, zero};
+             pointer<float>(bias), scales ? scales->scalar_type() : at::kHalf, are_multiples(mins) && !steps,
+             x.size(-1), outputs, columns, columns / part, zero};
   auto run = [&]<class K, int PART>(K, std::integral_constant<int, PART>) {
     return x.scalar_type() == at::kFloat ? linear_of<K, PART, float>(all, *rows)
                                          : linear_of<K, PART, at::BFloat16>(all, *rows);

@@ -9,7 +9,7 @@
 //   int8       [blocks, columns / 4, 32, 4]
 //   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7; a group
-//                                                 is 32 columns
+//                                                 is 32 columns; mins in int8 are multiples of the scales
 //
 // Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
 // rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
@@ -49,8 +49,10 @@ inline Floats floats(Ints integers) { return __builtin_convertvector(integers, F
 
 struct Packed {
   const char* chunks;
-  const at::Half *scales, *mins;
+  const at::Half* scales;
+  const void* mins;
   const float *factors, *bias;
+  bool are_multiples;  // the mins: of the scales
   // columns: inputs and padding; group: GROUP where there are scales, or all columns; width: from a row to the next
   int64_t inputs, outputs, columns, group, width;
 
@@ -59,6 +61,7 @@ struct Packed {
     return (block * columns + column) / Kind::COLUMNS * CHUNK;
   }
   int64_t groups() const { return (columns + group - 1) / group; }
+  Floats min(int64_t at, Floats scale) const { return min_of(mins, are_multiples, at, scale); }
 };
 
 // What a chunk is made of. `weights` are a vector of outputs, of column `i` of the chunk or, where one step takes pairs
@@ -204,7 +207,7 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
       Floats scale[VECTORS], min[VECTORS];
       UNROLL for (int v = 0; v < VECTORS; v++) {
         if (packed.scales) scale[v] = floats(packed.scales + at + v * LANES);
-        if (packed.mins) min[v] = floats(packed.mins + at + v * LANES);
+        if (packed.mins) min[v] = packed.min(at + v * LANES, scale[v]);
       }
       UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -352,7 +355,7 @@ inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<a
   auto at = (block * packed.groups() + group) * BLOCK;
   for (int v = 0; v < VECTORS; v++) {
     auto scale = floats(packed.scales + at + v * LANES);
-    auto min = packed.mins ? floats(packed.mins + at + v * LANES) : Floats{};
+    auto min = packed.mins ? packed.min(at + v * LANES, scale) : Floats{};
     for (int64_t r = 0; r < count; r++) {
       auto place = r * BLOCK + v * LANES;
       auto total = fused(load<Floats>(own + place), scale, load<Floats>(sums + place));
@@ -421,7 +424,7 @@ at::Tensor unpacked(const Packed& packed, at::TensorOptions options) {
             auto values = kind.weights(chunk, (column + j) % Kind::COLUMNS, v);
             auto at = (block * packed.groups() + (column + j) / packed.group) * BLOCK + v * LANES;
             if (packed.scales) values *= floats(packed.scales + at);
-            if (packed.mins) values += floats(packed.mins + at);
+            if (packed.mins) values += packed.min(at, floats(packed.scales + at));
             columns[j] = (Words)values;
           }
           transpose(columns);
@@ -548,7 +551,7 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   check("factors", factors, at::kFloat, {outputs});
   check("bias", bias, at::kFloat, {outputs});
   check("scales", scales, at::kHalf, {blocks, units, BLOCK});
-  check("mins", mins, at::kHalf, {blocks, units, BLOCK});
+  check("mins", mins, are_multiples(mins) ? at::kChar : at::kHalf, {blocks, units, BLOCK});
 }
 
 // From how many rows on a weight of this type is multiplied by tiles, and unpacked, with rows in bfloat16 or `wide`.
@@ -563,8 +566,9 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
                          const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
                          const std::optional<at::Tensor>& bias, int64_t outputs, int64_t way) {
   check(x, weight, factors, scales, mins, bias, outputs);
-  Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<at::Half>(mins),
-                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), 0, 0};
+  Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<void>(mins),
+                pointer<float>(factors), pointer<float>(bias), are_multiples(mins), x.size(-1), outputs,
+                weight.size(1), 0, 0};
   auto rows = x.expect_contiguous();
   auto wide = x.scalar_type() == at::kFloat;
   auto& fastest = measured_of(weight.scalar_type(), scales.has_value(), wide);

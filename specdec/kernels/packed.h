@@ -48,6 +48,15 @@ inline Floats floats(const at::Half* halves) {
 #endif
 }
 
+// Whether mins without steps are multiples of the scales.
+inline bool are_multiples(const std::optional<at::Tensor>& mins) { return mins && mins->scalar_type() == at::kChar; }
+
+// A vector of mins: float16, or int8 multiples of the scales.
+inline Floats min_of(const void* mins, bool are_multiples, int64_t at, Floats scale) {
+  if (are_multiples) return floats(static_cast<const int8_t*>(mins) + at) * scale;
+  return floats(static_cast<const at::Half*>(mins) + at);
+}
+
 inline float largest_of(Floats numbers) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)numbers);

@@ -21,11 +21,11 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on the CPU whose contents are not set, in huge pages if it fills one."""
     count = torch.Size(shape).numel() * dtype.itemsize
-    if count < _PAGE or _advise() is None:
+    if count < _PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     room = torch.empty(count + _PAGE, dtype=torch.uint8, device="cpu")
     begin = -room.data_ptr() % _PAGE
-    _advise()(room.data_ptr() + begin, count)
+    advise(room.data_ptr() + begin, count, mmap.MADV_HUGEPAGE)
     return room[begin : begin + count].view(dtype).view(shape)
 
 
@@ -55,20 +55,23 @@ def state() -> str:
     """Which pages weights get here, in words."""
     with suppress(OSError):
         words = _SETTING.read_text()
-        if "[never]" not in words and _advise() is not None:
+        if "[never]" not in words and hasattr(mmap, "MADV_HUGEPAGE") and _madvise() is not None:
             return "huge, where the system has them"
         return f"ordinary, as {_SETTING} says {words.strip()}"
     return "ordinary, as the system has no huge ones"
 
 
+def advise(address: int, count: int, advice: int) -> None:
+    """Tells the system what `count` bytes of memory are for, by a constant `mmap.MADV_…`; they begin with a page."""
+    if (call := _madvise()) is not None:
+        call(address, count, advice)
+
+
 @cache
-def _advise() -> Any:
-    """A function of an address and a number of bytes that asks for huge pages; None where there is none."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return None
+def _madvise() -> Any:
+    """The C library's function; None where there is none."""
     with suppress(OSError, AttributeError):
         call = ctypes.CDLL(None).madvise
         call.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        return lambda address, count: call(address, count, advice)
+        return call
     return None

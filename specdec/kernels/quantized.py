@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 GROUP = 32
@@ -18,8 +19,8 @@ class Quantized:
     `values` int8 `[outputs, inputs]`: with 8 `bits` signed, with 4, 5 or 6 from 0 on, where `zero` is half of the range
     without `mins`. `scales` and `mins` `[outputs, groups]`: one for `GROUP` inputs or half as many (the last group may
     be shorter), float16 or bfloat16; or int8, to be multiplied by their `steps` float16 `[outputs, supers, 2]`, one of
-    scales and one of mins for 256 inputs. `levels` int8 `[16]`: the integers that 4 bits stand for. `factors` float32
-    `[outputs]`. None stands for ones, for `mins` zeros.
+    scales and one of mins for 256 inputs; or `mins` int8 alone, to be multiplied by `scales`. `levels` int8 `[16]`: the
+    integers that 4 bits stand for. `factors` float32 `[outputs]`. None stands for ones, for `mins` zeros.
     """
 
     values: Tensor
@@ -48,7 +49,8 @@ class Quantized:
         if self.scales is not None:
             weight *= self._wide(self.scales, 0)
         if self.mins is not None:
-            weight += self._wide(self.mins, 1)
+            multiples = self.scales if self.steps is None and self.mins.dtype == torch.int8 else None
+            weight += self._wide(self.mins if multiples is None else self.mins * multiples.float(), 1)
         return weight if self.factors is None else weight.mul_(self.factors[:, None])
 
     def _wide(self, of_groups: Tensor, which: int) -> Tensor:

@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "packed.h"
+#include "dots.h"
 
 namespace {
 
@@ -30,10 +30,14 @@ inline Floats whole(Floats numbers) {
 #endif
 }
 
-float sum_of(Floats numbers) {
+inline float sum_of(Floats numbers) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)numbers);
+#else
   auto sum = numbers[0];
   for (int lane = 1; lane < LANES; lane++) sum += numbers[lane];
   return sum;
+#endif
 }
 
 struct Range {
@@ -81,17 +85,19 @@ struct Packed {
 
 template <class In>
 void round_to_8(const In* row, int64_t output, const Packed& to) {
-  auto largest_of = 0.0f;
-  for (int64_t k = 0; k < to.inputs; k++) largest_of = std::max(largest_of, std::abs(static_cast<float>(row[k])));
-  auto factor = to.factors[output] = largest_of / 127;
+  Floats values[COUNT], sizes{};
+  for (int64_t group = 0; group < to.groups; group++) {
+    read(row, to.inputs, group, values);
+    for (auto value : values) sizes = most(sizes, (Floats)((Words)value & 0x7fffffffu));
+  }
+  auto factor = to.factors[output] = largest_of(sizes) / 127;
   auto chunks = to.chunks + output / BLOCK * to.groups * (GROUP / 4) * CHUNK + output % BLOCK * 4;
   for (int64_t group = 0; group < to.groups; group++) {
-    Floats values[COUNT];
     read(row, to.inputs, group, values);
     int8_t bytes[GROUP];
     for (int i = 0; i < COUNT; i++) {
-      auto levels = factor == 0 ? Floats{} : least(most(whole(values[i] / factor), all(-127)), all(127));
-      for (int lane = 0; lane < LANES; lane++) bytes[i * LANES + lane] = static_cast<int8_t>(levels[lane]);
+      auto levels = factor == 0 ? Floats{} : least(most(values[i] / factor, all(-127)), all(127));
+      store_bytes(bytes + i * LANES, nearest(levels));
     }
     for (auto k = std::max(to.inputs - group * GROUP, int64_t{0}); k < GROUP; k++) bytes[k] = 0;
     put_8(bytes, chunks + group * (GROUP / 4) * CHUNK);
@@ -117,13 +123,13 @@ void round_to_4(const In* row, int64_t output, const Packed& to, std::vector<Ran
     float scale = to.scales[at], min = to.mins[at];
     Floats values[COUNT];
     read(row, to.inputs, group, values);
-    uint8_t levels[GROUP];
+    int8_t bytes[GROUP];
     for (int i = 0; i < COUNT; i++) {
-      auto nearest = scale == 0 ? Floats{} : least(most(whole((values[i] / factor - min) / scale), Floats{}), all(15));
-      for (int n = 0; n < LANES; n++) levels[i * LANES + n] = static_cast<uint8_t>(nearest[n]);
+      auto levels = scale == 0 ? Floats{} : least(most((values[i] / factor - min) / scale, Floats{}), all(15));
+      store_bytes(bytes + i * LANES, nearest(levels));
     }
-    for (auto k = std::max(to.inputs - group * GROUP, int64_t{0}); k < GROUP; k++) levels[k] = 0;
-    put_4(levels, to.chunks + (block * to.groups + group) * (GROUP / 8) * CHUNK + lane * 4);
+    for (auto k = std::max(to.inputs - group * GROUP, int64_t{0}); k < GROUP; k++) bytes[k] = 0;
+    put_4(reinterpret_cast<uint8_t*>(bytes), to.chunks + (block * to.groups + group) * (GROUP / 8) * CHUNK + lane * 4);
   }
 }
 

@@ -32,6 +32,7 @@ CASES = [
     ("bfloat16", {}, HALVES),
     *[("int8", {"grouped": grouped}, dtype) for grouped in (False, True) for dtype in (FLOATS, HALVES)],
     *[("int4", {"mins": mins}, dtype) for mins in (False, True) for dtype in (FLOATS, HALVES)],
+    *[(kind, {"multiples": True}, dtype) for kind in ("int8", "int4") for dtype in (FLOATS, HALVES)],
 ]
 SHAPES = [(1, 1), (31, 7), (33, 129), (65, 200), (100, 576)]  # outputs, inputs
 cases = pytest.mark.parametrize(("kind", "options", "dtype"), CASES)
@@ -57,8 +58,16 @@ def int8_in_groups(weight: Tensor) -> Quantized:
     return replace(four, values=four.values * 16 - 128, bits=8, scales=four.scales.clamp(min=2**-9), mins=None)
 
 
-def rounded(weight: Tensor, kind: str, grouped: bool = False, mins: bool = True) -> Tensor | Quantized:
-    """A weight as it is packed; the mins of four bits can be left out, as GGUF's Q4_0 has none."""
+def rounded(
+    weight: Tensor, kind: str, grouped: bool = False, mins: bool = True, multiples: bool = False
+) -> Tensor | Quantized:
+    """A weight as it is packed; the mins of four bits can be left out, as GGUF's Q4_0 has none, or be `multiples` of
+    the scales, as GPTQ and AWQ have them."""
+    if multiples:
+        whole = int8_in_groups(weight) if kind == "int8" else to_int4(weight)
+        source = torch.Generator().manual_seed(0)
+        mins = torch.randint(-20, -16, whole.scales.shape, dtype=torch.int8, generator=source)
+        return replace(whole, mins=mins, scales=whole.scales.clamp(min=2**-9))
     if kind == "int8":
         return int8_in_groups(weight) if grouped else to_int8(weight)
     if kind == "int4":
@@ -293,7 +302,8 @@ def test_wrong_operands() -> None:
 # Weights as GGUF has them: bits, inputs of a scale, whether there are mins, steps and levels.
 FORMS = [
     (8, 32, ""), (8, 32, "scales"), (4, 32, "scales"), (4, 32, "scales mins"), (4, 32, "bfloat16 levels"),
-    (4, 32, "levels steps"), (4, 32, "mins steps"), (4, 16, "mins steps"), (4, 16, "steps"), (5, 32, "scales"),
+    (4, 32, "levels steps"), (4, 32, "mins steps"), *[(bits, 32, "scales mins multiples") for bits in (4, 8)],
+    (4, 16, "mins steps"), (4, 16, "steps"), (5, 32, "scales"),
     (5, 32, "scales mins"), (5, 32, "mins steps"), (6, 16, "steps"),
 ]  # fmt: skip
 forms = pytest.mark.parametrize(("bits", "part", "words"), FORMS)
@@ -319,7 +329,8 @@ def integers(bits: int, part: int, words: str, outputs: int, inputs: int) -> Qua
     elif words:
         given["scales"] = numbers(*shape).to(torch.bfloat16 if "bfloat16" in words else torch.float16)
     if "mins" in words:
-        given["mins"] = some(0, 64, *shape) if "steps" in words else numbers(*shape, seed=4).half()
+        are_small = "steps" in words or "multiples" in words
+        given["mins"] = some(0, 64, *shape) if are_small else numbers(*shape, seed=4).half()
     return Quantized(bits=bits, **given)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,10 @@ from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedE
 from specdec.errors import closest_name
 from specdec.models import load_model
 from specdec.models.backends.int8_linear import Int8Linear
+from specdec.models.backends.packed_layers import weight_of
 from specdec.models.loading import placement, quantizers
+from specdec.models.loading.integer_layers import WeightOnly
+from specdec.models.loading.weight_files import Mapped
 from specdec.proposers.heads import head_kind
 from tests.folders import saved
 from tests.matrix import endless
@@ -71,6 +75,56 @@ def test_assisted_equals_plain(name: str, way: str, tmp_path: Path) -> None:
     for kind in KINDS:
         out = SpecGenerator(target, oracle(kind, plain.sequences.tolist(), 64)).generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == plain.sequences.tolist(), kind
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_are_rounded_as_they_are_stored(
+    name: str, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that computes in float32 was widened as a whole before its layers were rounded, which took 10.6 GB for
+    a file of 3.6 GB; the layers are the same."""
+    tiny(name).to(stored).save_pretrained(tmp_path)
+    narrow, convert = list[torch.dtype](), WeightOnly.convert
+
+    def noting(self: WeightOnly, model: Any) -> None:
+        narrow.extend(model.get_submodule(layer).weight.dtype for layer in self._wanted(model))
+        convert(self, model)
+
+    monkeypatch.setattr(WeightOnly, "convert", noting)
+    how = Loading(quantization="int8-weight", dtype="float32", backend="eager")
+    got, wide = (
+        load_model(str(tmp_path), how).model,
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+    )
+    assert set(narrow) == {stored}
+    assert got.dtype == torch.float32
+    layers = {layer: module for layer, module in got.named_modules() if isinstance(module, Int8Linear)}
+    assert len(layers) == len(narrow)
+    for layer, module in layers.items():
+        expected = Int8Linear(weight_of(wide.get_submodule(layer)), None)
+        assert torch.equal(module.weight, expected.weight)
+        assert torch.equal(module.scale, expected.scale)
+
+
+def test_memory_of_mapped_files_is_given_back(tmp_path: Path) -> None:
+    """Views of the file keep their numbers, which are read again."""
+    if not Path("/proc/self/smaps").exists():
+        pytest.skip("the system does not say what is in memory")
+    weights = torch.arange(1 << 18, dtype=torch.float32)
+    save_file({"a": weights}, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        view = file.get_tensor("a")
+
+    def resident() -> int:
+        parts = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "a.safetensors"))
+        return int(parts[2].partition("Rss:")[2].split()[0])
+
+    view.sum()
+    assert resident() >= 1024
+    Mapped([str(tmp_path / "a.safetensors")]).used(1 << 28)
+    assert resident() < 64
+    assert torch.equal(view, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

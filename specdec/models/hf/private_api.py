@@ -8,7 +8,7 @@ positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' la
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from transformers import (
     modeling_gguf_pytorch_utils,
     utils,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.masking_utils import create_causal_mask
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -113,6 +115,14 @@ def quantizes(model: Any) -> Callable[[str], bool]:
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`rows` `[n, in]` times int8 `weight` `[out, in]` and `scale` `[out]`: no public kernel reads int8 weights."""
     return torch._weight_int8pack_mm(rows, weight, scale)
+
+
+def module_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names in a model of modules that its checkpoint names otherwise: the rules are part of loading alone."""
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    weights = {name: rename_source_key(f"{name}.weight", rules, [], prefix, state)[0] for name in names}
+    return {name: weight.removesuffix(".weight") for name, weight in weights.items()}
 
 
 @contextmanager

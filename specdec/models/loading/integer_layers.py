@@ -6,6 +6,7 @@ one, so drafted tokens change no neighbour's result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,13 +19,28 @@ from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of, without_saving
 from specdec.models.hf.private_api import quantizes
 from specdec.models.loading.quantizers import Quantizer
+from specdec.models.loading.weight_files import Stored
 from specdec.options.load import QUANTIZATIONS
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class WeightOnly(Quantizer):
     """The quantization "int8-weight"."""
 
     converts = True
+
+    def prepare(self, model: Any, stored: Mapping[str, Mapping[str, Stored]]) -> None:
+        """Lets weights that become few bits be read as they are stored, not widened first."""
+        for name in self._wanted(model):
+            module, tensor = model.get_submodule(name), stored.get(name, {}).get("weight")
+            if tensor is not None and tensor.dtype in _HALVES:
+                module.weight = nn.Parameter(module.weight.detach().to(tensor.dtype), requires_grad=False)
+
+    @staticmethod
+    def _wanted(model: Any) -> list[str]:
+        linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
+        return list(filter(quantizes(model), linear))
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
@@ -35,20 +51,20 @@ class WeightOnly(Quantizer):
         offloaded weights, and for dtypes and devices without such layers.
         """
         without_saving(model)
-        wanted = quantizes(model)
-        linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
-        for name in filter(wanted, linear):
+        for name in self._wanted(model):
             module = model.get_submodule(name)  # by name, so that replaced weights are freed
             if module.weight.is_meta:
                 raise UnsupportedError(
                     f"`quantization`={self.name!r} reads all weights, and `device_map` left some out of reach: "
                     + ("use `offload` instead" if QUANTIZATIONS[self.name].offloads else "leave out `device_map`")
                 )
-            model.set_submodule(name, self.layer(weight_of(module), module.bias))
+            model.set_submodule(name, self.layer(weight_of(module).to(model.dtype), module.bias))
+            self.mapped.used(module.weight.nbytes)
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
             changed(model, lambda: pack_layers(model, [name], lambda _, head: self._rounded(head.weight, 8, head.bias)))
+        self.mapped.forget()
 
     def _fits(self, weight: Tensor) -> bool:
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()

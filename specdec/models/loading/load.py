@@ -44,6 +44,7 @@ from specdec.models.loading.placement import (
     to_devices,
 )
 from specdec.models.loading.quantizers import Quantizer, settle_four_bits
+from specdec.models.loading.stored_integers import StoredIntegers, stored_quantizer
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
 from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_gguf
@@ -144,8 +145,12 @@ def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageM
         config = AutoConfig.from_pretrained(folder, **hub)
         kind = part_class(_auto_class(config), config, reads_text=False)
         options = {**hub, "dtype": language.dtype, "use_safetensors": True, "output_loading_info": True}
+        if quantizer := _stored_quantizer(folder, config, how):
+            options["quantization_config"] = quantizer.config(language.dtype)
         model, info = kind.from_pretrained(folder, config=config, **options)
         check_complete(folder, info, name)
+        if quantizer:
+            quantizer.convert(model)
     return {part: module.eval().to(language.device) for part, module in model.base_model.named_children()}
 
 
@@ -189,6 +194,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
             config = AutoConfig.from_pretrained(name, **hub)
         if file is not None:
             config.dtype = file.dtype
+        else:
+            quantizer = _stored_quantizer(name, config, how) or quantizer
         kind = _auto_class(config)
         places = device_map(how, kind, config)
         text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
@@ -222,6 +229,11 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         if folder is not None and how.offload_folder is None:
             weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
+
+
+def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | None:
+    """The quantizer of a checkpoint that is quantized already, on a CPU; elsewhere transformers reads it."""
+    return stored_quantizer(name, config, how) if how.tp_plan is None and _computes_on_cpu(how) else None
 
 
 def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:

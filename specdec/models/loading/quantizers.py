@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from transformers import BitsAndBytesConfig
 
 from specdec.errors import UnsupportedError
+from specdec.models.hf.load_hook import LoadHook
+from specdec.models.loading.weight_files import Mapped, Stored, by_module
 
 
 class Quantizer:
     """A quantization of one model that is being loaded; the base class changes nothing.
 
-    `name` is the caller's. `converts`: it changes the loaded model, so that all weights pass through memory once, also
-    with `offload`. `packs`: passes may run on packed weights (`specdec.kernels`), whose layers round rows to 8 bits if
-    the quantizer `rounds`.
+    `name` is the caller's. `mapped`: the checkpoint's files, if `prepare` ran. `converts`: it changes the loaded model,
+    so that all weights pass through memory once, also with `offload`. `packs`: passes may run on packed weights
+    (`specdec.kernels`), whose layers round rows to 8 bits if the quantizer `rounds`.
     """
 
     converts: ClassVar[bool] = False
@@ -29,11 +32,18 @@ class Quantizer:
     rounds: bool = True
 
     def __init__(self, name: str = "") -> None:
-        self.name = name
+        self.name, self.mapped = name, Mapped()
 
     def config(self, dtype: torch.dtype) -> Any:
         """transformers' `quantization_config` for a model that computes in `dtype`, or None."""
-        return None
+        return LoadHook(self._prepare) if self.converts else None
+
+    def _prepare(self, model: Any, files: Sequence[str]) -> None:
+        self.mapped = Mapped(files)
+        self.prepare(model, by_module(model, files))
+
+    def prepare(self, model: Any, stored: Mapping[str, Mapping[str, Stored]]) -> None:
+        """Changes a model that has no weights yet; `stored`: the checkpoint's tensors by module."""
 
     def convert(self, model: Any) -> None:
         """Changes the loaded model in place if the class `converts`."""

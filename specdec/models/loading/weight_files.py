@@ -1,22 +1,31 @@
-"""The places of offloaded weights on disk, and reading them."""
+"""The places of weights on disk, and reading them."""
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import str_to_torch_dtype
 
+from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import home
+from specdec.models.hf.private_api import module_names
+
+_HELD = 1 << 27  # bytes of mapped files that may stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,41 @@ class Files:
 def _close(files: dict[str, BinaryIO]) -> None:
     for file in files.values():
         file.close()
+
+
+class Mapped:
+    """Files that a model's weights are views of, whose memory is given back while the weights are replaced."""
+
+    def __init__(self, files: Sequence[str] = ()) -> None:
+        self._paths, self._read = {os.path.realpath(file) for file in files}, 0
+
+    def used(self, nbytes: int) -> None:
+        """So many bytes more were read, which are not needed again."""
+        self._read += nbytes
+        if self._read > _HELD:
+            self.forget()
+
+    def forget(self) -> None:
+        """Gives back the memory of all that was read; what is needed is read again from the file."""
+        self._read = 0
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        with suppress(OSError):
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                place, *_, path = line.split(maxsplit=5)
+                if path in self._paths:
+                    begin, end = (int(address, 16) for address in place.split("-"))
+                    kernels.advise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
+def by_module(model: Any, files: Sequence[str]) -> dict[str, dict[str, Stored]]:
+    """The tensors of a checkpoint's files by the names of the model's modules, then by their own."""
+    stored = defaultdict[str, dict[str, Stored]](dict)
+    for file in files:
+        for name, tensor in _header(file).items():
+            module, _, leaf = name.rpartition(".")
+            stored[module][leaf] = tensor
+    return {place: stored[name] for name, place in module_names(model, stored).items()}
 
 
 def find(model: nn.Module) -> dict[str, Stored]:
