@@ -11,7 +11,7 @@
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
 | `connections.py` | limits on connections: their number, time for heads and sends |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
-| `tools.py` | calls of tools in answers: their grammar and their reading |
+| `tools.py`, `calls.py` | calls of tools in answers: their forms and grammar; their reading |
 | `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
 | `state.py`, `http.py` | state shared by requests; the process and its shutdown |
 | `ray_serve.py` | replicas of the server on a cluster, by Ray Serve |

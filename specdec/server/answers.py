@@ -12,9 +12,10 @@ from typing import Any
 
 from specdec.core.stats import Stats, total
 from specdec.generator.tokenizers import Spelling
+from specdec.server.calls import CallReader, whole_calls
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
-from specdec.server.tools import CallFormat, CallReader, whole_calls
+from specdec.server.tools import CallForm
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 _FIGURES = (
@@ -34,7 +35,7 @@ class Answer:
         *,
         id: str | None = None,
         created: int | None = None,
-        calls: CallFormat | None = None,
+        calls: Sequence[CallForm] = (),
     ) -> None:
         self.request, self._model = request, model
         self._stream_options = request.stream_options or StreamOptions()
@@ -45,10 +46,9 @@ class Answer:
         self._stats: list[Stats] = []
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
         self._readers: list[CallReader] = []
-        if calls is not None:
+        if calls:
             assert isinstance(request, ChatRequest)
-            names, held = {tool.function.name for tool in request.callable}, request.must_call or bool(calls.opening)
-            self._readers = [CallReader(calls, names, held=held) for _ in self._deltas]
+            self._readers = [CallReader(calls, request.callable, must=request.must_call) for _ in self._deltas]
         self._sent: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
 

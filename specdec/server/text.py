@@ -26,7 +26,7 @@ from specdec.server.errors import ApiError
 from specdec.server.messages import Message
 from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate
-from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
+from specdec.server.tools import CallForm, MarkedTokenizer, call_grammar, check_takes_tools, forms_of
 
 LOG = logging.getLogger("specdec.server")
 
@@ -219,15 +219,16 @@ class TextModel:
             options["prediction"] = request.prediction.text
         return options
 
-    def calls(self, request: Generate) -> CallFormat | None:
-        """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
+    def calls(self, request: Generate) -> list[CallForm]:
+        """How the answer writes calls; none without tools. Raises a 400 where this is not known of the model."""
         if not isinstance(request, ChatRequest) or not request.offered:
-            return None
-        return format_of(self._template, self.name)
+            return []
+        return forms_of(self._template, self.name)
 
-    def _marking(self, form: CallFormat | None) -> Any:
+    def _marking(self, forms: Sequence[CallForm]) -> Any:
         """The tokenizer, which shows the marks of calls also where they are special tokens."""
-        marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
+        text = "".join(form.text for form in forms)
+        marks = {token: name for name, token in self._marks.items() if name in text}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
     def _grammar(self, form: Form, ends: Sequence[int]) -> Grammar:
@@ -236,11 +237,11 @@ class TextModel:
 
     def _form_of_calls(self, request: Generate) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
-        if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
+        if not isinstance(request, ChatRequest) or not (forms := self.calls(request)):
             return None
         for place, tool in enumerate(request.callable):
             self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._ends)
-        grammar = call_grammar(form, request, self._marks, self._ends)
+        grammar = call_grammar(forms[0], request, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
     @property
