@@ -59,7 +59,7 @@ def call_options(
     asked: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
 ) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
-    open; `num_beams`: the model's own.
+    open; `num_beams`: the model's own. Several greedy answers are one, as they are the same.
     """
     options = asked.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
     beams = asked.num_beams if "num_beams" in asked.model_fields_set else num_beams
@@ -75,7 +75,8 @@ def call_options(
     if asked.temperature == 0 and searches:
         options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
         options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
-    options["num_return_sequences"] = asked.n
+    is_greedy = asked.temperature == 0 and not searches and asked.num_samples is None
+    options["num_return_sequences"] = 1 if is_greedy else asked.n
     if asked.min_tokens:
         options["min_new_tokens"] = asked.min_tokens
     if asked.ignore_eos:
@@ -97,8 +98,6 @@ def _draft_options(asked: Generate, draft: Draft | None) -> dict[str, Any]:
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
             )
         return {"assistant_model": "none"}
-    if asked.prediction is not None and asked.prediction.text and (draft is None or not draft.reads_predictions):
-        raise UnsupportedError("`prediction` is for drafts that copy, and this model has none: leave it out")
     if draft is not None and (asked.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
         raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
     if draft is None and named:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
+from specdec.core.drafts import Draft
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
@@ -22,7 +23,9 @@ from specdec.generator.job import Delta, Job
 from specdec.generator.tokenizers import Detokenizer, Spelling, decode
 from specdec.options.generate import Form, listed
 from specdec.options.resolve import refusing
+from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.server.errors import ApiError
+from specdec.server.infill import Infill
 from specdec.server.messages import Message
 from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate
@@ -102,7 +105,6 @@ class TextModel:
         self.context = min((number for number in known if number), default=4096)
         if context is not None and context > self.context:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
-        self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         defaults = generator.options()
         self._ends, self._stops, self._beams = defaults.eos_ids, listed(defaults.stop_strings), defaults.num_beams
@@ -123,7 +125,8 @@ class TextModel:
         ids = ids_in(inputs)
         with refusing():
             tokenizer = self._marking(self.calls(request))
-            job = self.generator.submit(inputs, **self._options(prompt, ids, tokenizer))
+            options = self._options(prompt, ids, tokenizer)
+            job = self.generator.submit(inputs, **options)
         echoes = bool(getattr(request, "echo", False))
         echo = (yield from self._echo(prompt, ids, notify)) if echoes else ("", [])
         yield Started(len(ids))
@@ -136,7 +139,8 @@ class TextModel:
                 if deltas is None:
                     yield None
                 for delta in deltas or ():
-                    yield from rows[delta.row].deltas(delta)
+                    for row in rows if options["num_return_sequences"] == 1 else [rows[delta.row]]:
+                        yield from row.deltas(delta)
         assert job.result is not None
         assert job.result.stats is not None
         yield job.result.stats
@@ -146,6 +150,8 @@ class TextModel:
         request, content = prompt.request, prompt.content
         if isinstance(request, ChatRequest):
             inputs = self.read(request.messages, **request.template_options)
+        elif request.gap is not None:
+            inputs = {"input_ids": [self._infill.prompt(*request.gap)]}
         else:
             ids = content if isinstance(content, list) else list(self.tokenizer(content, verbose=False)["input_ids"])
             inputs = {"input_ids": [ids]}
@@ -153,6 +159,10 @@ class TextModel:
             bos = self.generator.target.model.generation_config.bos_token_id
             return {"input_ids": [listed(bos)[:1] or [0]]}
         return inputs
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.tokenizer, self.name)
 
     def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
         """The model's inputs for a conversation; `how`: arguments of the chat template.
@@ -203,6 +213,8 @@ class TextModel:
                 message = f"`stop_token_ids` must be below {width}, which the model knows"
                 raise ApiError(400, message, param="stop_token_ids")
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
+        if request.gap is not None and not request.ignore_eos:
+            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *self._infill.ends]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
         if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
@@ -217,7 +229,17 @@ class TextModel:
             options["top_logprobs"] = request.top
         if request.prediction is not None and request.prediction.text:
             options["prediction"] = request.prediction.text
+            if (draft := self._predictor) is not None:
+                options["assistant_model"] = draft
         return options
+
+    @cached_property
+    def _predictor(self) -> Draft | str | None:
+        """The draft for predictions; None where the model's own reads them."""
+        draft = self.generator.draft
+        if draft is None:
+            return "suffix"
+        return None if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
 
     def calls(self, request: Generate) -> list[CallForm]:
         """How the answer writes calls; none without tools. Raises a 400 where this is not known of the model."""
@@ -258,16 +280,16 @@ class TextModel:
         return {name: token for name, token in self.tokenizer.get_added_vocab().items() if token < width}
 
     def _room(self, prompt: PromptRequest, length: int) -> int:
-        """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
+        """The most new tokens after a prompt of `length` tokens, at least one; raises a 400 where none fits the
+        context.
+        """
         room = self.context - (1 if self.is_encoder_decoder else length)
-        limit, asked = prompt.max_new_tokens or self.context, prompt.request.most_tokens
-        wanted = None if asked is None else min(asked, limit)
-        if length > self.context or room < 1 or (wanted or 0) > room:
-            tokens = f"{length} tokens and {asked or 'at least one'} new"
-            message = f"this model's context is {self.context} tokens, and the request has a prompt of {tokens}"
+        if length > self.context or room < 1:
+            message = f"this model's context is {self.context} tokens, and the request has a prompt of {length} tokens"
             param = "messages" if isinstance(prompt.request, ChatRequest) else "prompt"
-            raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
-        return min(room, limit) if wanted is None else wanted
+            raise ApiError(400, f"{message}: shorten it", param=param, code="context_length_exceeded")
+        most = [number for number in (prompt.request.most_tokens, prompt.max_new_tokens) if number is not None]
+        return max(min([room, *most]), 1)
 
 
 class _Row:
@@ -289,6 +311,7 @@ class _Row:
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
         self._text, self._scorer = Detokenizer(tokenizer, cut_before, before), Scorer(tokenizer, before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
+        self._is_empty = request.most_tokens == 0
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
@@ -296,6 +319,10 @@ class _Row:
 
         The last round's rest follows, in whatever size.
         """
+        if self._is_empty:  # the prompt has been read, and scored
+            if delta.finish is not None:
+                yield self._after_echo(TextDelta(self._row, "", 0, "length"))
+            return
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
         while len(self._pending) >= size or (self._pending and delta.finish is not None):

@@ -420,8 +420,6 @@ function chosen() {
   choose(modes.includes(mode) ? mode : modes[modes.length - 1]);
   const form = $("options").elements;
   for (const name of ["speculate", "schedule", "num_assistant_tokens"]) form[name].disabled = !own.drafts;
-  form.prediction.disabled = !own.predicts;
-  form.prediction.placeholder = own.predicts ? "" : "only for drafts that copy";
   last = null;
   busy(Boolean(running));
   look();

@@ -21,7 +21,7 @@ from specdec.server.guards import GuardedRoute
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
 from specdec.server.options import check_length, check_limits, check_messages
-from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
+from specdec.server.protocol import ChatRequest, CompletionRequest, Generate, InfillRequest
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
 from specdec.server.text import PromptRequest, Started, TextDelta, TextModel, cached_tokens
@@ -35,8 +35,28 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     limits = state_of(request).settings.limits
     if len(asked.prompts) > limits.prompts:
         raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
-    check_length(max(map(len, asked.prompts)), "prompt", limits)
+    check_length(max(map(len, asked.prompts)) + len(asked.suffix or ""), "prompt", limits)
     return await _answer(request, asked, asked.prompts)
+
+
+@router.post("/infill")
+async def infill(request: Request, asked: InfillRequest) -> dict[str, Any]:
+    """llama.cpp's: the text between a prefix and a suffix."""
+    limits = state_of(request).settings.limits
+    before, after, files = asked.gap
+    check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
+    check_limits(asked, limits)
+    body = await watched(request, TextRequest(request, asked, asked.prompts).whole())
+    choice, usage = body["choices"][0], body["usage"]
+    return {
+        "content": choice["text"],
+        "stop": True,
+        "stop_type": "limit" if choice["finish_reason"] == "length" else "eos",
+        "model": body["model"],
+        "tokens_predicted": usage["completion_tokens"],
+        "tokens_evaluated": usage["prompt_tokens"],
+        "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+    }
 
 
 @router.post("/v1/chat/completions")
