@@ -12,6 +12,7 @@
 | `connections.py` | limits on connections: their number, time for heads and sends |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
 | `tools.py`, `calls.py` | calls of tools in answers: their forms and grammar; their reading |
+| `thinking.py` | thoughts in answers: their forms, reading and budget |
 | `infill.py` | prompts of texts with a gap |
 | `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
 | `state.py`, `http.py` | state shared by requests; the process and its shutdown |

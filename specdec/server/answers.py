@@ -15,6 +15,7 @@ from specdec.generator.tokenizers import Spelling
 from specdec.server.calls import CallReader, whole_calls
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
+from specdec.server.thinking import ThinkingForm, ThinkingReader
 from specdec.server.tools import CallForm
 
 _UNIT = 128  # bytes: padded events have a multiple of them
@@ -36,6 +37,7 @@ class Answer:
         id: str | None = None,
         created: int | None = None,
         calls: Sequence[CallForm] = (),
+        thinking: ThinkingForm | None = None,
     ) -> None:
         self.request, self._model = request, model
         self._stream_options = request.stream_options or StreamOptions()
@@ -49,6 +51,7 @@ class Answer:
         if calls:
             assert isinstance(request, ChatRequest)
             self._readers = [CallReader(calls, request.callable, must=request.must_call) for _ in self._deltas]
+        self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # of each choice
         self._sent: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
 
@@ -66,6 +69,8 @@ class Answer:
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts["prompt"] = update.prompt_tokens
+            if self._thinking is not None:
+                self._thoughts = [ThinkingReader(self._thinking, thinks=update.thinks) for _ in range(self.request.n)]
         elif isinstance(update, TextDelta):
             counts["new"] += update.tokens
             if not self.request.stream:
@@ -127,11 +132,14 @@ class Answer:
         text = "".join(delta.text for delta in deltas)
         finish = next((delta.finish for delta in deltas if delta.finish), None)
         said: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
+        if self._thoughts:
+            thoughts, text = self._thoughts[index].read(text, last=finish is not None)
+            said = {"content": text or None, **({"reasoning_content": thoughts} if thoughts else {})}
         if self._readers:
             reader = self._readers[index]
             text, calls = reader.read(text, last=finish is not None)
             calls = whole_calls(calls) if chat == "message" else calls
-            said = {"content": text or None, **({"tool_calls": calls} if calls else {})}
+            said |= {"content": text or None, **({"tool_calls": calls} if calls else {})}
             finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
         choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
         choice["logprobs"] = self._logprobs(index, [score for delta in deltas for score in delta.scores])

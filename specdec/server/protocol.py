@@ -331,6 +331,7 @@ class ChatRequest(Generate):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions | None = None
+    thinking_token_budget: Least | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool = True

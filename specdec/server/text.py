@@ -29,9 +29,11 @@ from specdec.server.infill import Infill
 from specdec.server.messages import Message
 from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate
+from specdec.server.thinking import ThinkingBudget, ThinkingForm, thinking_of
 from specdec.server.tools import CallForm, MarkedTokenizer, call_grammar, check_takes_tools, forms_of
 
 LOG = logging.getLogger("specdec.server")
+_TAIL = 32  # tokens at the end of a prompt, among which the opening of thoughts is
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,13 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Started:
-    """The request's options are valid, and its prompt is tokenized; `kv_budget` may still refuse it."""
+    """The request's options are valid, and its prompt is tokenized; `kv_budget` may still refuse it.
+
+    `thinks`: the answer begins with thoughts, whose opening the prompt has.
+    """
 
     prompt_tokens: int
+    thinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,12 @@ class TextModel:
         inputs = self._inputs(prompt)
         ids = ids_in(inputs)
         with refusing():
-            tokenizer = self._marking(self.calls(request))
+            tokenizer = self._marking(request)
             options = self._options(prompt, ids, tokenizer)
             job = self.generator.submit(inputs, **options)
         echoes = bool(getattr(request, "echo", False))
         echo = (yield from self._echo(prompt, ids, notify)) if echoes else ("", [])
-        yield Started(len(ids))
+        yield Started(len(ids), self._thinks(request, ids))
         stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
         before = ids if echoes and not self.is_encoder_decoder else []
         rows = [_Row(tokenizer, prompt, row, echo, stops, before) for row in range(request.n)]
@@ -217,8 +223,9 @@ class TextModel:
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *self._infill.ends]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
-        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
-            options["logits_processor"] = [self._grammar(form, options.get("eos_token_id", self._ends))]
+        ends = options.get("eos_token_id", self._ends)
+        if processors := self._processors(request, ids, begin, ends):
+            options["logits_processor"] = processors
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
@@ -232,6 +239,19 @@ class TextModel:
             if (draft := self._predictor) is not None:
                 options["assistant_model"] = draft
         return options
+
+    def _processors(self, request: Generate, ids: list[int], begin: int, ends: Sequence[int]) -> list[Any]:
+        """What holds an answer of the prompt `ids`, whose tokens `begin` counts: a form, and a budget of thoughts."""
+        processors = list[Any]()
+        thinking, thinks = self.thinking(request), self._thinks(request, ids)
+        marks = [] if thinking is None else [thinking.opening, thinking.closing]
+        tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
+            processors.append(self._grammar(form, ends))
+            processors[0].follows = tokens[1] if thinks else ()
+        if isinstance(request, ChatRequest) and request.thinking_token_budget is not None and tokens:
+            processors.append(ThinkingBudget(request.thinking_token_budget, begin, *tokens, thinks=thinks))
+        return processors
 
     @cached_property
     def _predictor(self) -> Draft | str | None:
@@ -247,9 +267,20 @@ class TextModel:
             return []
         return forms_of(self._template, self.name)
 
-    def _marking(self, forms: Sequence[CallForm]) -> Any:
-        """The tokenizer, which shows the marks of calls also where they are special tokens."""
-        text = "".join(form.text for form in forms)
+    def thinking(self, request: Generate) -> ThinkingForm | None:
+        """How the answer writes thoughts; None for models that write none, and for completions."""
+        return thinking_of(self._template) if isinstance(request, ChatRequest) else None
+
+    def _thinks(self, request: Generate, ids: list[int]) -> bool:
+        """Whether the prompt has the opening of thoughts."""
+        if (form := self.thinking(request)) is None:
+            return False
+        return bool(self._marking(request).decode(ids[-_TAIL:]).rstrip().endswith(form.opening))
+
+    def _marking(self, request: Generate) -> Any:
+        """The tokenizer, which shows the marks of calls and thoughts also where they are special tokens."""
+        thinking = self.thinking(request)
+        text = "".join(form.text for form in self.calls(request)) + (thinking.text if thinking else "")
         marks = {token: name for name, token in self._marks.items() if name in text}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 

@@ -93,7 +93,7 @@ class TextRequest:
         self._turn = partial(self._host.turns.turn, client)
         chunk = state.settings.stream_chunk if asked.stream else None
         self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
-        self._answer = Answer(asked, self._model.name, len(prompts), calls=self._model.calls(asked))
+        self._answer = Answer(asked, model.name, len(prompts), calls=model.calls(asked), thinking=model.thinking(asked))
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:
