@@ -4,6 +4,7 @@
 | --- | --- |
 | `settings.py` | settings of a server, from flags and YAML |
 | `protocol.py`, `messages.py`, `answers.py`, `errors.py` | requests, conversations, responses, error messages |
+| `items.py` | OpenAI's responses: their requests, items and events, and the conversations that they continue |
 | `app.py`, `routes/`, `page/` | endpoints, web page |
 | `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
 | `responses.py` | responses that stop when their client disconnects |

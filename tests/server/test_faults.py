@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from specdec.server import messages, protocol
 from specdec.server.errors import ApiError, invalid
+from specdec.server.items import ResponsesRequest
 from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
 from specdec.server.protocol import (
     HINTS,
@@ -34,6 +35,7 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "abc"},
     InfillRequest: {"input_prefix": "abc"},
     ChatRequest: {"messages": MESSAGES},
+    ResponsesRequest: {"input": MESSAGES},
     TokenizeRequest: {"prompt": "abc"},
     DetokenizeRequest: {"tokens": [1]},
 }

@@ -18,6 +18,7 @@ from specdec.server.answers import Answer
 from specdec.server.cancellation import END, Cancel, primed, side_by_side, step
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
+from specdec.server.items import ResponseAnswer, ResponsesRequest
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
 from specdec.server.options import check_length, check_limits, check_messages
@@ -68,6 +69,14 @@ async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     return await _answer(request, asked, [None])
 
 
+@router.post("/v1/responses")
+async def responses(request: Request, asked: ResponsesRequest) -> Response:
+    """Answers a conversation, in OpenAI's newer form."""
+    state = state_of(request)
+    whole = asked.after(state.conversations.find(client_of(request), asked.previous_response_id))
+    return await chat_completions(request, whole)
+
+
 async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
     state = state_of(request)
     check_limits(asked, state.settings.limits)
@@ -93,7 +102,12 @@ class TextRequest:
         self._turn = partial(self._host.turns.turn, client)
         chunk = state.settings.stream_chunk if asked.stream else None
         self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
-        self._answer = Answer(asked, model.name, len(prompts), calls=model.calls(asked), thinking=model.thinking(asked))
+        how: dict[str, Any] = {"calls": model.calls(asked), "thinking": model.thinking(asked)}
+        if isinstance(asked, ResponsesRequest):
+            keep = partial(state.conversations.keep, client, asked)
+            self._answer: Answer = ResponseAnswer(asked, model.name, done=keep, **how)
+        else:
+            self._answer = Answer(asked, model.name, len(prompts), **how)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:
