@@ -26,7 +26,7 @@ _FIGURES = (
 
 
 class Answer:
-    """One request's answer, sent as one body (`whole`) or in chunks."""
+    """One request's answer, sent as one body (`whole`) or in chunks; `details`: usage counts the draft's tokens."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class Answer:
         created: int | None = None,
         calls: Sequence[CallForm] = (),
         thinking: ThinkingForm | None = None,
+        details: bool = True,
     ) -> None:
-        self.request, self._model = request, model
+        self.request, self._model, self._details = request, model, details
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
@@ -109,7 +110,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         counts = sum(self._counts, Counter[str]())
-        stats = self.stats if self.request.prediction is not None else Stats()
+        stats = self.stats if self._details or self.request.prediction is not None else Stats()
         accepted = stats.num_accepted_draft_tokens
         return {
             "prompt_tokens": counts["prompt"],

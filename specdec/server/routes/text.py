@@ -103,6 +103,7 @@ class TextRequest:
         chunk = state.settings.stream_chunk if asked.stream else None
         self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
         how: dict[str, Any] = {"calls": model.calls(asked), "thinking": model.thinking(asked)}
+        how["details"] = state.settings.details
         if isinstance(asked, ResponsesRequest):
             keep = partial(state.conversations.keep, client, asked)
             self._answer: Answer = ResponseAnswer(asked, model.name, done=keep, **how)
