@@ -10,7 +10,7 @@
 | `responses.py` | responses that stop when their client disconnects |
 | `admission.py`, `cancellation.py` | turns, shared fairly among clients; work seen from the event loop |
 | `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
-| `connections.py` | limits on connections: their number, time for heads and sends |
+| `connections.py` | limits on connections: time for heads and sends |
 | `options.py` | from request fields to options: stop texts, log-probabilities of a prompt |
 | `tools.py`, `calls.py` | calls of tools in answers: their forms and grammar; their reading |
 | `thinking.py` | thoughts in answers: their forms, reading and budget |
