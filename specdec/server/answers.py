@@ -53,6 +53,7 @@ class Answer:
             assert isinstance(request, ChatRequest)
             self._readers = [CallReader(calls, request.callable, must=request.must_call) for _ in self._deltas]
         self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # of each choice
+        self._thought_tokens = 0
         self._sent: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
 
@@ -118,6 +119,7 @@ class Answer:
             "total_tokens": counts["prompt"] + counts["new"],
             "prompt_tokens_details": {"cached_tokens": counts["cached"]},
             "completion_tokens_details": {
+                "reasoning_tokens": self._thought_tokens,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": stats.num_draft_tokens - accepted,
             },
@@ -134,7 +136,7 @@ class Answer:
         finish = next((delta.finish for delta in deltas if delta.finish), None)
         said: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
         if self._thoughts:
-            thoughts, text = self._thoughts[index].read(text, last=finish is not None)
+            thoughts, text = map("".join, zip(*(self._thought(index, delta) for delta in deltas), strict=True))
             said = {"content": text or None, **({"reasoning_content": thoughts} if thoughts else {})}
         if self._readers:
             reader = self._readers[index]
@@ -149,6 +151,14 @@ class Answer:
             choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
             choice["tokens"] = sum(delta.tokens for delta in deltas)
         return choice
+
+    def _thought(self, index: int, delta: TextDelta) -> tuple[str, str]:
+        """The thoughts and the rest of a delta, whose tokens count as thoughts where it begins among these."""
+        reader = self._thoughts[index]
+        thought = reader.thinks
+        parts = reader.read(delta.text, last=delta.finish is not None)
+        self._thought_tokens += delta.tokens if thought or parts[0] else 0
+        return parts
 
     def _logprobs(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.top is None:

@@ -93,7 +93,8 @@ class ResponsesRequest(ChatRequest):
     def _as_a_chat(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        chat = {name: value for name, value in data.items() if name not in ("text", "reasoning")}
+        hints = {name for name in ("text", "reasoning") if isinstance(data.get(name), dict)}
+        chat = {name: value for name, value in data.items() if name not in hints}
         if isinstance(tools := data.get("tools"), list):
             chat["tools"] = [_tool(tool) for tool in tools]
         chat["tool_choice"] = _tool(data.get("tool_choice"))
@@ -107,7 +108,7 @@ class ResponsesRequest(ChatRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_output_tokens
+        return super().most_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     def after(self, history: Sequence[Message]) -> ResponsesRequest:
         """The request with its whole conversation as `messages`."""
@@ -281,7 +282,7 @@ class ResponseAnswer(Answer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }
         with suppress(ValidationError):

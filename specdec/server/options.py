@@ -14,7 +14,7 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.job import Job
 from specdec.server.errors import above_limit
 from specdec.server.messages import Message
-from specdec.server.protocol import Generate
+from specdec.server.protocol import LENGTHS, Generate
 from specdec.server.settings import Limits
 
 # Fields that are options of the same name; one that is not sent is the checkpoint's.
@@ -33,7 +33,7 @@ _CHUNK = 64  # the most tokens of a prompt that one pass scores
 def check_limits(asked: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
-    bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
+    bounds |= dict.fromkeys((*LENGTHS, "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
         if most is not None and (getattr(asked, name, None) or 0) > most:
             raise above_limit(f"`{name}` may be {most}", name)

@@ -20,7 +20,7 @@ from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, 
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
-_LIMITS = ("max_tokens", "max_completion_tokens")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ENTRIES = 1024  # of an object with any names
 _MOST_CALLS = 16  # of one answer
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
@@ -215,7 +215,7 @@ class Generate(Sent):
         if named and self.ignore_eos and not self.stop_token_ids:
             raise FieldError(f"`ignore_eos` lets no answer in the form of `{named[0]}` end: leave one of them out")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
-            limit = next((name for name in _LIMITS if getattr(self, name, None) is not None), None)
+            limit = next((name for name in LENGTHS if getattr(self, name, None) is not None), None)
             known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
             raise FieldError(f"`min_tokens`={self.min_tokens} is more than {known}: lower the one or raise the other")
         return self

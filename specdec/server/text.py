@@ -140,6 +140,7 @@ class TextModel:
         before = ids if echoes and not self.is_encoder_decoder else []
         rows = [_Row(tokenizer, prompt, row, echo, stops, before) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
+        stream = stream or self.thinking(request) is not None  # whose tokens are counted, round by round
         with closing(_polled(job, notify, stream=stream)) as rounds:
             for deltas in rounds:
                 if deltas is None:

@@ -50,7 +50,7 @@ class ThinkingReader:
     """
 
     def __init__(self, form: ThinkingForm, *, thinks: bool) -> None:
-        self._form, self._thinks, self._text = form, thinks, ""
+        self._form, self.thinks, self._text = form, thinks, ""
         self._is_marked, self._is_begun = thinks, False  # a mark is before this part; the part has text
 
     def read(self, text: str, *, last: bool) -> tuple[str, str]:
@@ -58,16 +58,16 @@ class ThinkingReader:
         self._text += text
         parts = {True: "", False: ""}
         while True:
-            marks = [self._form.closing] if self._thinks else [self._form.opening, *self._form.unsaid]
+            marks = [self._form.closing] if self.thinks else [self._form.opening, *self._form.unsaid]
             places = [(place, mark) for mark in marks if (place := self._text.find(mark)) >= 0]
             place, mark = min(places, default=(len(self._text), ""))
             if not mark and not last:
                 place -= max(begun(self._text, one) for one in marks)
-            parts[self._thinks] += self._part(place, is_whole=bool(mark), last=last)
+            parts[self.thinks] += self._part(place, is_whole=bool(mark), last=last)
             if not mark:
                 return parts[True], parts[False]
             self._text = self._text.removeprefix(mark)
-            self._thinks = mark == self._form.opening
+            self.thinks = mark == self._form.opening
             self._is_marked, self._is_begun = True, False
 
     def _part(self, end: int, *, is_whole: bool, last: bool) -> str:

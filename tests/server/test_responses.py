@@ -88,6 +88,7 @@ def test_thoughts_are_items() -> None:
         again = c.post(PATH, json={**body, "previous_response_id": first["id"]}).json()
     thoughts, message = first["output"][:2]
     assert (thoughts["type"], message["type"]) == ("reasoning", "message")
+    assert 4 <= first["usage"]["output_tokens_details"]["reasoning_tokens"] < 30
     assert "event: response.reasoning_text.delta\n" in stream
     assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
 

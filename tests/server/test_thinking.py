@@ -98,10 +98,15 @@ def test_thoughts_have_a_budget(opens: bool, special: bool) -> None:
 def test_a_budget_counts_tokens(draft: str) -> None:
     """Exactly, with a draft and without."""
     model = model_of(True, True, draft)
-    choice = ask(model, thinking_token_budget=4, logit_bias={str(END): -90, "70": 90}, max_tokens=9)
+    fields: dict[str, Any] = {"logit_bias": {str(END): -90, "70": 90}, "max_tokens": 9, "thinking_token_budget": 4}
+    choice = ask(model, **fields)
     [letter] = model.tokenizer.decode([70])
     assert choice["message"]["reasoning_content"] == letter * 4
     assert choice["message"]["content"] == letter * 4
+    with asking(app(model)) as c:
+        body = {"messages": [USER], "temperature": 0, "speculate": draft == "none", **fields}
+        counts = c.post(CHATS, json=body).json()["usage"]["completion_tokens_details"]
+    assert counts["reasoning_tokens"] == 5  # with the closing mark
 
 
 def test_forms_follow_thoughts() -> None:
