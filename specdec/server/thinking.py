@@ -31,7 +31,7 @@ _FORMS = {
     r"<\|channel\|>": ThinkingForm(  # gpt-oss
         "<|channel|>analysis<|message|>",
         "<|end|>",
-        ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+        ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>"),
     ),
     r"\[/?THINK\]": ThinkingForm("[THINK]", "[/THINK]"),  # Magistral
     r"</?think>": ThinkingForm("<think>", "</think>"),  # Qwen, DeepSeek, GLM and many more

@@ -9,8 +9,12 @@ from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.core.tree import place_after
-from specdec.server.text import TextModel
+from specdec.server.answers import Answer
+from specdec.server.calls import whole_calls
+from specdec.server.protocol import ChatRequest
+from specdec.server.text import Started, TextDelta, TextModel
 from specdec.server.thinking import ThinkingReader, thinking_of
+from specdec.server.tools import forms_of
 from tests.folders import WIDTH, byte_tokenizer
 from tests.server.served import app, asking, events
 from tests.tiny import tiny
@@ -107,6 +111,25 @@ def test_a_budget_counts_tokens(draft: str) -> None:
         body = {"messages": [USER], "temperature": 0, "speculate": draft == "none", **fields}
         counts = c.post(CHATS, json=body).json()["usage"]["completion_tokens_details"]
     assert counts["reasoning_tokens"] == 5  # with the closing mark
+
+
+@pytest.mark.parametrize("size", [2, 1000])
+def test_thoughts_before_a_call(size: int) -> None:
+    """gpt-oss writes both in channels, of which `content` has neither name nor mark."""
+    tool = {"type": "function", "function": {"name": "time"}}
+    asked = ChatRequest.model_validate({"messages": [USER], "tools": [tool], "stream": True})
+    answer = Answer(asked, "m", 1, calls=forms_of("tools <|channel|>", "m"), thinking=thinking_of("<|channel|>"))
+    answer.take(0, Started(1))
+    text = HARMONY.replace("final", "commentary") + (
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}"
+    )
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas = [TextDelta(0, one, 1, "stop" if at == len(pieces) - 1 else None) for at, one in enumerate(pieces)]
+    choices = [answer.chunk(0, delta)["choices"][0] for delta in deltas]
+    said = {name: "".join(one["delta"].get(name) or "" for one in choices) for name in ("content", "reasoning_content")}
+    assert said == {"content": "2 < 3", "reasoning_content": "Hm.So."}
+    [call] = whole_calls([call for one in choices for call in one["delta"].get("tool_calls", ())])
+    assert (call["function"], choices[-1]["finish_reason"]) == ({"name": "time", "arguments": "{}"}, "tool_calls")
 
 
 def test_forms_follow_thoughts() -> None:
