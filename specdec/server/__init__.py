@@ -17,7 +17,6 @@
 | `infill.py` | prompts of texts with a gap |
 | `metrics.py` | metrics for Prometheus, spans for OpenTelemetry |
 | `state.py`, `http.py` | state shared by requests; the process and its shutdown |
-| `ray_serve.py` | replicas of the server on a cluster, by Ray Serve |
 
 Needs the extra `serve`.
 """
