@@ -51,7 +51,8 @@ class Answer:
         self._readers: list[CallReader] = []
         if calls:
             assert isinstance(request, ChatRequest)
-            self._readers = [CallReader(calls, request.callable, must=request.must_call) for _ in self._deltas]
+            must, most = request.must_call, request.most_calls
+            self._readers = [CallReader(calls, request.callable, must=must, most=most) for _ in self._deltas]
         self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # of each choice
         self._thought_tokens = 0
         self._sent: set[int] = set()  # choices that have a chunk

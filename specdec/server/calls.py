@@ -78,15 +78,15 @@ class _Pattern:
 class CallReader:
     """Reads an answer piece by piece into text and calls; what is no call of `tools` stays text, as written.
 
-    `must`: the answer is nothing but calls. An incomplete call is no text.
+    `must`: the answer is nothing but calls. An incomplete call is no text. Nothing is read after `most` calls.
     """
 
-    def __init__(self, forms: Sequence[CallForm], tools: Sequence[Tool], *, must: bool) -> None:
+    def __init__(self, forms: Sequence[CallForm], tools: Sequence[Tool], *, must: bool, most: int) -> None:
         by_name = {tool.function.name: tool for tool in tools}
         sure = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
         self._patterns = [*sure, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
         self._starts = re.compile(f"[{re.escape(''.join(set().union(*(one.starts for one in self._patterns))))}]")
-        self._must, self._text, self._at, self._last = must, "", 0, False
+        self._must, self._most, self._text, self._at, self._last = must, most, "", 0, False
         self._said, self._deltas = "", list[dict[str, Any]]()
         self._calls = self._end = 0  # calls so far, and where the last one ends
         self.are_whole = False  # whether there are calls, and the last one's arguments are complete
@@ -100,14 +100,14 @@ class CallReader:
 
     def _read(self) -> Generator[None]:
         """Reads the answer; each `yield` waits for more of it."""
-        while True:
+        while self._calls < self._most:
             while (head := self._head()) is None:
                 if self._last:
                     return
                 yield
             pattern, match = head
             following: re.Match[str] | None = match
-            while following is not None:
+            while following is not None and self._calls < self._most:
                 yield from self._call(pattern, following)
                 following = yield from self._after(pattern)
 

@@ -60,9 +60,11 @@ LOOSE = [
 ]
 
 
-def read(template: str, text: str, size: int, *, must: bool = False) -> tuple[str, list[tuple[str, str]], bool]:
+def read(
+    template: str, text: str, size: int, *, must: bool = False, most: int = 16
+) -> tuple[str, list[tuple[str, str]], bool]:
     """Text, calls and whether they are whole, of an answer that comes in pieces of `size` characters."""
-    reader = CallReader(forms_of(template, "m"), [Tool.model_validate(tool) for tool in TOOLS], must=must)
+    reader = CallReader(forms_of(template, "m"), [Tool.model_validate(tool) for tool in TOOLS], must=must, most=most)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     parts = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
     calls = whole_calls([delta for _, deltas in parts for delta in deltas])
@@ -106,6 +108,13 @@ def test_unfinished_calls_are_no_text(template: str, size: int) -> None:
         said, calls, _ = read(template, f"a < b\n{written[:end]}", size)
         assert said.rstrip() in ("a < b", f"a < b\n{written[:end]}".rstrip())
         assert said.count("get_weather") == 0
+
+
+@pytest.mark.parametrize("written", LOOSE)
+def test_one_call_where_one_is_wanted(written: str) -> None:
+    """What follows it is neither a call nor text."""
+    for size in (1, 10_000):
+        assert read(QWEN, f"Sure.\n{written}", size, most=1) == ("Sure.", [("get_weather", ARGUMENTS)], True)
 
 
 def test_what_begins_like_a_call_is_text() -> None:

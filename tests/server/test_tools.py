@@ -92,7 +92,7 @@ def test_answers_are_read_back(mark: str) -> None:
     """Cut anywhere, the text and the calls are the same; arguments come in pieces."""
     text = CALLS[mark]
     for size in (1, 2, 7, len(text)):
-        reader = CallReader(forms_of(template(mark), "m"), tools("weather", "time"), must=mark == LLAMA)
+        reader = CallReader(forms_of(template(mark), "m"), tools("weather", "time"), must=mark == LLAMA, most=16)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
         calls = whole_calls([delta for _, deltas in found for delta in deltas])
@@ -109,7 +109,7 @@ def test_answers_are_read_back(mark: str) -> None:
 def test_what_is_no_call_stays_text(mark: str, text: str) -> None:
     """As written, spaces too: other JSON, half a call, a function that nobody offered."""
     for size in (1, len(text) or 1):
-        reader = CallReader(forms_of(template(mark), "m"), tools("weather"), must=False)
+        reader = CallReader(forms_of(template(mark), "m"), tools("weather"), must=False, most=16)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
         assert ("".join(said for said, _ in found), [one for _, calls in found for one in calls]) == (text, [])
