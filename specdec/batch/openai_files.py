@@ -34,8 +34,9 @@ class OpenAITask(Task):
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
-        calls = self._model.calls(request)
-        answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0, calls=calls)
+        calls, thinking = self._model.calls(request), self._model.thinking(request)
+        how: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
+        answer = Answer(request, self._model.name, len(prompts), **how)
         news = SimpleQueue[None]()
         for at, prompt in enumerate(prompts):
             for update in self._model.run(PromptRequest(request, prompt), partial(news.put, None)):

@@ -112,6 +112,14 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return least
 
 
+def place_after(text: Sequence[int], part: Sequence[int]) -> int | None:
+    """Where a text goes on after the first occurrence of `part`; None without one."""
+    wanted = list(part)
+    starts = (start for start, token in enumerate(text) if not wanted or token == wanted[0])
+    whole = (start for start in starts if list(text[start : start + len(wanted)]) == wanted)
+    return next((start + len(wanted) for start in whole), None if wanted else 0)
+
+
 def depths_of(parents: Sequence[int]) -> list[int]:
     """How many ancestors each node has."""
     depths: list[int] = []

@@ -12,9 +12,11 @@ from typing import Any
 
 from specdec.core.stats import Stats, total
 from specdec.generator.tokenizers import Spelling
+from specdec.server.calls import CallReader, whole_calls
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
-from specdec.server.tools import CallFormat, CallReader, whole_calls
+from specdec.server.thinking import ThinkingForm, ThinkingReader
+from specdec.server.tools import CallForm
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 _FIGURES = (
@@ -24,7 +26,7 @@ _FIGURES = (
 
 
 class Answer:
-    """One request's answer, sent as one body (`whole`) or in chunks."""
+    """One request's answer, sent as one body (`whole`) or in chunks; `details`: usage counts the draft's tokens."""
 
     def __init__(
         self,
@@ -34,9 +36,11 @@ class Answer:
         *,
         id: str | None = None,
         created: int | None = None,
-        calls: CallFormat | None = None,
+        calls: Sequence[CallForm] = (),
+        thinking: ThinkingForm | None = None,
+        details: bool = True,
     ) -> None:
-        self.request, self._model = request, model
+        self.request, self._model, self._details = request, model, details
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
@@ -45,10 +49,12 @@ class Answer:
         self._stats: list[Stats] = []
         self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
         self._readers: list[CallReader] = []
-        if calls is not None:
+        if calls:
             assert isinstance(request, ChatRequest)
-            names, held = {tool.function.name for tool in request.callable}, request.must_call or bool(calls.opening)
-            self._readers = [CallReader(calls, names, held=held) for _ in self._deltas]
+            must, most = request.must_call, request.most_calls
+            self._readers = [CallReader(calls, request.callable, must=must, most=most) for _ in self._deltas]
+        self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # of each choice
+        self._thought_tokens = 0
         self._sent: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
 
@@ -66,6 +72,8 @@ class Answer:
         counts = self._counts[prompt]
         if isinstance(update, Started):
             counts["prompt"] = update.prompt_tokens
+            if self._thinking is not None:
+                self._thoughts = [ThinkingReader(self._thinking, thinks=update.thinks) for _ in range(self.request.n)]
         elif isinstance(update, TextDelta):
             counts["new"] += update.tokens
             if not self.request.stream:
@@ -104,7 +112,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         counts = sum(self._counts, Counter[str]())
-        stats = self.stats if self.request.prediction is not None else Stats()
+        stats = self.stats if self._details or self.request.prediction is not None else Stats()
         accepted = stats.num_accepted_draft_tokens
         return {
             "prompt_tokens": counts["prompt"],
@@ -112,6 +120,7 @@ class Answer:
             "total_tokens": counts["prompt"] + counts["new"],
             "prompt_tokens_details": {"cached_tokens": counts["cached"]},
             "completion_tokens_details": {
+                "reasoning_tokens": self._thought_tokens,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": stats.num_draft_tokens - accepted,
             },
@@ -127,11 +136,14 @@ class Answer:
         text = "".join(delta.text for delta in deltas)
         finish = next((delta.finish for delta in deltas if delta.finish), None)
         said: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
+        if self._thoughts:
+            thoughts, text = map("".join, zip(*(self._thought(index, delta) for delta in deltas), strict=True))
+            said = {"content": text or None, **({"reasoning_content": thoughts} if thoughts else {})}
         if self._readers:
             reader = self._readers[index]
             text, calls = reader.read(text, last=finish is not None)
             calls = whole_calls(calls) if chat == "message" else calls
-            said = {"content": text or None, **({"tool_calls": calls} if calls else {})}
+            said |= {"content": text or None, **({"tool_calls": calls} if calls else {})}
             finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
         choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
         choice["logprobs"] = self._logprobs(index, [score for delta in deltas for score in delta.scores])
@@ -140,6 +152,14 @@ class Answer:
             choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
             choice["tokens"] = sum(delta.tokens for delta in deltas)
         return choice
+
+    def _thought(self, index: int, delta: TextDelta) -> tuple[str, str]:
+        """The thoughts and the rest of a delta, whose tokens count as thoughts where it begins among these."""
+        reader = self._thoughts[index]
+        thought = reader.thinks
+        parts = reader.read(delta.text, last=delta.finish is not None)
+        self._thought_tokens += delta.tokens if thought or parts[0] else 0
+        return parts
 
     def _logprobs(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.top is None:

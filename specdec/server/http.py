@@ -23,18 +23,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdec.errors import SpecdecError
-from specdec.server.connections import Connections, HttpProtocol, Repeated
+from specdec.server.connections import HttpProtocol
 from specdec.server.metrics import trace
-from specdec.server.settings import Limits, ServeSettings
+from specdec.server.settings import ServeSettings
 from specdec.server.state import LOG, State
 
 _MERCY = 3.0  # seconds after the drain for cancelled requests to send their errors
 _ACCEPTED = 25  # connections accepted per iteration of the loop
-_ON_THEIR_WAY = 4 * _ACCEPTED  # accepted and not counted yet, or closed and not released yet
 _TICKS = 5  # tenths of a second between two checks for disconnected clients
 _BACKLOG = 1024  # connections that wait in the kernel
-_LEAST = 4  # connections, however few descriptors are free
-_OTHER_FILES = 32  # descriptors for other files, such as uploads
+_WARN_SECONDS = 10.0  # at most one warning about failed accepts in that time
 
 
 def serve(app: FastAPI, settings: ServeSettings) -> None:
@@ -71,21 +69,21 @@ def check_address(settings: ServeSettings) -> None:
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
     """A server of the application, not started."""
     limits, state = settings.limits, app.state.server
-    connections = _connections(limits)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=partial(HttpProtocol, connections=connections, state=state),  # type: ignore[arg-type]
+        http=partial(HttpProtocol, state=state),  # type: ignore[arg-type]
         ws="none",
         h11_max_incomplete_event_size=limits.header_bytes,
+        limit_concurrency=limits.connections,
         backlog=_ACCEPTED,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         log_config=None,
     )
-    return _Server(config, state, connections)
+    return _Server(config, state)
 
 
 def _allow_files() -> None:
@@ -97,30 +95,12 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _connections(limits: Limits) -> Connections:
-    """Connections within the settings and the free descriptors."""
-    most, per_client = limits.connections, limits.connections_per_client
-    if sys.platform == "win32":  # sockets are not files there
-        return Connections(most, per_client)
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    with open(os.devnull, "rb") as lowest:  # the lowest free descriptor
-        free = limit - lowest.fileno()
-    room = max(free - _ON_THEIR_WAY - _OTHER_FILES, _LEAST)
-    if limit == resource.RLIM_INFINITY or room >= most:
-        return Connections(most, per_client)
-    LOG.info("%d connections at a time instead of %d: this process may open %d more files", room, most, free)
-    return Connections(room, max(per_client * room // most, 1))
-
-
 class _Server(uvicorn.Server):
     """uvicorn, listening once all models have decoded, with a drain after the first signal."""
 
-    def __init__(self, config: uvicorn.Config, state: State, connections: Connections) -> None:
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
         super().__init__(config)
-        self._state, self._limits, self.connections = state, state.settings.limits, connections
-        self._accepting = Repeated("no connection can be accepted: the process has no free file descriptor")
+        self._state, self._limits, self._warned = state, state.settings.limits, float("-inf")
         self._closes = self._ends = 0.0
 
     async def startup(self, sockets: Any = None) -> None:
@@ -205,10 +185,11 @@ class _Server(uvicorn.Server):
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handles uncaught errors of the loop; a failed accept may repeat thousands of times."""
-        if context["message"].startswith("socket.accept()"):
-            self._accepting()
-        else:
+        if not context["message"].startswith("socket.accept()"):
             loop.default_exception_handler(context)
+        elif time.monotonic() - self._warned >= _WARN_SECONDS:
+            self._warned = time.monotonic()
+            LOG.warning("no connection can be accepted: the process has no free file descriptor")
 
 
 def start_log(kind: str) -> None:

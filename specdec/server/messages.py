@@ -198,6 +198,7 @@ class Message(Sent):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Parts | None = None
+    reasoning_content: Text | None = None
     name: Name | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Name | None = None
@@ -235,8 +236,12 @@ class Message(Sent):
 
     @property
     def characters(self) -> int:
-        """The length of its text and of the arguments of its calls."""
-        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        """The length of its text, of its thoughts and of the arguments of its calls."""
+        return (
+            len(self.text)
+            + len(self.reasoning_content or "")
+            + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        )
 
     @property
     def pictures(self) -> list[str]:
@@ -254,4 +259,5 @@ class Message(Sent):
         plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
         calls = [call.plain for call in self.tool_calls or ()] or None
         plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
+        plain |= without_nulls({"reasoning_content": self.reasoning_content})
         return plain if self.name is None else {**plain, "name": self.name}

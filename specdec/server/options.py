@@ -14,7 +14,7 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.job import Job
 from specdec.server.errors import above_limit
 from specdec.server.messages import Message
-from specdec.server.protocol import Generate
+from specdec.server.protocol import LENGTHS, Generate
 from specdec.server.settings import Limits
 
 # Fields that are options of the same name; one that is not sent is the checkpoint's.
@@ -33,7 +33,7 @@ _CHUNK = 64  # the most tokens of a prompt that one pass scores
 def check_limits(asked: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
-    bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
+    bounds |= dict.fromkeys((*LENGTHS, "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
         if most is not None and (getattr(asked, name, None) or 0) > most:
             raise above_limit(f"`{name}` may be {most}", name)
@@ -59,7 +59,7 @@ def call_options(
     asked: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
 ) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
-    open; `num_beams`: the model's own.
+    open; `num_beams`: the model's own. Several greedy answers are one, as they are the same.
     """
     options = asked.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
     beams = asked.num_beams if "num_beams" in asked.model_fields_set else num_beams
@@ -75,7 +75,8 @@ def call_options(
     if asked.temperature == 0 and searches:
         options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
         options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
-    options["num_return_sequences"] = asked.n
+    is_greedy = asked.temperature == 0 and not searches and asked.num_samples is None
+    options["num_return_sequences"] = 1 if is_greedy else asked.n
     if asked.min_tokens:
         options["min_new_tokens"] = asked.min_tokens
     if asked.ignore_eos:
@@ -97,8 +98,6 @@ def _draft_options(asked: Generate, draft: Draft | None) -> dict[str, Any]:
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
             )
         return {"assistant_model": "none"}
-    if asked.prediction is not None and asked.prediction.text and (draft is None or not draft.reads_predictions):
-        raise UnsupportedError("`prediction` is for drafts that copy, and this model has none: leave it out")
     if draft is not None and (asked.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
         raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
     if draft is None and named:

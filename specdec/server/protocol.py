@@ -20,7 +20,7 @@ from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, 
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
-_LIMITS = ("max_tokens", "max_completion_tokens")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ENTRIES = 1024  # of an object with any names
 _MOST_CALLS = 16  # of one answer
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
@@ -30,6 +30,17 @@ def _few(data: Any) -> Any:
     """An object's first entries, one more than allowed: each could be a fault."""
     present = without_nulls(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
+
+
+def _spelled(data: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp's `n_predict` as `max_tokens`; without stop texts that are empty."""
+    data, most = dict(data), data.get("n_predict")
+    if "n_predict" in data:
+        del data["n_predict"]
+        data |= {} if most == -1 or data.get("max_tokens") is not None else {"max_tokens": most}
+    if isinstance(stop := data.get("stop"), str | list):
+        data["stop"] = stop or None if isinstance(stop, str) else [one for one in stop if one != ""]
+    return data
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -43,6 +54,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_PHRASE)]
 Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
 Json = dict[str, Any] | Grammar
+Gap = tuple[str, str, list[tuple[str, str]]]
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
 Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
 Alternatives = Annotated[list[Phrase], Field(min_length=1, max_length=64)]
@@ -60,14 +72,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "only text is written: leave it out"),
     "audio": ((), "only text is written: leave it out"),
     "web_search_options": ((), "nothing is searched: leave it out"),
-    "suffix": (("",), "text cannot be filled in before a suffix: leave it out"),
+    "suffix": (("",), "completions have it"),
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
 }
 HINTS = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier"),
-    *("reasoning_effort", "verbosity"),
+    *("reasoning_effort", "verbosity", "truncation", "include"),
+    # of llama.cpp
+    *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
+    *("t_max_predict_ms", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
 )
 _NAMED = set[str]()  # hints that the log has named
 
@@ -179,6 +194,7 @@ class Generate(Sent):
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        data = _spelled(data)
         for name, (neutral, why) in REFUSED.items():
             value = None if name in cls.model_fields else data.get(name)
             if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
@@ -199,7 +215,7 @@ class Generate(Sent):
         if named and self.ignore_eos and not self.stop_token_ids:
             raise FieldError(f"`ignore_eos` lets no answer in the form of `{named[0]}` end: leave one of them out")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
-            limit = next((name for name in _LIMITS if getattr(self, name, None) is not None), None)
+            limit = next((name for name in LENGTHS if getattr(self, name, None) is not None), None)
             known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
             raise FieldError(f"`min_tokens`={self.min_tokens} is more than {known}: lower the one or raise the other")
         return self
@@ -222,6 +238,11 @@ class Generate(Sent):
         raise NotImplementedError
 
     @property
+    def gap(self) -> Gap | None:
+        """The texts around a gap that the answer fills, and the names and texts of other files; None without a gap."""
+        return None
+
+    @property
     def most_tokens(self) -> int | None:
         """The length limit; None for the rest of the context."""
         raise NotImplementedError
@@ -235,8 +256,22 @@ class CompletionRequest(Generate):
     """Continues one text or several."""
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
+    suffix: Text | None = None
+    max_tokens: Least | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _fills(self) -> CompletionRequest:
+        if self.suffix and not isinstance(self.prompt, str):
+            raise FieldError("`suffix` needs a `prompt` that is one text: pass one, or leave it out")
+        if self.suffix and self.echo:
+            raise FieldError("`suffix` and `echo` contradict: leave one of them out")
+        return self
+
+    @property
+    def gap(self) -> Gap | None:
+        return (str(self.prompt), self.suffix, []) if self.suffix else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -255,6 +290,37 @@ class CompletionRequest(Generate):
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
 
+class InfillFile(Sent):
+    """Another file, whose text helps to fill in a gap."""
+
+    filename: Name = "file"
+    text: Text
+
+
+class InfillRequest(CompletionRequest):
+    """llama.cpp's request for the text between `input_prefix` with `prompt`, and `input_suffix`."""
+
+    prompt: Text = ""
+    input_prefix: Text = ""
+    input_suffix: Text = ""
+    input_extra: Annotated[list[InfillFile], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _is_one(self) -> InfillRequest:
+        if name := next((name for name in ("stream", "echo", "suffix") if getattr(self, name)), None):
+            raise FieldError(f"`{name}` is not supported here: use /v1/completions")
+        return self
+
+    @property
+    def gap(self) -> Gap:
+        files = [(file.filename, file.text) for file in self.input_extra]
+        return self.input_prefix + self.prompt, self.input_suffix, files
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+
 class ChatRequest(Generate):
     """Answers a conversation."""
 
@@ -265,6 +331,7 @@ class ChatRequest(Generate):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions | None = None
+    thinking_token_budget: Least | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool = True

@@ -83,7 +83,6 @@ class Limits(_Frozen):
     drain_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 30.0
     notice_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 5.0
     connections: Count = 1024
-    connections_per_client: Count = 256
     head_seconds: Seconds = 10.0
     send_seconds: Seconds = 30.0
     unread_bytes: Bytes = 2**20

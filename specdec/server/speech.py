@@ -19,7 +19,7 @@ class SpeechModel:
     """A transcriber of recordings of at most `seconds`."""
 
     task = "speech"
-    chats = predicts = False
+    chats = False
 
     def __init__(self, name: str, transcriber: Transcriber, seconds: float) -> None:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator

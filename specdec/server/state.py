@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection, Request
 
 from specdec.server.admission import Admission, Clients
 from specdec.server.errors import LEFT, ApiError, unavailable
+from specdec.server.items import Conversations
 from specdec.server.keys import Keys
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
@@ -38,6 +39,7 @@ class State:
         self.clients = Clients(settings.limits.per_key)
         heard = sum(host.turns.free for host in self.hosts.values() if host.model.task == "speech")
         self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
+        self.conversations = Conversations()
         self.draining = self.stopping = False
         self.cut = 0  # requests that the server gave up when it stopped
         self.ends = ExitStack()  # closed after the last request: a signal leaves the process no time after that

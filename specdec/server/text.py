@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
+from specdec.core.drafts import Draft
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
@@ -22,13 +23,17 @@ from specdec.generator.job import Delta, Job
 from specdec.generator.tokenizers import Detokenizer, Spelling, decode
 from specdec.options.generate import Form, listed
 from specdec.options.resolve import refusing
+from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.server.errors import ApiError
+from specdec.server.infill import Infill
 from specdec.server.messages import Message
 from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate
-from specdec.server.tools import CallFormat, MarkedTokenizer, call_grammar, check_takes_tools, format_of
+from specdec.server.thinking import ThinkingBudget, ThinkingForm, thinking_of
+from specdec.server.tools import CallForm, MarkedTokenizer, call_grammar, check_takes_tools, forms_of
 
 LOG = logging.getLogger("specdec.server")
+_TAIL = 32  # tokens at the end of a prompt, among which the opening of thoughts is
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,13 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Started:
-    """The request's options are valid, and its prompt is tokenized; `kv_budget` may still refuse it."""
+    """The request's options are valid, and its prompt is tokenized; `kv_budget` may still refuse it.
+
+    `thinks`: the answer begins with thoughts, whose opening the prompt has.
+    """
 
     prompt_tokens: int
+    thinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,6 @@ class TextModel:
         self.context = min((number for number in known if number), default=4096)
         if context is not None and context > self.context:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
-        self.predicts = generator.draft is not None and generator.draft.reads_predictions
         self.chats = has_template(self.tokenizer, self.generator.processor)
         defaults = generator.options()
         self._ends, self._stops, self._beams = defaults.eos_ids, listed(defaults.stop_strings), defaults.num_beams
@@ -122,21 +130,24 @@ class TextModel:
         inputs = self._inputs(prompt)
         ids = ids_in(inputs)
         with refusing():
-            tokenizer = self._marking(self.calls(request))
-            job = self.generator.submit(inputs, **self._options(prompt, ids, tokenizer))
+            tokenizer = self._marking(request)
+            options = self._options(prompt, ids, tokenizer)
+            job = self.generator.submit(inputs, **options)
         echoes = bool(getattr(request, "echo", False))
         echo = (yield from self._echo(prompt, ids, notify)) if echoes else ("", [])
-        yield Started(len(ids))
+        yield Started(len(ids), self._thinks(request, ids))
         stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
         before = ids if echoes and not self.is_encoder_decoder else []
         rows = [_Row(tokenizer, prompt, row, echo, stops, before) for row in range(request.n)]
         stream = request.stream or request.return_drafted or request.top is not None
+        stream = stream or self.thinking(request) is not None  # whose tokens are counted, round by round
         with closing(_polled(job, notify, stream=stream)) as rounds:
             for deltas in rounds:
                 if deltas is None:
                     yield None
                 for delta in deltas or ():
-                    yield from rows[delta.row].deltas(delta)
+                    for row in rows if options["num_return_sequences"] == 1 else [rows[delta.row]]:
+                        yield from row.deltas(delta)
         assert job.result is not None
         assert job.result.stats is not None
         yield job.result.stats
@@ -146,6 +157,8 @@ class TextModel:
         request, content = prompt.request, prompt.content
         if isinstance(request, ChatRequest):
             inputs = self.read(request.messages, **request.template_options)
+        elif request.gap is not None:
+            inputs = {"input_ids": [self._infill.prompt(*request.gap)]}
         else:
             ids = content if isinstance(content, list) else list(self.tokenizer(content, verbose=False)["input_ids"])
             inputs = {"input_ids": [ids]}
@@ -153,6 +166,10 @@ class TextModel:
             bos = self.generator.target.model.generation_config.bos_token_id
             return {"input_ids": [listed(bos)[:1] or [0]]}
         return inputs
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.tokenizer, self.name)
 
     def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
         """The model's inputs for a conversation; `how`: arguments of the chat template.
@@ -203,10 +220,13 @@ class TextModel:
                 message = f"`stop_token_ids` must be below {width}, which the model knows"
                 raise ApiError(400, message, param="stop_token_ids")
             options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
+        if request.gap is not None and not request.ignore_eos:
+            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *self._infill.ends]
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
-        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
-            options["logits_processor"] = [self._grammar(form, options.get("eos_token_id", self._ends))]
+        ends = options.get("eos_token_id", self._ends)
+        if processors := self._processors(request, ids, begin, ends):
+            options["logits_processor"] = processors
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
@@ -217,17 +237,52 @@ class TextModel:
             options["top_logprobs"] = request.top
         if request.prediction is not None and request.prediction.text:
             options["prediction"] = request.prediction.text
+            if (draft := self._predictor) is not None:
+                options["assistant_model"] = draft
         return options
 
-    def calls(self, request: Generate) -> CallFormat | None:
-        """How the answer writes calls; None without any. Raises a 400 where this is not known of the model."""
-        if not isinstance(request, ChatRequest) or not request.offered:
-            return None
-        return format_of(self._template, self.name)
+    def _processors(self, request: Generate, ids: list[int], begin: int, ends: Sequence[int]) -> list[Any]:
+        """What holds an answer of the prompt `ids`, whose tokens `begin` counts: a form, and a budget of thoughts."""
+        processors = list[Any]()
+        thinking, thinks = self.thinking(request), self._thinks(request, ids)
+        marks = [] if thinking is None else [thinking.opening, thinking.closing]
+        tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
+            processors.append(self._grammar(form, ends))
+            processors[0].follows = tokens[1] if thinks else ()
+        if isinstance(request, ChatRequest) and request.thinking_token_budget is not None and tokens:
+            processors.append(ThinkingBudget(request.thinking_token_budget, begin, *tokens, thinks=thinks))
+        return processors
 
-    def _marking(self, form: CallFormat | None) -> Any:
-        """The tokenizer, which shows the marks of calls also where they are special tokens."""
-        marks = {token: name for name, token in self._marks.items() if form and name in (form.opening, form.closing)}
+    @cached_property
+    def _predictor(self) -> Draft | str | None:
+        """The draft for predictions; None where the model's own reads them."""
+        draft = self.generator.draft
+        if draft is None:
+            return "suffix"
+        return None if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
+
+    def calls(self, request: Generate) -> list[CallForm]:
+        """How the answer writes calls; none without tools. Raises a 400 where this is not known of the model."""
+        if not isinstance(request, ChatRequest) or not request.offered:
+            return []
+        return forms_of(self._template, self.name)
+
+    def thinking(self, request: Generate) -> ThinkingForm | None:
+        """How the answer writes thoughts; None for models that write none, and for completions."""
+        return thinking_of(self._template) if isinstance(request, ChatRequest) else None
+
+    def _thinks(self, request: Generate, ids: list[int]) -> bool:
+        """Whether the prompt has the opening of thoughts."""
+        if (form := self.thinking(request)) is None:
+            return False
+        return bool(self._marking(request).decode(ids[-_TAIL:]).rstrip().endswith(form.opening))
+
+    def _marking(self, request: Generate) -> Any:
+        """The tokenizer, which shows the marks of calls and thoughts also where they are special tokens."""
+        thinking = self.thinking(request)
+        text = "".join(form.text for form in self.calls(request)) + (thinking.text if thinking else "")
+        marks = {token: name for name, token in self._marks.items() if name in text}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
 
     def _grammar(self, form: Form, ends: Sequence[int]) -> Grammar:
@@ -236,11 +291,11 @@ class TextModel:
 
     def _form_of_calls(self, request: Generate) -> Form | None:
         """The form of calls; raises an OptionError that names a tool whose parameters are no schema."""
-        if not isinstance(request, ChatRequest) or (form := self.calls(request)) is None:
+        if not isinstance(request, ChatRequest) or not (forms := self.calls(request)):
             return None
         for place, tool in enumerate(request.callable):
             self._grammar(Form("json", tool.parameters, f"tools.{place}.function.parameters"), self._ends)
-        grammar = call_grammar(form, request, self._marks, self._ends)
+        grammar = call_grammar(forms[0], request, self._marks, self._ends)
         return None if grammar is None else Form("grammar", grammar, "tools")
 
     @property
@@ -257,16 +312,16 @@ class TextModel:
         return {name: token for name, token in self.tokenizer.get_added_vocab().items() if token < width}
 
     def _room(self, prompt: PromptRequest, length: int) -> int:
-        """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
+        """The most new tokens after a prompt of `length` tokens, at least one; raises a 400 where none fits the
+        context.
+        """
         room = self.context - (1 if self.is_encoder_decoder else length)
-        limit, asked = prompt.max_new_tokens or self.context, prompt.request.most_tokens
-        wanted = None if asked is None else min(asked, limit)
-        if length > self.context or room < 1 or (wanted or 0) > room:
-            tokens = f"{length} tokens and {asked or 'at least one'} new"
-            message = f"this model's context is {self.context} tokens, and the request has a prompt of {tokens}"
+        if length > self.context or room < 1:
+            message = f"this model's context is {self.context} tokens, and the request has a prompt of {length} tokens"
             param = "messages" if isinstance(prompt.request, ChatRequest) else "prompt"
-            raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
-        return min(room, limit) if wanted is None else wanted
+            raise ApiError(400, f"{message}: shorten it", param=param, code="context_length_exceeded")
+        most = [number for number in (prompt.request.most_tokens, prompt.max_new_tokens) if number is not None]
+        return max(min([room, *most]), 1)
 
 
 class _Row:
@@ -288,6 +343,7 @@ class _Row:
         self._tokenizer, self._row, self._echo = tokenizer, row, echo
         self._text, self._scorer = Detokenizer(tokenizer, cut_before, before), Scorer(tokenizer, before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
+        self._is_empty = request.most_tokens == 0
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
@@ -295,6 +351,10 @@ class _Row:
 
         The last round's rest follows, in whatever size.
         """
+        if self._is_empty:  # the prompt has been read, and scored
+            if delta.finish is not None:
+                yield self._after_echo(TextDelta(self._row, "", 0, "length"))
+            return
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
         while len(self._pending) >= size or (self._pending and delta.finish is not None):

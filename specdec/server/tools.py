@@ -1,66 +1,134 @@
-"""Calls of tools in answers: how a model's chat template writes them, a grammar of them, and reading them."""
+"""Calls of tools in answers: the forms in which chat templates write them, and a grammar of each."""
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from specdec.generator.tokenizers import begun
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
 
+NAME = "⟨name⟩"
+"""The place of a function's name in the head of a call."""
+
 
 @dataclass(frozen=True)
-class CallFormat:
-    """The text of calls: `opening`, `before`, {"name": …, `key`: {…}}, `after`, `closing`.
+class CallForm:
+    """The text of calls: `opening` once, then for each call `head`, its arguments and `tail`, at last `closing`.
 
-    `is_list`: several calls share the opening, with a comma between; without an opening a call is the whole answer.
+    `⟨name⟩` in the head is the function's name, and `between` stands between two calls. The arguments are a JSON
+    object; with `pairs`, three texts around each name and value. `mark`: a text that only calls hold; a grammar holds
+    what follows it where it begins a call. `is_one`: an answer has no second call.
     """
 
-    opening: str
-    before: str
-    key: str
-    after: str
-    closing: str
-    is_list: bool = False
+    mark: str
+    head: str
+    tail: str = ""
+    opening: str = ""
+    between: str = "\n"
+    closing: str = ""
+    pairs: tuple[str, str, str] | None = None
+    is_one: bool = False
+
+    @property
+    def text(self) -> str:
+        """All that a call writes beside names and values."""
+        return "".join((self.opening, self.head, *(self.pairs or ()), self.tail, self.closing))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a call that the model begins by itself is held by a grammar."""
+        return bool(self.mark) and (self.opening + self.head).startswith(self.mark)
 
 
-# A mark in chat templates -> the format it stands for; the first that occurs counts.
-_FORMATS = {
-    "[TOOL_CALLS]": CallFormat("[TOOL_CALLS]", "[", "arguments", "]", "", is_list=True),  # Mistral
-    "<tool_call>": CallFormat("<tool_call>", "\n", "arguments", "\n", "</tool_call>"),  # Hermes, Qwen
-    '{"name": function name, "parameters"': CallFormat("", "", "parameters", "", ""),  # Llama 3
-}
+_COMMENTARY = "<|channel|>commentary"
+# An expression that a chat template matches, the first that does -> the forms of its calls; grammars write the first.
+_FORMS = {
+    r"<arg_key>": [  # GLM
+        CallForm(
+            "<tool_call>", f"<tool_call>{NAME}\n", "</tool_call>",
+            pairs=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        )
+    ],
+    r"<function=": [  # Qwen3-Coder
+        CallForm(
+            "<tool_call>", f"<tool_call>\n<function={NAME}>\n", "</function>\n</tool_call>",
+            pairs=("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
+        CallForm("<function=", f"<function={NAME}>\n", "</function>", pairs=("<parameter=", ">\n", "\n</parameter>\n")),
+    ],
+    r"\[ARGS\]": [CallForm("[TOOL_CALLS]", f"[TOOL_CALLS]{NAME}[ARGS]", between="")],  # newer Mistral models
+    r"\[TOOL_CALLS\]": [  # Mistral
+        CallForm("[TOOL_CALLS]", f'{{"name": "{NAME}", "arguments": ', "}", "[TOOL_CALLS] [", ", ", "]")
+    ],
+    r"<｜tool▁sep｜>.*```json": [  # DeepSeek V3 and R1
+        CallForm(
+            "<｜tool▁calls▁begin｜>",
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n", "\n```<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>",
+        )
+    ],
+    r"<｜tool▁sep｜>": [  # DeepSeek V3.1
+        CallForm(
+            "<｜tool▁calls▁begin｜>",
+            f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>",
+        )
+    ],
+    r"<\|channel\|>": [  # gpt-oss, whose calls an end token ends
+        CallForm("to=functions.", f"{head}<|message|>", is_one=True)
+        for head in (
+            f"{_COMMENTARY} to=functions.{NAME} <|constrain|>json",
+            f"{_COMMENTARY} to=functions.{NAME} json",
+            f"{_COMMENTARY} to=functions.{NAME}",
+            f" to=functions.{NAME}{_COMMENTARY} <|constrain|>json",
+            f" to=functions.{NAME}{_COMMENTARY} json",
+        )
+    ],
+    r"<tool_call>": [  # Hermes, Qwen
+        CallForm("<tool_call>", f'<tool_call>\n{{"name": "{NAME}", "arguments": ', "}\n</tool_call>")
+    ],
+    r'\{"name": function name, "parameters"': [  # Llama 3
+        CallForm("", f'{{"name": "{NAME}", "parameters": ', "}", is_one=True)
+    ],
+}  # fmt: skip
+
+
+def _loose() -> Iterator[CallForm]:
+    for begin, end in (("```json\n", "\n```"), ("```\n", "\n```"), ("<tools>\n", "\n</tools>"), ("", "")):
+        for key in ("arguments", "parameters"):
+            head = f'{{"name": "{NAME}", "{key}": '
+            yield CallForm('"name"', head, "}" + end, begin)
+            yield CallForm('"name"', head, "}", begin + "[", ", ", "]" + end)
+
+
+LOOSE_FORMS = [*_loose()]
+"""Calls that models write beside the form of their template, each at the beginning of a line."""
 _UNREAD = {  # -> who writes calls like this
-    "<function=": "Qwen3-Coder",
-    "<arg_key>": "GLM",
-    "[ARGS]": "newer Mistral models",
-    "<｜tool▁calls▁begin｜>": "DeepSeek",
+    "[CALL_ID]": "Mistral Small 3.2",
     "<|tool_calls_section_begin|>": "Kimi",
-    "<|channel|>": "gpt-oss",
     "<|tool_call_start|>": "LFM2",
     "<|tool_call|>": "Granite and Phi",
 }
 
 
-def format_of(template: str, model: str) -> CallFormat:
-    """The format that a chat template writes calls in; raises a 400 where it has none that is known here."""
+def forms_of(template: str, model: str) -> list[CallForm]:
+    """The forms that a chat template writes calls in; raises a 400 where it has none that is known here."""
     check_takes_tools(template, model, "tools")
     way = "leave `tools` out, or describe the answer with `response_format`"
     if unread := next((f"{mark!r}, as {who}" for mark, who in _UNREAD.items() if mark in template), None):
         message = f"the model {model!r} writes calls with {unread}, which are not read here: {way}"
         raise ApiError(400, message, param="tools")
-    found = next((form for mark, form in _FORMATS.items() if mark in template), None)
-    if found is None:
+    forms = next((forms for mark, forms in _FORMS.items() if re.search(mark, template, re.DOTALL)), None)
+    if forms is None:
         message = f"the chat template of {model!r} writes calls in a form that is not read here: {way}"
         raise ApiError(400, message, param="tools")
-    return found
+    return forms
 
 
 def check_takes_tools(template: str, model: str, param: str) -> None:
@@ -70,43 +138,93 @@ def check_takes_tools(template: str, model: str, param: str) -> None:
         raise ApiError(400, message, param=param)
 
 
-def call_grammar(form: CallFormat, chat: ChatRequest, marks: Mapping[str, int], ends: Collection[int]) -> str | None:
+def call_grammar(form: CallForm, chat: ChatRequest, marks: Mapping[str, int], ends: Collection[int]) -> str | None:
     """The grammar of an answer in Lark's notation, where llguidance has one of free text with calls; else None.
 
     `marks`: the tokens beside the vocabulary proper, which no text of a grammar matches; `ends` are among them.
     """
-
-    def quoted(text: str) -> str:
-        return f"<[{marks[text]}]>" if text in marks else json.dumps(text) if text else ""
-
-    most, opening = chat.most_calls, quoted(form.opening)
-    more = f'(", " call)~0..{most - 1}' if form.is_list else ""
-    rules = []
-    if chat.must_call:
-        again = f'("\\n" calls)~0..{most - 1}' if form.closing else ""
-        rules.append(f"start: calls {again}")
-    elif not form.opening:
+    if not chat.must_call and not form.is_held:
         return None
+    rules, begin = _Rules(marks), form.mark if form.is_held else ""
+    most = 1 if form.is_one else chat.most_calls
+    first = rules.quoted(begin)
+    if chat.must_call:
+        again = f"({rules.quoted(form.between)} calls)~0..{most - 1}"
+        rules.add("start", f"calls {'' if form.opening else again} AFTER?")
+        rules.add("AFTER", r"/[ \n]{1,2}/")  # models write a line's end before their end token
     else:
-        others = [str(token) for name, token in marks.items() if token not in ends and name != form.opening]
+        others = [str(token) for name, token in marks.items() if token not in ends and name != begin]
         said = f"TEXT | <[{','.join(others)}]>" if others else "TEXT"
-        rules.append(f"start: ({said})* calls?" if form.is_list or most == 1 else f"start: (calls | {said})*")
-        rules.append("TEXT: /(.|\\n)+/")
-        if form.opening not in marks:
-            rules.append(f"open[lazy]: /(.|\\n)*/ {opening}")
-            opening = "open"
-    before = '" "? "["' if form.is_list else quoted(form.before)  # tokenizers of SentencePiece write the blank
-    rules.append(f"calls: {opening} {before} call {more} {quoted(form.after)} {quoted(form.closing)}")
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(chat.callable))))
-    rules += [f"call_{place}: {_call(form, tool)}" for place, tool in enumerate(chat.callable)]
-    return "\n".join(rules)
+        rules.add("start", f"({said})* calls?" if form.opening or most == 1 else f"(calls | {said})*")
+        rules.add("TEXT", r"/(.|\n)+/")
+        if begin not in marks:
+            rules.add("open[lazy]", f"/(.|\\n)*/ {first}")
+            first = "open"
+    more = f"({rules.quoted(form.between)} call)~0..{most - 1}" if form.opening else ""
+    rules.add("calls", f"{first} {rules.quoted(form.opening[len(begin) :])} call {more} {rules.quoted(form.closing)}")
+    rules.add("call", " | ".join(f"call_{place}" for place in range(len(chat.callable))))
+    head = form.head if form.opening else form.head[len(begin) :]
+    for place, tool in enumerate(chat.callable):
+        rules.add(f"call_{place}", rules.call(form, head.replace(NAME, tool.function.name), tool, place))
+    return str(rules)
 
 
-def _call(form: CallFormat, tool: Tool) -> str:
-    """A call's JSON, with blanks as templates write them."""
-    head = f'{{"name": {json.dumps(tool.function.name)}, "{form.key}": '
+class _Rules:
+    """Rules of a grammar; `marks` are the tokens that no text of it matches."""
+
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self._marks, self._rules = marks, list[str]()
+        self._split = re.compile("|".join(f"({re.escape(mark)})" for mark in marks) or r"(?!)")
+
+    def __str__(self) -> str:
+        return "\n".join(self._rules)
+
+    def add(self, name: str, rule: str) -> None:
+        self._rules.append(f"{name}: {rule}")
+
+    def quoted(self, text: str) -> str:
+        """A text, with the tokens of the marks in it; tokenizers of SentencePiece may leave out its first blank."""
+        blank = '" "? ' if text.startswith(" ") else ""
+        parts = filter(None, self._split.split(text.removeprefix(" ")))
+        return blank + " ".join(f"<[{self._marks[one]}]>" if one in self._marks else json.dumps(one) for one in parts)
+
+    def call(self, form: CallForm, head: str, tool: Tool, place: int) -> str:
+        """The rule of a call that begins with `head`."""
+        if form.pairs is None:
+            return f"{self.quoted(head)} {_json(tool.parameters)} {self.quoted(form.tail)}"
+        pairs, needed = [], tool.parameters.get("required", ())
+        shared = {name: value for name, value in tool.parameters.items() if name in ("$defs", "definitions")}
+        for number, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+            name = f"pair_{place}_{number}"
+            self.add(name, self._pair(form.pairs, name, key, schema, shared))
+            pairs.append(name + ("" if key in needed else "?"))
+        return f"{self.quoted(head)} {' '.join(pairs)} {self.quoted(form.tail)}"
+
+    def _pair(self, pairs: tuple[str, str, str], name: str, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
+        """The rule of a name with its value, which is bare for a text and JSON for anything else."""
+        before, end = self.quoted(f"{pairs[0]}{key}{pairs[1]}"), self.quoted(pairs[2])
+        if not is_text(schema):
+            return f"{before} {_json({**shared, **schema} if isinstance(schema, dict) else shared)} {end}"
+        if "enum" in schema:
+            return f"{before} ({' | '.join(map(self.quoted, schema['enum']))}) {end}"
+        if end.startswith("<["):
+            return f"{before} /(.|\\n)*/ {end}"
+        self.add(f"{name}_value[lazy]", f"/(.|\\n)*/ {end}")
+        return f"{before} {name}_value"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A value's JSON, with blanks as templates write them."""
     how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f'{json.dumps(head)} %json {json.dumps({**tool.parameters, "x-guidance": how})} "}}"'
+    return f"%json {json.dumps({**schema, 'x-guidance': how})}"
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is a text."""
+    if not isinstance(schema, dict):
+        return False
+    values = schema.get("enum")
+    return schema.get("type") == "string" if values is None else all(isinstance(one, str) for one in values)
 
 
 class MarkedTokenizer:
@@ -126,94 +244,3 @@ class MarkedTokenizer:
     def decode(self, ids: Sequence[int], **how: Any) -> str:
         runs = [(mark, list(run)) for mark, run in groupby(ids, self._marks.get)]
         return "".join(mark * len(run) if mark else self._tokenizer.decode(run, **how) for mark, run in runs)
-
-
-_HEAD = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_LONGEST_HEAD = 256  # characters
-_Read = tuple[str, list[tuple[str, str]]]  # a text, and names with arguments
-
-
-class CallReader:
-    """Reads an answer piece by piece into text and calls; what is no call of `names` stays text, as written.
-
-    `held`: a grammar holds the calls, so that one without an opening need not be complete to be known.
-    """
-
-    def __init__(self, form: CallFormat, names: Collection[str], *, held: bool) -> None:
-        self._form, self._names, self._held = form, names, held
-        self._end = re.compile(r"\s*\}\s*" + ("[],]" if form.is_list else re.escape(form.closing)))
-        self._text, self._said = "", 0
-        self.calls = list[int]()  # characters of the arguments that have been read
-        self.are_whole = False  # whether there are calls, and the last one's arguments are complete
-
-    def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The new text of the answer, and its new calls as OpenAI's deltas."""
-        self._text += text
-        said, calls = self._marked(last) if self._form.opening else self._bare(last)
-        deltas: list[dict[str, Any]] = []
-        for place, (name, arguments) in enumerate(calls):
-            if place == len(self.calls):
-                own = {"index": place, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's ids have 9
-                deltas.append({**own, "function": {"name": name, "arguments": ""}})
-                self.calls.append(0)
-            if new := arguments[self.calls[place] :]:
-                deltas.append({"index": place, "function": {"arguments": new}})
-                self.calls[place] = len(arguments)
-        self.are_whole = bool(calls) and _object_end(calls[-1][1], 0) is not None
-        new, self._said = said[self._said :], len(said)
-        return new, deltas
-
-    def _bare(self, last: bool) -> _Read:
-        """The answer where a call is all of it."""
-        text = self._text
-        head = self._head(0)
-        if head is not None and (self._held or (last and _object_end(text, 0))):
-            return "", [(head[1], text[head.end() : _object_end(text, head.end())])]
-        waits = not last and (self._held or text.lstrip()[:1] in ("", "{"))
-        return "" if waits else text, []
-
-    def _marked(self, last: bool) -> _Read:
-        """The answer as far as it is sure; white space before a call is dropped."""
-        text, opening, said, at = self._text, self._form.opening, "", 0
-        calls: list[tuple[str, str]] = []
-        while (start := text.find(opening, at)) >= 0:
-            head = self._head(start + len(opening))
-            if head is None and not last and len(text) - start <= _LONGEST_HEAD:
-                return said + text[at:start].rstrip(), calls
-            said += text[at:start].rstrip() if head else text[at : start + len(opening)]
-            at = start + len(opening)
-            while head is not None:
-                end = _object_end(text, head.end())
-                calls.append((head[1], text[head.end() : end]))
-                closed = self._end.match(text, end) if end else None
-                if closed is None:
-                    return said, calls
-                at, again = closed.end(), closed[0].endswith(",")
-                head = self._head(at) if again else None
-                if again and head is None and not last:
-                    return said, calls
-        sure = text[at:] if last else text[at : len(text) - begun(text[at:], opening)]
-        return said + (sure if last and not calls else sure.rstrip()), calls
-
-    def _head(self, at: int) -> re.Match[str] | None:
-        found = _HEAD.match(self._text, at)
-        return found if found is not None and found[1] in self._names else None
-
-
-def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls that deltas spell."""
-    made: list[dict[str, Any]] = []
-    for delta in deltas:
-        if "id" in delta:
-            made.append({"id": delta["id"], "type": "function", "function": dict(delta["function"])})
-        else:
-            made[-1]["function"]["arguments"] += delta["function"]["arguments"]
-    return made
-
-
-def _object_end(text: str, start: int) -> int | None:
-    """Where the JSON value at `start` ends; None where it is not complete."""
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None

@@ -12,8 +12,17 @@ from pydantic import BaseModel, ValidationError
 
 from specdec.server import messages, protocol
 from specdec.server.errors import ApiError, invalid
+from specdec.server.items import ResponsesRequest
 from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
-from specdec.server.protocol import HINTS, REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from specdec.server.protocol import (
+    HINTS,
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    InfillRequest,
+    TokenizeRequest,
+)
 from specdec.server.routes import audio as audio_routes
 from tests.server.served import app, asking, events, model_of, recording, speech_model
 
@@ -24,7 +33,9 @@ IMAGE = {"url": "data:image/png;base64,"}
 JSON = {"Content-Type": "application/json"}
 BASES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "abc"},
+    InfillRequest: {"input_prefix": "abc"},
     ChatRequest: {"messages": MESSAGES},
+    ResponsesRequest: {"input": MESSAGES},
     TokenizeRequest: {"prompt": "abc"},
     DetokenizeRequest: {"tokens": [1]},
 }
@@ -127,8 +138,7 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"early_stopping": "x"}, "early_stopping", "true or false or 'never' or 'exhaustive'"),
     ({"stop_token_ids": [1, 999]}, "stop_token_ids", "`stop_token_ids` must be below 259"),
     ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
-    ({"max_tokens": 9000}, "prompt", "a prompt of 3 tokens and 9000 new: shorten one of them"),
-    ({"n": 2, "temperature": 0}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
+    ({"n": 2, "penalty_alpha": 0.6, "top_k": 4}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
     ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
@@ -157,7 +167,7 @@ def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
 # which nothing is fetched.
 COMPLETIONS_WRONG: list[dict[str, Any]] = [
-    {"n": 10**9}, {"n": 17}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": 0}, {"max_tokens": -1},
+    {"n": 10**9}, {"n": 17}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": -1},
     {"max_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": -1}, {"num_beams": 10**9}, {"num_beams": 17},
     {"num_samples": 10**7}, {"top_k": -2}, {"top_k": 2**64}, {"top_p": -1}, {"top_p": 1.1}, {"temperature": -1},
     {"temperature": 99}, {"min_tokens": -5}, {"seed": 2**70}, {"seed": -(2**70)}, {"frequency_penalty": 9},
@@ -165,7 +175,7 @@ COMPLETIONS_WRONG: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": -1}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"1": 1e9}},
     {"logit_bias": {"²": 1}}, {"prompt": [-1]}, {"prompt": [2**40]}, {"prompt": [99_999]}, {"prompt": []},
     {"prompt": [[]]}, {"prompt": ["a"] * 17}, {"prompt": "a" * 600}, {"stop": ["a"] * 5}, {"stop": "a" * 300},
-    {"stop": ""}, {"prompt": "\ud800"}, {"length_penalty": 1e9, "num_beams": 2}, {"penalty_alpha": 2},
+    {"prompt": "\ud800"}, {"length_penalty": 1e9, "num_beams": 2}, {"penalty_alpha": 2},
     *({"temperature": float(one)} for one in ("nan", "inf", "-inf")), {"guided_regex": "("},
     {"guided_json": "{"}, {"guided_json": {"type": "no-such-type"}},
     {"guided_json": {"$ref": "http://10.0.0.1/schema"}}, {"structured_outputs": {"structural_tag": "x"}},
@@ -183,7 +193,7 @@ CHATS_WRONG: list[dict[str, Any]] = [
     {"messages": [{"role": "tool", "content": "x"}]}, {"messages": []}, {"messages": [{"role": "root", "content": ""}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-    {"no_such_field": 1}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
+    {"no_such_field": 1}, {"max_tokens": 0}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
     {"logprobs": 3}, {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
     {"guided_regex": "a", "guided_json": {}}, {"max_tokens": 3, "max_completion_tokens": 3},
     {"add_generation_prompt": True, "continue_final_message": True},

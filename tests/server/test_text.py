@@ -256,6 +256,21 @@ def test_what_a_draft_did() -> None:
     assert {one["choices"][0]["text"] for one in (told, predicted, quiet, plain)} == {known}
 
 
+@pytest.mark.parametrize("draft", ["model", "suffix", "none"])
+def test_usage_counts_what_any_draft_brought(draft: str) -> None:
+    """Without a prediction too, unless the server tells nothing of drafts. (It was 0 with a draft model.)"""
+    body = asked(temperature=0, ignore_eos=True, speculate=True)
+    with asking(app(model_of(draft))) as c:
+        answer = c.complete(**body, return_metrics=True)
+    with asking(app(model_of(draft), details=False)) as c:
+        silent = c.complete(**body)["usage"]["completion_tokens_details"]
+    figures, counts = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
+    assert counts["accepted_prediction_tokens"] == figures["num_accepted_draft_tokens"]
+    assert counts["rejected_prediction_tokens"] == figures["num_draft_tokens"] - figures["num_accepted_draft_tokens"]
+    assert (sum(counts.values()) > 0) == (draft != "none")
+    assert sum(silent.values()) == 0
+
+
 def test_chunks_of_equal_size() -> None:
     """`stream_chunk` hides what was accepted: every event has as many tokens, and `include_obfuscation` pads it."""
     with asking(app(model_of("suffix"), stream_chunk=3)) as c:

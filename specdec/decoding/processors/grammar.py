@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.core.tree import common_length
+from specdec.core.tree import common_length, place_after
 from specdec.errors import OptionError, UnsupportedError
 from specdec.options.generate import Form, deeply
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class Grammar:
     """A logits processor that allows the tokens of a form, from the first token on; for prompts it is copied.
 
+    `follows`: tokens that the form follows, where anything may stand before them.
     Every row of a prompt has a matcher, which advances and rolls back with its text.
     """
 
@@ -41,6 +42,7 @@ class Grammar:
             raise form.wrong(first.get_error())
         self._matchers = [_Follower(first)]
         self._ends = torch.tensor(vocabulary.eos_tokens)
+        self.follows: Sequence[int] = ()
 
     def copy(self, begin: int, rows: int) -> Grammar:
         """The same for all `rows` of a prompt of `begin` tokens; this one must not have been called."""
@@ -54,16 +56,27 @@ class Grammar:
 
         Raises OptionError for a form that no text fits, or that takes llguidance too much to follow.
         """
-        allowed = torch.stack([self._mask(text[self._begin :].tolist(), logits.shape[1]) for text in ids])
+        allowed = torch.stack([self._mask(self._formed(text.tolist()), logits.shape[1]) for text in ids])
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow `text`, prompt included."""
-        matcher = self._at(list(text[self._begin :]))
-        return 0 if matcher is None else matcher.validate_tokens(list(tokens))
+        before, whole = self._formed(text), self._formed([*text, *tokens])
+        if whole is None:
+            return len(tokens)
+        matcher, free = self._at(before or []), len(tokens) + len(before or ()) - len(whole)
+        return free + (0 if matcher is None else matcher.validate_tokens(list(tokens[free:])))
 
-    def _mask(self, written: list[int], width: int) -> Tensor:
+    def _formed(self, text: Sequence[int]) -> list[int] | None:
+        """The part of a text that has the form; None before it begins."""
+        written = list(text[self._begin :])
+        start = place_after(written, self.follows)
+        return None if start is None else written[start:]
+
+    def _mask(self, written: list[int] | None, width: int) -> Tensor:
         """The allowed next tokens `[width]`; only end-of-sequence after a complete or a wrong text."""
+        if written is None:
+            return torch.ones(width, dtype=torch.bool)
         allowed = torch.zeros(width, dtype=torch.bool)
         matcher = self._at(written)
         if matcher is None or matcher.is_stopped():

@@ -135,10 +135,11 @@ async function run({ path, body }, show) {
   for await (const event of events(answer)) {
     const choice = event.choices[0];
     if (choice) {
-      const text = choice.delta ? choice.delta.content : choice.text;
+      const text = (choice.delta ? choice.delta.content : choice.text) || "";
+      const thoughts = (choice.delta && choice.delta.reasoning_content) || "";
       if (found.first === null && text) found.first = performance.now() - began;
       found.text += text;
-      show(choice.drafted && choice.drafted.length ? choice.drafted : [[text, false]], choice.tokens);
+      show(choice.drafted && choice.drafted.length ? choice.drafted : [[thoughts + text, false]], choice.tokens);
       if (choice.finish_reason) found.finish = choice.finish_reason;
     } else {
       found.figures = event.metrics && event.metrics.speculative_decoding;
@@ -420,8 +421,6 @@ function chosen() {
   choose(modes.includes(mode) ? mode : modes[modes.length - 1]);
   const form = $("options").elements;
   for (const name of ["speculate", "schedule", "num_assistant_tokens"]) form[name].disabled = !own.drafts;
-  form.prediction.disabled = !own.predicts;
-  form.prediction.placeholder = own.predicts ? "" : "only for drafts that copy";
   last = null;
   busy(Boolean(running));
   look();

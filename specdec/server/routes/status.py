@@ -177,7 +177,6 @@ def _card(host: Host, state: State) -> dict[str, Any]:
             "task": model.task,
             "chat": model.chats,
             "drafts": generator.draft is not None,
-            "predicts": model.predicts,
             "details": state.settings.details,
             "draft": None if generator.draft is None else _word(generator.draft),
             "exactness": generator.target.exactness,

@@ -18,10 +18,11 @@ from specdec.server.answers import Answer
 from specdec.server.cancellation import END, Cancel, primed, side_by_side, step
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
+from specdec.server.items import ResponseAnswer, ResponsesRequest
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
 from specdec.server.options import check_length, check_limits, check_messages
-from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
+from specdec.server.protocol import ChatRequest, CompletionRequest, Generate, InfillRequest
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
 from specdec.server.text import PromptRequest, Started, TextDelta, TextModel, cached_tokens
@@ -35,8 +36,28 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     limits = state_of(request).settings.limits
     if len(asked.prompts) > limits.prompts:
         raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
-    check_length(max(map(len, asked.prompts)), "prompt", limits)
+    check_length(max(map(len, asked.prompts)) + len(asked.suffix or ""), "prompt", limits)
     return await _answer(request, asked, asked.prompts)
+
+
+@router.post("/infill")
+async def infill(request: Request, asked: InfillRequest) -> dict[str, Any]:
+    """llama.cpp's: the text between a prefix and a suffix."""
+    limits = state_of(request).settings.limits
+    before, after, files = asked.gap
+    check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
+    check_limits(asked, limits)
+    body = await watched(request, TextRequest(request, asked, asked.prompts).whole())
+    choice, usage = body["choices"][0], body["usage"]
+    return {
+        "content": choice["text"],
+        "stop": True,
+        "stop_type": "limit" if choice["finish_reason"] == "length" else "eos",
+        "model": body["model"],
+        "tokens_predicted": usage["completion_tokens"],
+        "tokens_evaluated": usage["prompt_tokens"],
+        "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+    }
 
 
 @router.post("/v1/chat/completions")
@@ -46,6 +67,14 @@ async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     check_messages(asked.messages, limits)
     check_length(len(json.dumps([tool.plain for tool in asked.offered])), "tools", limits)
     return await _answer(request, asked, [None])
+
+
+@router.post("/v1/responses")
+async def responses(request: Request, asked: ResponsesRequest) -> Response:
+    """Answers a conversation, in OpenAI's newer form."""
+    state = state_of(request)
+    whole = asked.after(state.conversations.find(client_of(request), asked.previous_response_id))
+    return await chat_completions(request, whole)
 
 
 async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
@@ -73,7 +102,13 @@ class TextRequest:
         self._turn = partial(self._host.turns.turn, client)
         chunk = state.settings.stream_chunk if asked.stream else None
         self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
-        self._answer = Answer(asked, self._model.name, len(prompts), calls=self._model.calls(asked))
+        how: dict[str, Any] = {"calls": model.calls(asked), "thinking": model.thinking(asked)}
+        how["details"] = state.settings.details
+        if isinstance(asked, ResponsesRequest):
+            keep = partial(state.conversations.keep, client, asked)
+            self._answer: Answer = ResponseAnswer(asked, model.name, done=keep, **how)
+        else:
+            self._answer = Answer(asked, model.name, len(prompts), **how)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:
