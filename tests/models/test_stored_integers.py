@@ -38,7 +38,7 @@ def written() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", written())
+@pytest.mark.parametrize("case", sorted(written()))
 def test_numbers_of_the_packages(case: str) -> None:
     """Layers that the formats' packages wrote dequantize to the packages' own floats, in the floats' dtype; packed
     layers hold the same numbers, and numbers in FP8 to half of the unit of their group."""
