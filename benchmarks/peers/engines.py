@@ -50,7 +50,7 @@ class Task:
 
 
 def specdec(task: Task, backend: str) -> Generate:
-    """This package; "lookup" is the suffix automaton, "both" that and the draft model, all with the `cost` schedule."""
+    """This package as it comes; "lookup" is the suffix automaton, "both" that and the draft model."""
     from specdec import SpecGenerator
 
     how: dict[str, Any] = {
@@ -62,12 +62,7 @@ def specdec(task: Task, backend: str) -> Generate:
         "gguf float32": {"dtype": "float32"},
     }[task.weights]
     target = task.at("gguf" if task.weights.startswith("gguf") else "target")
-    if task.draft != "plain":
-        how["schedule"] = "cost"
-    draft: Any = None
-    if task.draft in ("model", "both"):
-        draft = task.at("draft")
-        how["draft_options"] = {"dtype": how["dtype"]}
+    draft: Any = task.at("draft") if task.draft in ("model", "both") else None
     if task.draft in ("lookup", "both"):
         draft = "suffix" if draft is None else f"suffix+{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)

@@ -190,7 +190,7 @@ class CompiledForward:
         with torch.no_grad():
             logits, *states = self._joined(*example(self._joined)[0])
         found, *hidden = passes.run(example(self._joined)[0].tensors)  # anew, as passes write to buffers
-        if not alike(found, logits) or not all(map(alike, hidden, states)):
+        if not all(alike(*pair, self._joined) for pair in zip((found, *hidden), (logits, *states), strict=True)):
             raise UnsupportedError("compiled code gives other logits")
         return passes
 

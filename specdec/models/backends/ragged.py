@@ -124,7 +124,7 @@ class RaggedForward:
                 logits.append(self(inputs._replace(ids=ids, buffers=buffers, frames=_pairs(frames)))[0])
             columns.base = columns.top = columns.base + len(tokens)
         blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
-        return alike(torch.cat(logits)[blind:], output.logits[0, blind:])
+        return alike(torch.cat(logits)[blind:], output.logits[0, blind:], own)
 
 
 def _obstacle(language: ModelSpec) -> str | None:
