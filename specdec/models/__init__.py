@@ -4,8 +4,8 @@ Its layers from the bottom: `encoding` and `hf`, `protocols`, `capability`, `cac
 `exactness`, `gguf`, `language_model`, `loading`.
 """
 
+from specdec.models.backends.compiler import compiled_code
 from specdec.models.backends.compiler import is_running as compiler_is_running
-from specdec.models.backends.compiler import summary as compiled_code
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes

@@ -21,7 +21,7 @@ from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends import compiler as compiler_module
 from specdec.models.backends import packed_layers
 from specdec.models.backends.compiled import code_key, compiling
-from specdec.models.backends.compiler import KeptCode, summary
+from specdec.models.backends.compiler import KeptCode, compiled_code
 from tests.models.test_compile import cache, compiler
 from tests.tiny import tiny
 
@@ -264,14 +264,14 @@ def test_what_is_said_of_it(cache: Path) -> None:
     """How many models are compiled, which one is compiled now, and why one was not."""
     model, place = owned().ragged.model, f"of 0 models in {cache}"
     code = KeptCode(code_key(model))
-    assert (compiling(model), summary()) == (None, place)
+    assert (compiling(model), compiled_code()) == (None, place)
     with code.alone(), alone(cache / "turn.lock", "HERE"):
         assert compiling(model) == "it is compiled in the background now"
-        assert summary() == f"{place}; one more is compiled now"
+        assert compiled_code() == f"{place}; one more is compiled now"
     code.folder.mkdir()
     code.fail("no room")
     assert str(compiling(model)).endswith("no room")
-    assert summary() == f"{place}; 1 could not be compiled, the last one because: no room"
+    assert compiled_code() == f"{place}; 1 could not be compiled, the last one because: no room"
 
 
 # --- with a compiler

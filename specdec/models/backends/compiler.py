@@ -184,7 +184,7 @@ def is_running() -> bool:
         return False
 
 
-def summary() -> str:
+def compiled_code() -> str:
     """How much compiled code there is, and whether a compiler runs or failed within the last day; raises Lack."""
     root = _root()
     codes = [KeptCode(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
