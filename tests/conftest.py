@@ -18,6 +18,16 @@ from specdec.models.hf import probe_cache
 from tests.folders import saved_model
 from tests.tiny import threads
 
+CORE = ("core", "engine", "decoding", "proposers")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the loop, by their folders, are of the tier `core`, but for slow ones."""
+    for item in items:
+        if Path(item.path).relative_to(Path(__file__).parent).parts[0] in CORE and not item.get_closest_marker("slow"):
+            item.add_marker("core")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -34,7 +34,6 @@ from tests.speech import RATE, speech
 QUICK = {
     *("docs/guides/constraints.md", "docs/guides/drafts.md", "docs/guides/hidden-drafts.md", "docs/how/loop.md"),
     *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
-    *("docs/guides/tools.md", "docs/extending.md"),
 }
 REGISTRIES: list[dict[str, Any]] = [DRAFTS, SCHEDULES, QUANTIZATIONS, SAMPLING]
 SERVING = ROOT / "docs" / "guides" / "serving.md"

@@ -52,9 +52,17 @@ def check_held(language: LanguageModel, session: Session, slot: int, text: list[
     session.remove([copy])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mamba", "t5", "whisper"])
+WAYS = [{}, {"num_assistant_branches": 2}, {"num_beams": 3}, {"guidance_scale": 2.0}, {"num_samples": 3}]
+
+
 @pytest.mark.parametrize(
-    "how", [{}, {"num_assistant_branches": 2}, {"num_beams": 3}, {"guidance_scale": 2.0}, {"num_samples": 3}], ids=str
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[pytest.mark.slow] if name not in ("llama", "mamba") and number > 1 else [])
+        for name in ("llama", "gpt2", "gemma2", "bloom", "mamba", "t5", "whisper")
+        for number, how in enumerate(WAYS)
+    ],
+    ids=str,
 )
 def test_store_equals_a_recomputed_one_after_every_step(
     name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch

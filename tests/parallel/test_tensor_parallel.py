@@ -78,6 +78,7 @@ def ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_text_of_one_process_once(tmp_path: Path) -> None:
     """The other process says nothing; the prompt comes from standard input, which both have."""
     folder = saved_model(tmp_path)
