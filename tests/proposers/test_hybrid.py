@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from specdec.core.budget import Budget
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
@@ -151,8 +152,10 @@ def test_a_short_chain_goes_on_with_copies(clock: Clock) -> None:
 
     model = Counting(clock)
     session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
-    [tree] = session.propose([FakeSequence([*range(10, 45), 5, 9])], [FakeBudget(30)])
+    [tree] = session.propose([FakeSequence([*range(10, 45), 5, 9])], [Budget(30, pass_cost=0.5)])
     assert tree.tokens == [*range(10, 10 + len(tree))]
-    assert len(tree) > 2 * module._RUN
+    assert len(tree) > 2 * module._SHORT
     assert tree.source == "model+suffix"
-    assert model.passes <= module._RUN + 1
+    assert model.passes <= module._SHORT + 1
+    [tree] = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50).propose([FakeSequence([5, 9])], [Budget(30)])
+    assert len(tree) > module._SHORT  # a length that costs nothing, or that a caller names, is not cut

@@ -189,10 +189,11 @@ def compiled_code() -> str:
     root = _root()
     codes = [KeptCode(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     failures = [reason for code in codes if (reason := code.failure()) is not None]
-    words = [f"of {sum(code.exists for code in codes)} models in {root}", "one more is compiled now"][
-        : 1 + is_running()
-    ]
-    words += [f"{len(failures)} could not be compiled, the last one because: {failures[-1]}"] if failures else []
+    words = [f"of {sum(code.exists for code in codes)} models in {root}"]
+    if is_running():
+        words.append("one more is compiled now")
+    if failures:
+        words.append(f"{len(failures)} could not be compiled, the last one because: {failures[-1]}")
     return "; ".join(words)
 
 
