@@ -68,13 +68,13 @@ def demo(
             write(out, words, style)
     with Console(stderr=True, quiet=is_quiet()).status("measuring both in turn"):
         result = duel(assisted, plain, text, watch=watch, **options)
-    assisted.compile()
     for parts in time_spent(result):
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
     if not reported:
         _report_busy(watch)
+    assisted.compile()  # last, as it tells so on stderr
     return _compared(result, assisted.tokenizer)
 
 

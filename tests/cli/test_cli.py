@@ -617,9 +617,10 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
     """Ctrl-C ends the text after the next token: JSON is complete and says so, the exit code is 130."""
 
     def soon(self: Interrupt, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
-        if input_ids.shape[1] >= len("def f") + 3:
+        if input_ids.shape[1] >= len("def f") + 3 and not self.asked:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)  # the handler runs between two instructions of this thread
+            while not self.asked:  # until the handler has run: a second signal would end the program
+                time.sleep(0.001)
         return self.asked
 
     monkeypatch.setattr(Interrupt, "__call__", soon)
