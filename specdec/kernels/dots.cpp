@@ -14,6 +14,8 @@
 //
 // Sums of a part are exact, and parts are added in their order, so a row's result is the same, bit for bit, whatever
 // rows stand beside it, on whatever thread.
+//
+// A head may compute its first `likely` outputs first: if one of these is sure, the others are not computed, but -inf.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -26,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "choice.h"
 #include "dots.h"
 
 namespace {
@@ -34,6 +37,7 @@ constexpr int64_t SUPER = 256;       // columns of one step
 constexpr int64_t AHEAD = 4 << 10;   // bytes between reads and prefetches
 constexpr int64_t BATCH = 64;        // rows that stay in the second cache
 constexpr int ROWS = LANES == 16 ? 8 : 2;
+constexpr double SURE = 0.9;         // of the mass of a head's likely outputs, as measured
 
 struct Weight {
   const char* chunks;
@@ -165,11 +169,11 @@ constexpr auto vectors_by_rows(std::integer_sequence<int, R...>) {
 
 // Rows take turns on a block, which stays in the second cache; each turn prefetches its share of the next block.
 template <class K, int PART, class Out>
-void multiply(const Weight& weight, const Integers& rows, int64_t count, Out* y) {
+void multiply(const Weight& weight, const Integers& rows, int64_t count, Out* y, int64_t start, int64_t stop) {
   constexpr std::make_integer_sequence<int, ROWS> UP_TO_ROWS;
   static constexpr auto adds = by_rows<K, PART>(UP_TO_ROWS);
   static constexpr auto widths = vectors_by_rows(UP_TO_ROWS);
-  at::parallel_for(0, (weight.outputs + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(start, stop, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[ROWS * BLOCK];
     auto bytes = weight.columns / K::COLUMNS * CHUNK, batch = std::max<int64_t>(BATCH / rows.turn, 1) * rows.turn;
     for (int64_t first = 0; first < count; first += batch) {
@@ -232,14 +236,29 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
   return rows;
 }
 
+// Whether one of the scores `[count]` has nearly all of their mass.
+template <class Out>
+bool is_sure(const Out* scores, int64_t count) {
+  auto most = largest(scores, count);
+  return std::isfinite(most) && SURE * mass(scores, count, most) <= 1;
+}
+
 template <class K, int PART, class In>
-at::Tensor linear_of(const Weight& weight, const at::Tensor& x) {
+at::Tensor linear_of(const Weight& weight, const at::Tensor& x, int64_t likely) {
   auto sizes = x.sizes().vec();
   auto count = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
   sizes.back() = weight.outputs;
   at::Tensor y = at::empty(sizes, x.options());
   auto rows = integers<PART, In>(x, count, weight, K::COLUMNS == 8);
-  multiply<K, PART>(weight, rows, count, y.mutable_data_ptr<In>());
+  auto to = y.mutable_data_ptr<In>();
+  auto blocks = (weight.outputs + BLOCK - 1) / BLOCK, first = likely ? likely / BLOCK : blocks;
+  multiply<K, PART>(weight, rows, count, to, 0, first);
+  if (!likely) return y;
+  std::vector<In*> sure;
+  for (int64_t row = 0; row < count; row++)
+    if (auto scores = to + row * weight.outputs; is_sure(scores, likely)) sure.push_back(scores);
+  if (static_cast<int64_t>(sure.size()) < count) multiply<K, PART>(weight, rows, count, to, first, blocks);
+  for (auto scores : sure) std::fill(scores + likely, scores + weight.outputs, static_cast<In>(NEVER));
   return y;
 }
 
@@ -247,7 +266,7 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
            const std::optional<at::Tensor>& factors, const std::optional<at::Tensor>& scales,
            const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps,
            const std::optional<at::Tensor>& levels, const std::optional<at::Tensor>& bias, int64_t outputs,
-           int64_t part) {
+           int64_t part, int64_t likely) {
   auto type = weight.scalar_type(), of_rows = x.scalar_type();
   TORCH_CHECK_VALUE(of_rows == at::kFloat || of_rows == at::kBFloat16, "`x` must be float32 or bfloat16, got ", of_rows,
                     ": convert it");
@@ -272,6 +291,8 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   check("steps", steps, at::kHalf, {blocks, supers, 2, BLOCK});
   TORCH_CHECK_VALUE(!steps || supers * SUPER == groups * GROUP, "`steps` must be for a multiple of 256 columns, got ",
                     x.size(-1));
+  TORCH_CHECK_VALUE(0 <= likely && likely < outputs && likely % BLOCK == 0, "`likely` must be a multiple of ", BLOCK,
+                    " below ", outputs, " outputs, got ", likely);
 }
 
 // From how many rows on products in floats are faster, as `set_floats` was told.
@@ -281,12 +302,12 @@ at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::option
                 const std::optional<at::Tensor>& factors, const std::optional<at::Tensor>& scales,
                 const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps,
                 const std::optional<at::Tensor>& levels, const std::optional<at::Tensor>& bias, int64_t outputs,
-                int64_t way) {
+                int64_t way, int64_t likely) {
   auto columns = weight.size(1) * (weight.scalar_type() == at::kChar ? 4 : 8);
   auto part = scales && scales->size(1) ? columns / scales->size(1) : GROUP;
-  check(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, part);
+  check(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, part, likely);
   auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
-  if (way == 0 && count >= floats_from && !high && !steps && !levels && part == GROUP)
+  if (way == 0 && count >= floats_from && !likely && !high && !steps && !levels && part == GROUP)
     return packed_linear(x, weight, factors, scales, mins, bias, outputs, way);
   auto rows = x.expect_contiguous();
   int64_t bits = weight.scalar_type() == at::kChar ? 8 : !high ? 4 : part == 32 ? 5 : 6;
@@ -296,8 +317,8 @@ at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::option
              pointer<float>(bias), scales ? scales->scalar_type() : at::kHalf, are_multiples(mins) && !steps,
              x.size(-1), outputs, columns, columns / part, zero};
   auto run = [&]<class K, int PART>(K, std::integral_constant<int, PART>) {
-    return x.scalar_type() == at::kFloat ? linear_of<K, PART, float>(all, *rows)
-                                         : linear_of<K, PART, at::BFloat16>(all, *rows);
+    return x.scalar_type() == at::kFloat ? linear_of<K, PART, float>(all, *rows, likely)
+                                         : linear_of<K, PART, at::BFloat16>(all, *rows, likely);
   };
   std::integral_constant<int, 32> whole;
   std::integral_constant<int, 16> half;

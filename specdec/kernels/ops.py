@@ -20,7 +20,7 @@ from specdec.kernels.quantized import Quantized
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
 _INTEGERS = "Tensor weight, Tensor? high, Tensor? factors, Tensor? scales, Tensor? mins, Tensor? steps, Tensor? levels"
-_LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0, int likely=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def _packed_linear(x: Tensor, weight: Tensor, factors: object, scales: object, m
 
 @torch.library.register_fake("specdec::dots", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _dots(x: Tensor, weight: object, high: object, factors: object, scales: object, mins: object, steps: object,
-          levels: object, bias: object, outputs: int, way: int = 0) -> Tensor:  # fmt: skip
+          levels: object, bias: object, outputs: int, way: int = 0, likely: int = 0) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], outputs))
 
 
@@ -158,11 +158,13 @@ do not fit.
 """
 
 dots = torch.ops.specdec.dots.default
-"""`(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, way=FASTEST)`: `x` `[..., inputs]`, rounded
-to 8 bits, to `[..., outputs]`.
+"""`(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, way=FASTEST, likely=0)`: `x` `[..., inputs]`,
+rounded to 8 bits, to `[..., outputs]`.
 
 The weight is packed (`packed_layout.py`; dots.cpp has the shapes). A row's result does not depend on its neighbours,
-bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. Raises ValueError for arguments that do not fit.
+bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. With `likely`, a multiple of 32, a row whose first so
+many outputs hold one with at least 0.9 of their softmax gets -inf for all others, whose weights are then not read.
+Raises ValueError for arguments that do not fit.
 """
 
 pack_blocks = torch.ops.specdec.pack_blocks.default

@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
     `FLOATS` or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are multiplied by inputs that are
     rounded to 8 bits in groups, if the layer `rounds`. A row's result does not depend, bit for bit, on the rows beside
     it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ where this machine is faster in
-    another way from some number of rows on.
+    another way from some number of rows on. `likely`: the outputs that a draft's head computes first (see `ops.dots`).
     """
 
     bias: Tensor | None
@@ -73,7 +73,7 @@ class PackedLinear(nn.Module):
         return made
 
     def _set(self, held: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, rounds: bool) -> None:
-        self.outputs, self.inputs, self.kind, self.way = outputs, inputs, kind, ops.FASTEST
+        self.outputs, self.inputs, self.kind, self.way, self.likely = outputs, inputs, kind, ops.FASTEST, 0
         self.rounds = rounds and kind not in FLOATS
         self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
         for name in _HELD:
@@ -114,7 +114,7 @@ class PackedLinear(nn.Module):
         # Attribute lookups, one by one, would cost as much as the dispatch.
         held = self._buffers.get
         if self.rounds:
-            return ops.dots(x, *map(held, _HELD), self.outputs, self.way)
+            return ops.dots(x, *map(held, _HELD), self.outputs, self.way, self.likely)
         return ops.packed_linear(x, *map(held, _OF_FLOATS), self.outputs, self.way)
 
     def weight(self) -> Tensor:

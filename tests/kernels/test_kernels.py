@@ -379,6 +379,23 @@ def test_integer_products_on_any_threads(bits: int, part: int, words: str) -> No
             assert torch.equal(layer(x.flip(0)).flip(0), expected)
 
 
+@forms
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+def test_likely_outputs_first(bits: int, part: int, words: str, dtype: torch.dtype) -> None:
+    """A row that one of them is sure for gets -inf for the others; else nothing changes, whatever is beside it."""
+    layer = pack(integers(bits, part, words, 200, 512))
+    x = numbers(6, 512) * torch.tensor([0.0, 1e3, 0.0, 1e4, 0.0, 1.0])[:, None]
+    whole = layer(x.to(dtype))
+    layer.likely = 64
+    sure = whole[:, :64].float().softmax(1).amax(1) >= 0.9
+    assert sure.any()
+    assert not sure.all()
+    expected = whole.clone()
+    expected[sure, 64:] = -torch.inf
+    assert torch.equal(layer(x.to(dtype)), expected)
+    assert torch.equal(torch.stack([layer(row) for row in x.to(dtype)]), expected)
+
+
 def test_wrong_integers() -> None:
     """The operator refuses what does not fit, before it reads memory that is not there."""
     layer = pack(integers(5, 32, "mins steps", 40, 256))
@@ -391,6 +408,8 @@ def test_wrong_integers() -> None:
         "levels": torch.zeros(16, dtype=torch.int8),
     }  # fmt: skip
     ops.dots(*right.values())
+    for likely in (-32, 16, 64):
+        refused("likely", lambda likely=likely: ops.dots(*right.values(), likely=likely))
     refused("x", lambda: ops.dots(*{**right, "x": right["x"].double()}.values()))
     for name, value in wrong.items():
         refused(name, lambda arguments={**right, name: value}: ops.dots(*arguments.values()))

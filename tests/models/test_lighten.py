@@ -31,13 +31,13 @@ def kinds(model: Any) -> dict[str, str]:
 
 @pytest.mark.usefixtures("small")
 def test_a_draft_is_loaded_in_few_bits_and_the_text_stays(tmp_path: Path) -> None:
-    """By path, layers get 4 bits and the head 8; the target keeps its weights, and its text."""
+    """By path, layers get 4 bits; the target keeps its weights, and its text."""
     target, draft = saved_model(tmp_path / "target"), saved_model(tmp_path / "draft", seed=1)
     plain = SpecGenerator.from_pretrained(target).generate(PROMPT, max_new_tokens=12)
     generator = SpecGenerator.from_pretrained(target, draft)
     out = generator.generate(PROMPT, max_new_tokens=12)
     found = kinds(generator.draft.models[0].model)  # type: ignore[union-attr]
-    assert found.pop("lm_head") == "int8"
+    assert found.pop("lm_head") == "int4"
     assert set(found.values()) == {"int4"}
     assert out.texts == plain.texts
     assert out.stats is not None
@@ -88,7 +88,7 @@ def test_blocks_of_files_become_four_bits(monkeypatch: pytest.MonkeyPatch) -> No
         if isinstance(layer, torch.nn.Linear):
             model.set_submodule(name, kernels.round_weight(layer.weight, 8))
     found = kinds(lighten.lightened(model, owned=True))
-    assert found.pop("lm_head") == "int8"
+    assert found.pop("lm_head") == "int4"
     assert set(found.values()) == {"int4"}
 
 

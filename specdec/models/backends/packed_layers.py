@@ -237,7 +237,7 @@ def alike(logits: Tensor, expected: Tensor, model: nn.Module) -> bool:
     rounds = any(isinstance(module, kernels.PackedLinear) and module.rounds for module in model.modules())
     is_exact = expected.dtype in (torch.float32, torch.float64) and not rounds
     least = _EQUAL if is_exact else _EQUAL_IN_HALF
-    ruled_out = expected == -math.inf  # outside a draft's vocabulary
+    ruled_out = torch.minimum(logits.float(), expected.float()) == -math.inf  # what a draft's head leaves out
     return likeness(logits.masked_fill(ruled_out, 0), expected.masked_fill(ruled_out, 0)) >= least
 
 

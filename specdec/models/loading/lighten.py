@@ -23,15 +23,18 @@ from specdec.models.hf.probe_cache import holds
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
+_LARGE = 2**16  # tokens
 _SAMPLE = (16, 2048, 4096)  # layers that are timed, and their sizes: more than caches hold
 _RUNS = 12  # of which the fastest counts, as other programs disturb most
 
 
 def lightened(model: Any, *, owned: bool) -> Any:
-    """The draft model with linear layers in 4 bits, or in 8 where these are faster, and a head in 8.
+    """The draft model with linear layers in 4 bits, or in 8 where these are faster.
 
-    Changes the model if `owned`, and else a copy. Returns it as it is where that brings nothing: elsewhere than on a
-    CPU with kernels, in float16, for fewer than 64 million weights, and where memory has no room for the copy.
+    Its head computes the first third of a large vocabulary first, where tokenizers have their most frequent tokens, and
+    the rest only where none of these is sure. Changes the model if `owned`, and else a copy. Returns it as it is where
+    that brings nothing: elsewhere than on a CPU with kernels, in float16, for fewer than 64 million weights, and where
+    memory has no room for the copy.
     """
     if why_not_packed(model) is not None or not kernels.available():
         return model
@@ -44,15 +47,17 @@ def lightened(model: Any, *, owned: bool) -> Any:
         _log.warning("the draft keeps its weights as they are: memory has no room for a copy of them in fewer bits")
         return model
     model, bits = model if owned else shallow_copy(model), 4 if _four_bits_are_faster() else 8
-    head = model.get_output_embeddings()
 
     def rounded(_: str, layer: Any) -> kernels.PackedLinear:
-        return kernels.round_weight(weight_of(layer), 8 if layer is head else bits, layer.bias)
+        return kernels.round_weight(weight_of(layer), bits, layer.bias)
 
     changed(model, lambda: pack_layers(model, list(layers), rounded))
     for name, layer in blocks.items():
-        if layer is not head and layer.kind not in ("int4", f"int{bits}"):
+        if layer.kind not in ("int4", f"int{bits}"):
             model.set_submodule(name, kernels.round_weight(layer.weight(), bits, layer.bias))
+    head = model.get_output_embeddings()
+    if isinstance(head, kernels.PackedLinear) and head.rounds and head.outputs >= _LARGE:
+        head.likely = head.outputs // 96 * 32
     return model
 
 
