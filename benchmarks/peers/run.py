@@ -2,7 +2,7 @@
 
     python benchmarks/peers/run.py float32 --openvino OUT --python openvino=OV/bin/python     # the package's pair
     python benchmarks/peers/run.py int8 --target MODEL --openvino OUT --prompts chats.jsonl --chat
-    python benchmarks/peers/run.py gguf --target MODEL --gguf MODEL.gguf --python llama.cpp=LLAMA/bin/python
+    python benchmarks/peers/run.py gguf --target MODEL --gguf MODEL.gguf --gguf-draft DRAFT.gguf --llama PROGRAM
 
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
 own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
@@ -37,7 +37,7 @@ from specdec.bench.machine import provenance
 from specdec.options.bundled_models import pair
 
 HERE = Path(__file__).parent
-MODELS = ("target", "draft", "openvino", "gguf")
+MODELS = ("target", "draft", "openvino", "gguf", "gguf_draft", "llama")
 Times = list[list[float]]
 
 
@@ -112,7 +112,8 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     """The reference first, then every engine with these weights, in every way to draft that the models allow."""
     models = {name: getattr(args, name) for name in MODELS}
     reference = Task("specdec", "gguf float32" if args.weights == "gguf" else "float32", "plain", models)
-    ways = ("plain", "lookup", "model", "both") if args.draft else ("plain", "lookup")
+    drafted = args.gguf_draft if args.weights == "gguf" else args.draft
+    ways = ("plain", "lookup", "model", "both") if drafted else ("plain", "lookup")
     found = [
         Task(name, args.weights, draft, models)
         for name, engine in ENGINES.items()
@@ -189,6 +190,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft")
     parser.add_argument("--openvino", help="folder from convert.py")
     parser.add_argument("--gguf", help="the target as a GGUF file")
+    parser.add_argument("--gguf-draft", help="the draft as a GGUF file")
+    parser.add_argument("--llama", help="llama.cpp's program llama-speculative-simple")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="systems, such as 'specdec*'; repeatable")
     parser.add_argument("--prompts", type=Path, help="text file or JSON lines (default: held-out code)")
