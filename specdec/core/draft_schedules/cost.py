@@ -46,7 +46,7 @@ class _Prior(NamedTuple):
     free_nodes: int
 
 
-_IN_MEMORY = _Prior(0.3, 0.1, 0.02, 1.0, 100)
+_IN_MEMORY = _Prior(0.3, 0.1, 0.02, 8.0, 100)
 # A pass over offloaded weights hardly takes longer for more nodes, and its seconds vary too much to conclude otherwise
 # from a few passes.
 _OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
