@@ -670,3 +670,13 @@ def test_the_default_takes_along_what_it_learned() -> None:
     following = Auto.of(ScheduleSetup(trees=False, learned=learned))
     assert following.seconds.passes == learned.seconds.passes
     assert limit(following) == Cost().k
+
+
+def test_a_stall_in_a_wider_pass_makes_no_node_dear() -> None:
+    """One of two passes over two nodes took twice as long. (Then every pass with a draft looked dear.)"""
+    schedule: Any = Cost()
+    for drafted, accepted, seconds in ((1, 1, 1.0), (0, 0, 1.0), (0, 0, 1.0), (1, 0, 2.0)):
+        schedule = schedule.after(
+            outcome(drafted, accepted, seconds=(0.35 * drafted, seconds), confidence=[0.3] * drafted)
+        )
+    assert limit(schedule) > 0

@@ -57,8 +57,8 @@ class Seconds(NamedTuple):
     def pays(self, seqs: int, longest: int, acceptance: float) -> bool:
         """Whether a number of tokens per sequence, at most `longest`, is predicted to beat plain decoding."""
         everyone, drafting = self.shared(seqs)
-        plain = everyone / self.plain_round(everyone)
-        seconds = self.passes.at(everyone * self.roots) + self.other
+        seconds = self.plain_round(everyone)
+        plain = everyone / seconds
         # One more token for every sequence that drafts, from the cheapest source.
         nodes = drafting * self.level_nodes
         more = nodes * self.passes.slope + min(line.at(nodes) for line in self.drafts.values())
