@@ -53,7 +53,7 @@ class Task:
 
 
 def specdec(task: Task, backend: str) -> Generate:
-    """This package as it comes; "lookup" is the suffix automaton, "both" that and the draft model."""
+    """This package as it comes; "lookup" is the suffix automaton, "both" the named draft, "model" it alone."""
     from specdec import SpecGenerator
 
     how: dict[str, Any] = {
@@ -67,8 +67,10 @@ def specdec(task: Task, backend: str) -> Generate:
     is_file = task.weights.startswith("gguf")
     target = task.at("gguf" if is_file else "target")
     draft: Any = task.at("gguf_draft" if is_file else "draft") if task.draft in ("model", "both") else None
-    if task.draft in ("lookup", "both"):
-        draft = "suffix" if draft is None else f"suffix+{draft}"
+    if task.draft == "lookup":
+        draft = "suffix"
+    elif task.draft == "model":
+        draft = f"model:{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
     generator.wait_until_compiled()
     common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}

@@ -21,7 +21,7 @@ from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.loading.lighten import lightened
-from specdec.options.drafts import SPELLINGS, read_draft
+from specdec.options.drafts import ALONE, SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import AUTO, PASSES, Loading
 from specdec.parallel.load import load_in_job
@@ -33,6 +33,7 @@ from specdec.proposers import (
     ModelDraft,
     MtpDraft,
     NgramDraft,
+    SuffixDraft,
     TextAloneDraft,
     TextBridge,
 )
@@ -47,9 +48,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "use_mtp": (),
 }
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
-_PAIR = f"a pair of {' or '.join(map(repr, COPYING))} and a model that is loaded"
+_PAIR = f"a pair of {' or '.join(map(repr, (*COPYING, ALONE)))} and a model that is loaded"
 _KINDS = f"{SPELLINGS}, a loaded model, {_PAIR}, a Drafter or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
+_DEAR = 2**25  # bytes of weights from which a pass is dear beside a look into the text
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,12 @@ class Drafts:
         # with the arguments that name them; the last first
         self._recent: list[tuple[tuple[Any, ...], ScheduledDraft]] = []
 
-    def make(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft") -> Draft | None:
+    def make(
+        self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft", alone: bool = False
+    ) -> Draft | None:
         """The draft that the caller's argument `name` stands for; `tokenizer` is the target's.
+
+        A large model copies from the text besides, unless it is to be `alone`.
 
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
         """
@@ -97,7 +103,8 @@ class Drafts:
             case PreTrainedModel() if head_kind(draft, argument=name) is not None:
                 return load_head(draft, self._target, self._how, argument=name)
             case LoadedModel() | PreTrainedModel() | LanguageModel():
-                return self._model(draft, tokenizer, assistant_tokenizer, name)
+                made = self._model(draft, tokenizer, assistant_tokenizer, name)
+                return made if alone else _with_copies(made)
             case tuple() | list():
                 return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
             case _:
@@ -192,11 +199,11 @@ class Drafts:
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in COPYING or isinstance(pair[1], str | PathLike | None):
+        if len(pair) != 2 or kinds[0] not in (*COPYING, ALONE) or isinstance(pair[1], str | PathLike | None):
             raise OptionError.of(name, _PAIR, kinds, f"a hybrid with a model by name is '{COPYING[0]}+MODEL'")
-        model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
+        model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name, alone=True)
         assert model is not None
-        return HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
+        return model if kinds[0] == ALONE else HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -214,6 +221,14 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
                 if detail in given:
                     warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
     return found
+
+
+def _with_copies(draft: Draft) -> Draft:
+    """The draft of a model, beside a text draft where its passes are dear; encoder-decoders mostly write new words."""
+    model = draft.models[0]
+    if model.is_encoder_decoder or model.weight_bytes < _DEAR:
+        return draft
+    return HybridDraft(SuffixDraft(), draft)
 
 
 def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:

@@ -47,7 +47,8 @@ class SpecGenerator:
     `target`: a transformers model, or a hub id or path to load. `draft`: a spelling, which is the same everywhere
     (`"suffix"`, `"ngram"`, `"early_exit:N"`, `"mtp"`, the id or path of a model or head, `"zoo:NAME"`, `"suffix+ID"`
     for a hybrid, `"none"`), a model, a pair like `("suffix", model)`, a `Drafter`, a function `(tokens, k) -> tokens`,
-    or None for plain decoding. `tokenizer`: the target's, or the processor of one that sees. `options` are the
+    or None for plain decoding. A draft model with at least 32 MiB of weights copies from the text besides; `"model:ID"`
+    and `("model", model)` do not. `tokenizer`: the target's, or the processor of one that sees. `options` are the
     defaults of every `generate` call. `task` names settings in the checkpoint's `task_specific_params`, which then
     override its generation config. `kv_budget` limits the keys and values of all running calls, in bytes or as a share
     of the free memory (0.5: half); further calls wait. `prefix_cache` keeps keys and values of finished texts in that

@@ -1,7 +1,8 @@
 """The spelling of a draft: one text in Python, on the command line, in files and in benchmarks.
 
 `WORD` or `WORD:ARGUMENT` (suffix, ngram, early_exit:N, mtp), a model's `ID` (hub id, path or zoo:NAME), `WORD+ID` for a
-hybrid of a word that copies and a model, or `none`. A path whose name looks like a word or holds a "+" can be written
+hybrid of a word that copies and a model, `model:ID` for a model that copies nothing beside its guesses, or `none`. A
+path whose name looks like a word or holds a "+" can be written
 as ./NAME; an existing path with a "+" is a path anyway.
 """
 
@@ -16,12 +17,14 @@ from specdec.options.bundled_models import locate
 from specdec.options.fields import COPYING, DRAFT_WORDS
 
 WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
-SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0]}+MODEL or none"
+ALONE = "model"
+"""The word before a draft model that does not copy besides."""
+SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0]}+MODEL, {ALONE}:MODEL or none"
 
 
 @dataclass(frozen=True)
 class DraftName:
-    """What a spelling names: a `word` with its `argument`, a `model`, a word and a model (a hybrid), or nothing."""
+    """What a spelling names: a `word` with its `argument`, a `model`, a word and a model, or nothing."""
 
     word: str | None = None
     argument: str | None = None
@@ -44,6 +47,8 @@ def read_draft(draft: str, name: str = "draft", words: Collection[str] = DRAFT_W
     first, plus, model = draft.partition("+")
     word, colon, argument = draft.partition(":") if ":" in first else (first, "", "")
     is_path = exists(draft)
+    if word == ALONE and argument and not is_path:
+        return DraftName(ALONE, model=locate(argument, "draft", name))
     if word not in words or (plus and is_path):
         near = None if "/" in word or is_path else closest_name(word, words)
         if near is not None or not draft:

@@ -13,7 +13,7 @@ import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
 from specdec.models.backends.compiled import CompiledForward
-from specdec.proposers import NgramDraft
+from specdec.proposers import HybridDraft, ModelDraft, NgramDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters
 from tests.matrix import endless
@@ -45,6 +45,19 @@ def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) 
     given = f"suffix+{draft}" if pair else draft
     generator = SpecGenerator.from_pretrained(target, given, backend="packed", draft_options={"backend": "eager"})
     assert (generator.target.backend, generator.draft.models[0].backend) == ("packed", "eager")
+
+
+def test_a_large_model_copies_besides(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By path or as an object, unless its name says that it is alone; the text stays."""
+    target, draft = folders
+    plain = SpecGenerator(target).generate("abab", **RUN).texts
+    monkeypatch.setattr(specdec.generator.drafts_by_name, "_DEAR", 0)
+    model = SpecGenerator(draft).target
+    kinds = {draft: HybridDraft, f"model:{draft}": ModelDraft, model: HybridDraft, ("model", model): ModelDraft}
+    for given, kind in kinds.items():
+        generator = SpecGenerator(target, given)
+        assert type(generator.draft) is kind
+        assert generator.generate("abab", **RUN).texts == plain
 
 
 def test_none_by_name(folders: tuple[str, str]) -> None:

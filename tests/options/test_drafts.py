@@ -20,6 +20,7 @@ SPELLED = {
     "ngram+./a+b": DraftName("ngram", model="./a+b"),
     "./suffix": DraftName(model="./suffix"),
     "./suffix+model": DraftName(model="./suffix+model"),
+    "model:org/model": DraftName("model", model="org/model"),
     "long" * 2000: DraftName(model="long" * 2000),  # no file can have this name
 }
 WRONG = {
