@@ -125,7 +125,7 @@ def test_a_page_invents_no_figures(name: str) -> None:
     known = " ".join(map(read, ("docs/figures.md", "docs/zoo.md", "benchmarks/peers/README.md", *map(str, results))))
     prose = re.sub(r"```.*?```|`[^`]*`|HuggingFaceTB\S*|https?\S*|SmolLM2-\S*", "", page, flags=re.S)
     named = {*re.findall(r"\d+\.\d+", prose)} - NO_FIGURES[name]
-    assert len(named) > 15
+    assert len(named) > 10
     assert not [number for number in named if number not in known]
 
 
