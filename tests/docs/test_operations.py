@@ -43,12 +43,6 @@ def test_every_metric_has_a_row() -> None:
         assert name.removesuffix("_bucket") in known, name
 
 
-def test_every_limit_has_its_default() -> None:
-    defaults = {name: field.default for name, field in Limits.model_fields.items()}
-    shown = {name.strip("`"): value for name, value, _ in rows("Limits")}
-    assert shown == {name: "none" if value is None else f"{value:.0f}" for name, value in defaults.items()}
-
-
 def test_the_files_agree_with_the_server() -> None:
     """Settings that it takes, times that cover its drain, sizes that cover its limits."""
     settings = read_settings(yaml.safe_load(read("configs/deploy/serve.yaml")))
