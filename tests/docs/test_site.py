@@ -114,11 +114,11 @@ def test_a_page_that_is_made_is_fresh(name: str) -> None:
 
 
 def test_the_documents_are_short() -> None:
-    """At most 41,000 words in all, without what is made from the code; a README of 120 lines."""
+    """At most 35,000 words in all, without what is made from the code; a README of 120 lines."""
     generated = {ROOT / "docs" / name for name in made.WRITTEN}
     pages = [page.read_text("utf-8") for page in PAGES if page not in generated]
     made_tables = r"<!-- (made|figures): .*?<!-- /\1 -->"
-    assert sum(len(re.sub(made_tables, "", page, flags=re.S).split()) for page in pages) <= 41_000
+    assert sum(len(re.sub(made_tables, "", page, flags=re.S).split()) for page in pages) <= 35_000
     assert len(read("README.md").splitlines()) <= 120
 
 
