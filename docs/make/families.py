@@ -56,20 +56,25 @@ def all_tried() -> dict[str, dict[str, Verdict]]:
 
 
 def lines(found: Mapping[str, Mapping[str, Verdict]]) -> dict[str, str]:
-    """The lines of the table, by class."""
-    return {name: _line(f"`{name}`", *_cells(name, *by_backend.values())) for name, by_backend in found.items()}
+    """What the table says of each class: the cells before its name."""
+    return {name: " | ".join(_cells(name, *by_backend.values())) for name, by_backend in found.items()}
 
 
 def lines_of(page: str) -> dict[str, str]:
-    """The lines of the table in a page, by class."""
+    """What the table in a page says of each class."""
     part = page.partition(f"<!-- made: {NAME} -->")[2].partition("<!-- /made -->")[0]
-    return {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)` .*$", part, re.MULTILINE)}
+    rows = re.findall(r"^\| (.*) \| ((?:`\w+`[, ]*)+) \|$", part, re.MULTILINE)
+    return {name: cells for cells, names in rows for name in re.findall(r"\w+", names)}
 
 
 def with_table(page: str, rows: Mapping[str, str]) -> str:
-    """The page with a table of these lines."""
-    head = [_line("class", *BACKENDS), _line(*["---"] * (len(BACKENDS) + 1))]
-    return filled(page, {NAME: "\n".join([*head, *(rows[name] for name in sorted(rows))])})
+    """The page with a table of these classes; those of one verdict share a row, and most come first."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(rows):
+        groups.setdefault(rows[name], []).append(f"`{name}`")
+    head = [_line(*BACKENDS, "classes"), _line(*["---"] * (len(BACKENDS) + 1))]
+    body = [_line(cells, ", ".join(names)) for cells, names in sorted(groups.items(), key=lambda one: -len(one[1]))]
+    return filled(page, {NAME: "\n".join([*head, *body])})
 
 
 def _cells(name: str, *verdicts: Verdict) -> list[str]:

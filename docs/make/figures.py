@@ -4,7 +4,7 @@
     python docs/make/figures.py --record   # plays the picture's round again first, with the package's pair
 
 The pictures go to docs/assets, light and dark; tables stand between `<!-- figures: NAME -->` and `<!-- /figures -->` in
-the README and in docs/figures.md. A test compares.
+the README and in benchmarks/results/transformers.md. A test compares.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from math import log2
 from pathlib import Path
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPT = "for name in names:\n    if name"
-DOCUMENTS = ("README.md", "docs/figures.md")
+DOCUMENTS = ("README.md", "benchmarks/results/transformers.md")
 WIDTH = 520
 
 # What the documents show of `benchmarks/vs_transformers.py`: the system there, and its name here.
@@ -82,96 +82,6 @@ def measured(backend: str) -> dict[str, dict[str, str]]:
 def speed(row: Mapping[str, str]) -> float:
     """How many times as fast as transformers' greedy decoding."""
     return float(row["vs greedy"].removesuffix("x"))
-
-
-def plot(theme: Theme) -> str:
-    """One bar per system: how many times as fast as transformers' greedy decoding."""
-    rows, step, left = measured(backends()[-1]), 34, 216
-    scale = (WIDTH - left - 105) / max(map(speed, rows.values()))
-    parts = [text(0, 18, "Times as fast as greedy decoding by transformers", theme.text, size=15, weight=600)]
-    for n, (name, row) in enumerate(rows.items()):
-        y = 38 + n * step
-        own = name.startswith("specdec")
-        parts += [
-            text(left - 10, y + 17, SYSTEMS[name], theme.text, anchor="end", size=13),
-            box(left, y + 2, speed(row) * scale, 22, theme.own if own else theme.other),
-            text(left + speed(row) * scale + 8, y + 18, f"{speed(row):.1f}×", theme.text, weight=600),
-            text(left + speed(row) * scale + 50, y + 18, f"{row['ms per token']} ms", theme.faint, size=12),
-        ]
-    under = 38 + len(rows) * step + 16
-    parts.append(text(0, under, f"Milliseconds per token. {machine()}", theme.faint, size=11))
-    label = "Bars: " + ", ".join(f"{SYSTEMS[name]} {speed(row):.1f} times" for name, row in rows.items())
-    return svg(under + 10, label, parts)
-
-
-def machine() -> str:
-    """What the figures were measured on, in a few words."""
-    found = results(backends()[-1])
-    return f"{found['processor'].strip()}, {found['threads']} threads, float32, {found['backend']}."
-
-
-def scaling_plot(theme: Theme) -> str:
-    """What workers do together, by the model of a cluster, as multiples of one; both axes double step by step."""
-    curves: dict[str, list[tuple[int, float]]] = json.loads((RESULTS / "scaling.json").read_text())["curves"]
-    left, top, side, colours = 44, 52, 58, (theme.other, theme.own)
-    doublings = round(log2(next(iter(curves.values()))[-1][0]))
-    under = top + side / 1.8 * doublings
-
-    def place(workers: float, times: float) -> tuple[float, float]:
-        return left + side * log2(workers), under - side / 1.8 * log2(times)
-
-    def line(points: Iterable[tuple[float, float]], colour: str, dashes: str = "none") -> str:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
-
-    parts = [text(0, 18, "Rows per second, as multiples of one worker", theme.text, size=15, weight=600)]
-    for step in range(doublings + 1):
-        x, y = place(2**step, 2**step)
-        parts += [
-            line([(left, y), (left + side * doublings, y)], theme.line),
-            text(left - 10, y + 4, str(2**step), theme.faint, size=12, anchor="end"),
-            text(x, under + 20, str(2**step), theme.faint, size=12, anchor="middle"),
-        ]
-    parts.append(line([place(1, 1), place(2**doublings, 2**doublings)], theme.faint, "4 4"))
-    for (size, curve), colour in zip(curves.items(), colours, strict=True):
-        ends = [place(workers, pace / curve[0][1]) for workers, pace in curve]
-        x, y = ends[-1]
-        parts += [line(ends, colour), *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in ends)]
-        parts.append(text(x + 10, y + 4, f"{size} at once", theme.text, size=12))
-    parts.append(text(left, under + 42, "workers (dashed: without any loss)", theme.faint, size=12))
-    ends_at = ", ".join(f"{c[-1][1] / c[0][1]:.0f} times one with {size} rows at once" for size, c in curves.items())
-    return svg(under + 52, f"{2**doublings} workers do {ends_at}", parts)
-
-
-def clients_plot(theme: Theme) -> str:
-    """Tokens per second of two servers over their clients, a panel for each model."""
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = json.loads((RESULTS / "servers.json").read_text())
-    top, tall, wide, gap = 78, 150, 190, 90
-    under = top + tall + 14
-    parts = [text(0, 18, "Tokens per second of a server", theme.text, size=15, weight=600)]
-    for panel, (title, curves) in enumerate(panels.items()):
-        left, most = 34 + panel * (wide + gap), max(speed for curve in curves.values() for _, speed in curve)
-        steps = log2(max(clients for curve in curves.values() for clients, _ in curve))
-        parts.append(text(left, 48, title, theme.faint, size=12))
-        parts.append(f'<path d="M{left} {under}h{wide}" stroke="{theme.line}"/>')
-        for (system, curve), colour in zip(curves.items(), (theme.other, theme.own), strict=True):
-            at = [(left + wide * log2(n) / steps, top + tall * (1 - speed / most)) for n, speed in curve]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            above = -8 if system == "specdec" else 17
-            for (x, y), (n, speed) in zip(at, curve, strict=True):
-                parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-                parts.append(text(x, y + above, f"{speed:.0f}", theme.text, size=12, anchor="middle"))
-                parts.append(text(x, under + 20, str(n), theme.faint, size=12, anchor="middle"))
-            x, y = at[-1]
-            parts.append(text(x + 14, y + 4, system, theme.text, size=12))
-    parts.append(text(34, under + 42, "clients at a time, each with one request", theme.faint, size=12))
-    ends = (
-        f"{title}, {curve[-1][0]} clients: {system} {curve[-1][1]:.0f}"
-        for title, curves in panels.items()
-        for system, curve in curves.items()
-    )
-    return svg(under + 52, f"Tokens per second. {'; '.join(ends)}", parts, width=620)
 
 
 def sizes_plot(theme: Theme) -> str:
@@ -359,9 +269,7 @@ def svg(height: float, label: str, parts: Sequence[str], width: int = WIDTH) -> 
 def pictures() -> dict[Path, str]:
     """Every picture by its file."""
     assets = ROOT / "docs" / "assets"
-    makers = {"round": round_picture, "speed": plot, "scaling": scaling_plot, "clients": clients_plot}
-    if (RESULTS / "sizes.json").is_file():
-        makers["sizes"] = sizes_plot
+    makers = {"round": round_picture, "sizes": sizes_plot}
     return {
         assets / f"{name}-{shade}.svg": make(theme) for name, make in makers.items() for shade, theme in THEMES.items()
     }

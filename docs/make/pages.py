@@ -1,13 +1,20 @@
-"""Pages that are made from the code while the site is built: a hook of mkdocs.
+"""Pages that are made from the code.
 
-In the repository each has a stub in its place, so that links lead somewhere.
+    python -m docs.make.pages        # writes those that are in the repository; a test compares
 
-| page | made from |
+| page in the repository | made from |
 | --- | --- |
 | `reference/cli.md` | the parsers of `specdec` |
 | `reference/options.md` | options of calls, loading, suites and servers; their descriptions are in `options.yaml` |
+
+This file is also a hook of mkdocs, which makes the others while the site is built. Some have a stub in the repository,
+so that links lead somewhere.
+
+| page of the site | made from |
+| --- | --- |
 | `reference/errors.md` | every message in the source that names an argument or a way out |
 | `changelog.md` | CHANGELOG.md |
+| `results/` | the pages of benchmarks/results |
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ from specdec.server import protocol, settings
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SOURCE = Path(specdec.__file__).parent
+RESULTS = "benchmarks/results"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -48,7 +56,15 @@ def on_files(files: Any, config: Any) -> Any:
         if (stub := files.get_file_from_path(path)) is not None:  # for readers of the repository
             files.remove(stub)
         files.append(File.generated(config, path, content=make()))
+    for page in sorted((ROOT / RESULTS).glob("*.md")):
+        content = page.read_text(encoding="utf-8").replace("](../../docs/", "](../")
+        files.append(File.generated(config, f"results/{page.name}", content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **others: Any) -> str:
+    """Leads links to the folder of results, as the repository has them, to the pages of the site."""
+    return re.sub(rf"\]\(((?:\.\./)*)\.\./{RESULTS}/", r"](\1results/", markdown)
 
 
 # the command line
@@ -72,7 +88,7 @@ def command_line() -> str:
 
 
 def _section(command: Any, name: str) -> str:
-    context = command.context_class(command, info_name=name)
+    context = command.context_class(command, info_name=name, terminal_width=120, max_content_width=120)
     usage = command.get_usage(context).removeprefix("Usage: ")
     records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
     rows = "".join(f"| `{_pipes(flags)}` | {_pipes(_escaped(told))} |\n" for flags, told in records)
@@ -284,9 +300,10 @@ def changes() -> str:
     return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changelog", "# Changes", 1)
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "reference/cli.md": command_line,
-    "reference/options.md": options,
-    "reference/errors.md": error_list,
-    "changelog.md": changes,
-}
+WRITTEN: dict[str, Callable[[], str]] = {"reference/cli.md": command_line, "reference/options.md": options}
+PAGES: dict[str, Callable[[], str]] = {"reference/errors.md": error_list, "changelog.md": changes}
+
+
+if __name__ == "__main__":
+    for path, make in WRITTEN.items():
+        (ROOT / "docs" / path).write_text(make(), encoding="utf-8")

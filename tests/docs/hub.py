@@ -62,6 +62,8 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": _llama(0),
     "HuggingFaceTB/SmolLM2-135M-Instruct": _llama(1),
     "Qwen/Qwen2.5-0.5B-Instruct": _llama(2, backwards=True),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": _llama(4),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": _llama(5),
     "Qwen/Qwen3-8B": _llama(3, num_hidden_layers=3),
     "RedHatAI/Qwen3-8B-speculator.eagle3": _head,
     "openai/whisper-small.en": _saved(processor, whisper),

@@ -1,5 +1,7 @@
 """Every generative class of transformers writes what `model.generate` writes, or is refused in words."""
 
+import re
+
 import pytest
 import transformers
 
@@ -17,7 +19,7 @@ def test_the_page_lists_every_class() -> None:
     """Also those that transformers' mappings for text name, and no line is a mistake."""
     lines = families.lines_of(PAGE)
     assert mapped() <= lines.keys() or transformers.__version__ != MADE_WITH
-    assert not [name for name, line in lines.items() if "| differs: " in line or "| fails: " in line]
+    assert not [name for name, line in lines.items() if re.search(r"(^|\| )(differs|fails): ", line)]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -107,6 +107,21 @@ def test_extras_exist() -> None:
     assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))} == extras
 
 
+@pytest.mark.parametrize("name", made.WRITTEN)
+def test_a_page_that_is_made_is_fresh(name: str) -> None:
+    """Readers of the repository found empty pages of flags and options."""
+    assert read(f"docs/{name}") == made.WRITTEN[name](), "run python -m docs.make.pages"
+
+
+def test_the_documents_are_short() -> None:
+    """At most 35,000 words in all, without what is made from the code; a README of 120 lines."""
+    generated = {ROOT / "docs" / name for name in made.WRITTEN}
+    pages = [page.read_text("utf-8") for page in PAGES if page not in generated]
+    made_tables = r"<!-- (made|figures): .*?<!-- /\1 -->"
+    assert sum(len(re.sub(made_tables, "", page, flags=re.S).split()) for page in pages) <= 35_000
+    assert len(read("README.md").splitlines()) <= 120
+
+
 def test_a_page_that_is_made_has_a_stub() -> None:
     """Of the same title, in the repository; mkdocs sees to it that the navigation has every page."""
     for name, make in made.PAGES.items():
