@@ -2,7 +2,7 @@
 
 The first line on stdin has the fields of a `Task` to load; every later one is `{"ids", "tokens"}`, a prompt and
 how many tokens to write. Every answer on stdout is a line too: `{"ready": version}`, then `{"tokens", "seconds"}` per
-prompt, or `{"error"}`. All engines decode greedily, past any end of text.
+prompt, or `{"error"}`. All engines decode greedily, to the end of the text at most.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 Generate = Callable[[list[int], int], "list[int] | tuple[list[int], float]"]
-"""From a prompt's ids and a number of tokens to that many new ids, with their seconds if the engine measures these."""
+"""From a prompt's ids and a number of tokens to at most so many new ids, with their seconds if it measures these."""
 
 LOOKUP = {"tokens": 10, "ngram": 3}
 DRAFTED = 5
@@ -73,7 +73,7 @@ def specdec(task: Task, backend: str) -> Generate:
         draft = f"model:{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
     generator.wait_until_compiled()
-    common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}
+    common = {"do_sample": False, "repetition_penalty": None}
     return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
 
 
@@ -82,7 +82,7 @@ def transformers(task: Task) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0}
     how: dict[str, Any] = {"dtype": torch.float32 if task.weights == "float32" else torch.bfloat16}
     if task.weights == "gguf":
         folder, how["gguf_file"] = os.path.split(task.at("gguf"))
@@ -117,7 +117,7 @@ def openvino(task: Task) -> Generate:
 
     kind = {"float32": "fp32", "bfloat16": "fp16"}.get(task.weights, task.weights)
     exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if task.weights == "float32" else {}
-    config = genai.GenerationConfig(do_sample=False, ignore_eos=True)
+    config = genai.GenerationConfig(do_sample=False)
     how: dict[str, Any] = {"scheduler_config": genai.SchedulerConfig(), **exact}
     if task.draft == "model":
         how["draft_model"] = genai.draft_model(f"{task.at('openvino')}/{kind}/draft", "CPU", **exact)
@@ -149,7 +149,9 @@ def llama_cpp(task: Task) -> Generate:
 
     def generate(ids: list[int], tokens: int) -> list[int]:
         model.reset()
-        return list(islice(model.generate(ids, temp=0.0, repeat_penalty=1.0), tokens))
+        ends = (model.token_eos(), -1)
+        new = takewhile(lambda token: token not in ends, model.generate(ids, temp=0.0, repeat_penalty=1.0))
+        return list(islice(new, tokens))
 
     return generate
 
@@ -160,7 +162,7 @@ def llama_program(task: Task) -> Generate:
 
     tokenizer = AutoTokenizer.from_pretrained(task.at("target"))
     threads, kind = len(os.sched_getaffinity(0)), {"lookup": "ngram-simple", "model": "draft-simple"}[task.draft]
-    command = [task.at("llama"), "-m", task.at("gguf"), "--spec-type", kind, "--temp", "0", "--ignore-eos"]
+    command = [task.at("llama"), "-m", task.at("gguf"), "--spec-type", kind, "--temp", "0"]
     command += ["-c", "2048", "-t", str(threads)]
     if task.draft == "model":
         command += ["-md", task.at("gguf_draft")]
@@ -174,7 +176,8 @@ def llama_program(task: Task) -> Generate:
         }
         written, seconds = times["decoded"]
         text = done.stdout.partition(prompt)[2]
-        return tokenizer(text).input_ids[:tokens], times["encoded"][1] + seconds * (tokens - 1) / written
+        new = tokenizer(text).input_ids[:tokens]
+        return new, times["encoded"][1] + seconds * (len(new) - 1) / written
 
     return generate
 
@@ -193,7 +196,7 @@ def vllm(task: Task) -> Generate:
     engine = LLM(task.at("target"), speculative_config=speculative, **how)
 
     def generate(ids: list[int], tokens: int) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=tokens)
         (answer,) = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 

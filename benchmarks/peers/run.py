@@ -71,7 +71,7 @@ class Worker:
         whole = self._ask({"ids": ids, "tokens": self._tokens})
         self.outputs.append(whole["tokens"])
         self.first.append(first)
-        self.rest.append((whole["seconds"] - first) / (self._tokens - 1))
+        self.rest.append((whole["seconds"] - first) / max(len(whole["tokens"]) - 1, 1))
 
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
