@@ -1,4 +1,4 @@
-"""`python -m specdec`, and `torchrun -m specdec`: the command line."""
+"""`python -m specdec`: the command line."""
 
 from specdec.cli import main
 

@@ -12,7 +12,7 @@ import specdec
 ROOT = Path(specdec.__file__).parent
 # A folder imports itself and what stands above it.
 LAYERS = [
-    *("errors", "core", "options", "kernels", "models", "decoding", "proposers", "engine", "parallel", "generator"),
+    *("errors", "core", "options", "kernels", "models", "decoding", "proposers", "engine", "generator"),
     *("pipelines", "integrations", "bench", "distill", "server", "batch", "cli"),
 ]
 # Programs do not import each other, nor do strategies import models: what stands here does not import what follows.

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import DEFAULT_NEW_TOKENS, CommandRequest, first_of_job, passed, read_request, refuse_idle
+from specdec.cli.request import DEFAULT_NEW_TOKENS, CommandRequest, passed, read_request, refuse_idle
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
 from specdec.cli.transcribe import choose_model, read_speech
@@ -71,7 +71,6 @@ def batch(
     A row that fails has the reason in its field `error`; the others are answered, and the exit code is 1.
     """
     request = read_task(ctx.params)
-    first_of_job(request)
     with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         from specdec.batch import Source, WorkerPool, connect, embedded, over_ray, run_batch
 

@@ -23,7 +23,6 @@ from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import (
-    first_of_job,
     load_with_spinner,
     read_prediction,
     read_prompt,
@@ -43,8 +42,6 @@ from specdec.cli.terminal import (
     Interrupt,
     abandon_stdout,
     fail,
-    hush,
-    is_beside,
     notes,
     remark,
     say,
@@ -65,20 +62,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    code = run_command(sys.argv[1:])
-    if (ranks := sys.modules.get("specdec.parallel.ranks")) is not None:  # only where a model was loaded
-        ranks.leave(code)
-    sys.exit(code)
+    sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
-    beside = is_beside(arguments)
     with warnings.catch_warnings(), notes():
         warnings.showwarning = _show_warning()
-        if beside:
-            hush()
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
@@ -99,7 +90,7 @@ def run_command(arguments: Sequence[str]) -> int:
             by_parser = getattr(error, "format_message", None)
             message = str(error) if by_parser is None else by_parser().replace("Value error, ", "")  # pydantic's
             if by_parser is not None or isinstance(error, OptionError):
-                return USAGE if beside else fail(f"error: {message}", USAGE)
+                return fail(f"error: {message}", USAGE)
             if not isinstance(error, SpecdecError):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"
             return fail(f"error: {message}", FAILED)
@@ -138,7 +129,7 @@ def root(
 
 @flags.takes(
     "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
-    "dtype quantization gguf_file backend exactness device_map offload offload_folder tp_plan trust_remote_code",
+    "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code",
     "activations prefix_cache config set_ json_ stats quiet",
 )
 def generate(
@@ -181,7 +172,6 @@ def generate(
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
-    first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.draft)
     asked = with_images(text, image or [])
     generator = load_with_spinner(request)

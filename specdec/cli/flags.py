@@ -130,9 +130,6 @@ def _shared(
     offload_folder: str | None = Option(
         None, help="Where to write weights that cannot be read straight from the checkpoint."
     ),
-    tp_plan: str | None = Option(
-        None, metavar="auto", help="Share the target among the processes that torchrun started."
-    ),
     trust_remote_code: bool | None = Option(None, "--trust-remote-code", help="Run the model's own code."),
     prefix_cache: bool | None = Option(
         None,

@@ -222,14 +222,6 @@ def choose_draft(
     return draft
 
 
-def first_of_job(request: CommandRequest) -> None:
-    """Returns in the first of the processes that share the target; the others run in here until it ends."""
-    if request.loading.get("tp_plan") is not None:
-        from specdec.parallel.load import leading
-
-        leading(Loading(tp_plan=request.loading["tp_plan"]))
-
-
 def load_with_spinner(request: CommandRequest, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
     with loading(f"loading {request.target}", downloads=not are_here(request.target, request.draft)):

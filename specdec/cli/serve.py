@@ -29,7 +29,7 @@ LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 
 @flags.takes(
     "draft num_draft_tokens schedule",
-    "dtype quantization gguf_file activations backend device_map offload offload_folder tp_plan trust_remote_code",
+    "dtype quantization gguf_file activations backend device_map offload offload_folder trust_remote_code",
     "prefix_cache quiet",
 )
 def serve(

@@ -13,7 +13,6 @@ from specdec.cli import flags
 from specdec.cli.request import (
     DEFAULT_NEW_TOKENS,
     CommandRequest,
-    first_of_job,
     load_with_spinner,
     read_request,
     read_text,
@@ -61,7 +60,6 @@ def summarize(
     request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
-    first_of_job(request)
     texts = bundled_models.functions() if demo else read_text_files(files or [])
     summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK

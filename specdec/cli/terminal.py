@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -35,11 +35,6 @@ EXAMPLES = {
     "zoo": "specdec zoo",
 }
 """An example for the help of each command; all but that of `chat` work offline."""
-
-
-def is_beside(arguments: Sequence[str]) -> bool:
-    """Whether another process of the same job does the printing."""
-    return os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
 
 
 def fail(message: str, code: int) -> int:

@@ -18,13 +18,12 @@ from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, place_tokens, sees_alike, unwrapped
+from specdec.models import LanguageModel, load_model, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.loading.lighten import lightened
 from specdec.options.drafts import ALONE, SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import AUTO, PASSES, Loading
-from specdec.parallel.load import load_in_job
 from specdec.proposers import (
     DRAFTS,
     EarlyExitDraft,
@@ -259,7 +258,7 @@ def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load_in_job(model, how, name=name)
+    return load_model(model, how, name=name)
 
 
 def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
@@ -277,7 +276,7 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     if how.gguf_file is None and head_kind(source, how.revision, argument=name) is not None:
         model = HeadAt(str(source), how)
     else:
-        model = LoadedModel(load_in_job(source, how, name=name), tokenizer_beside(str(source), **how.beside))
+        model = LoadedModel(load_model(source, how, name=name), tokenizer_beside(str(source), **how.beside))
     return model if word is None else (word, model)
 
 

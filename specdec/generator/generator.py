@@ -34,7 +34,6 @@ from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
 from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
-from specdec.parallel.load import leading, on_own_device
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 PREFIX_BYTES = 2**28
@@ -108,17 +107,12 @@ class SpecGenerator:
 
         `options` are fields of `Loading`, for the target, and defaults of `generate`. The draft has the target's
         `dtype`, `backend`, `device_map` and `trust_remote_code`, and is never offloaded. `draft_options` override
-        these. With `tp_plan` this returns in the first process of a job only, which has the draft; the others work for
-        it and leave the program (SystemExit) when it ends, or raise EngineError when they lose it. Raises OptionError,
-        UnsupportedError and LoadError where something cannot be loaded as asked.
+        these. Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
         """
         how, options = Loading.split(options)
         check_defaults(options)
         _prefixes(prefix_cache)  # raises before anything is loaded
-        draft_how = how.of_draft(draft_options)
-        if leading(how) is not None:
-            draft_how = on_own_device(draft_how)
-        unloaded, draft = draft, loaded(draft, draft_how)
+        unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
         model = language_model(target, "target", how)

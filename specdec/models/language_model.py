@@ -68,12 +68,11 @@ class LanguageModel:
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
-    `is_sharded`: other processes hold parts of its weights. `sees`: it reads pictures or recordings in its text. Raises
+    `sees`: it reads pictures or recordings in its text. Raises
     OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head or
     that continues text at a mask token, and for an impossible backend or exactness.
     """
 
-    is_sharded = False
     unread: Callable[[], Mapping[str, nn.Module]] | None = None
     """Loads the modules that read pictures, by name, where they were left out (`see`)."""
     recut: Callable[[], LanguageModel] | None = None

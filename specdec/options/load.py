@@ -20,14 +20,13 @@ EXACTNESS = ("auto", "strict")
 """What is promised: as much as the dtype allows, or texts equal bit for bit."""
 ACTIVATIONS = ("auto", "float")
 """What packed integers are multiplied by: rows in 8 bits, or rows as they are."""
-_WHOLE = ("quantization", "gguf_file", "device_map", "max_memory", "offload", "offload_folder")
-"""Options that place or convert all weights."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' argument that has another name here, or none -> the way out.
 FOREIGN = {
     "torch_dtype": "call it `dtype`",
     "load_in_8bit": "pass `quantization='int8'`",
     "load_in_4bit": "pass `quantization='nf4'`",
+    "tp_plan": "`device_map='auto'` places whole layers on several devices",
     **dict.fromkeys(
         ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"),
         _BY_HAND,
@@ -72,8 +71,7 @@ class Loading:
     repository. `device_map`, `max_memory` (bytes or text like "2GiB"), `revision`, `trust_remote_code`: as in
     transformers. `offload`: weights stay in memory ("cpu") or on "disk" and are read in every pass, all or with
     `max_memory` those that do not fit; `offload_folder`: for weights that must be rewritten, by default a temporary
-    one. `tp_plan`: "auto" or transformers' plan of a division among the processes of a job (torchrun), of which the
-    first returns. `backend`: "eager" layers, "packed" weights in the order in which short passes on a CPU read them,
+    one. `backend`: "eager" layers, "packed" weights in the order in which short passes on a CPU read them,
     "compiled" passes, or "auto", which measures. `activations`="float" multiplies packed integers by rows as they are,
     not rounded to 8 bits. `exactness`="strict" promises the text of plain decoding bit for bit, with any draft and
     beside any calls, and is verified.
@@ -88,7 +86,6 @@ class Loading:
     max_memory: Mapping[str | int, str | int] | None = None
     offload: str | None = None
     offload_folder: str | PathLike[str] | None = None
-    tp_plan: str | Mapping[str, str] | None = None
     backend: str = "auto"
     exactness: str = "auto"
     activations: str = "auto"
@@ -112,8 +109,6 @@ class Loading:
             raise OptionError.of("trust_remote_code", "true or false", self.trust_remote_code)
         if self.gguf_file is not None:
             self._check_gguf()
-        if self.tp_plan is not None:
-            self._check_plan()
         if self.offload is not None and self.device_map is not None:
             raise OptionError("`device_map` and `offload` both place the weights: pass one of them")
         placed = self.offload is not None or self.device_map is not None
@@ -127,21 +122,6 @@ class Loading:
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
                 f"memory: use {others}, or leave out one of them"
-            )
-
-    def _check_plan(self) -> None:
-        if self.tp_plan != "auto" and not isinstance(self.tp_plan, Mapping):
-            raise OptionError.of("tp_plan", "'auto', or a mapping of modules to transformers' styles", self.tp_plan)
-        if idle := [name for name in _WHOLE if getattr(self, name) is not None]:
-            raise OptionError(
-                f"`tp_plan` divides the checkpoint's own weights among processes, and `{idle[0]}` places or converts "
-                "them: leave out one of them"
-            )
-        if self.backend not in ("auto", "eager") or self.exactness != "auto":
-            name = "backend" if self.backend not in ("auto", "eager") else "exactness"
-            raise UnsupportedError(
-                f"`{name}`={getattr(self, name)!r} needs whole layers, and `tp_plan` leaves each process a part of "
-                f"them: leave out `{name}`"
             )
 
     def _check_gguf(self) -> None:

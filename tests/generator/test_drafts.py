@@ -69,10 +69,10 @@ def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch:
     """The second call with the same path finds model and tokenizer ready."""
     target, draft = folders
     generator, sources = SpecGenerator(target), []
-    load = specdec.generator.drafts_by_name.load_in_job
+    load = specdec.generator.drafts_by_name.load_model
     monkeypatch.setattr(
         specdec.generator.drafts_by_name,
-        "load_in_job",
+        "load_model",
         lambda source, *a, **how: sources.append(source) or load(source, *a, **how),
     )
     for _ in range(2):

@@ -224,15 +224,7 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
         ({"subfolder": "q"}, "`subfolder` is no loading option.*load the model with transformers and pass it"),
         ({"torch_dtype": "float32"}, "`torch_dtype` is no loading option.*`dtype`"),
         ({"load_in_4bit": True}, "`load_in_4bit` is no loading option.*nf4"),
-        ({"tp_plan": "all"}, "`tp_plan` must be 'auto'"),
-        ({"tp_plan": "auto"}, "torchrun --nproc-per-node"),
-        *(
-            ({"tp_plan": "auto", name: value}, f"`{name}`.*leave out")
-            for name, value in (
-                *(("device_map", "auto"), ("quantization", "int8"), ("offload", "disk"), ("gguf_file", "a.gguf")),
-                *(("backend", "packed"), ("backend", "compiled"), ("exactness", "strict")),
-            )
-        ),
+        ({"tp_plan": "auto"}, "`tp_plan` is no loading option.*device_map"),
     ],
 )
 def test_wrong_options_are_told_by_name(given: dict[str, Any], named: str) -> None:

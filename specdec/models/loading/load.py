@@ -6,7 +6,7 @@ import logging
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,6 @@ from specdec.models.loading.placement import (
     device_map,
     dispatch,
     offload_folder,
-    parts,
     read_ahead,
     to_devices,
 )
@@ -51,7 +50,7 @@ from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_ggu
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
-_WHOLE = {"device_map", "offload", "tp_plan", "gguf_file"}  # options of loading that place the whole model at once
+_WHOLE = {"device_map", "offload", "gguf_file"}  # options of loading that place the whole model at once
 
 
 def load_model(
@@ -59,12 +58,10 @@ def load_model(
     how: Loading | None = None,
     *,
     name: str = "model",
-    read: Callable[[str, str, Loading, str], LanguageModel] | None = None,
 ) -> LanguageModel:
     """Loads the model at a hub name, path, GGUF file or `zoo:NAME` as `how` says; wraps a given model.
 
     `name` is the caller's word for the argument: "model" and "target" mean the target of a zoo pair, others its draft.
-    `read(source, folder, how, name)` replaces `from_checkpoint`.
 
     Raises OptionError for loading options other than `PASSES` with a given model, an unknown `dtype` or device, and
     sources that do not exist; UnsupportedError if a quantization, backend or exactness is impossible here; LoadError
@@ -80,8 +77,8 @@ def load_model(
             return source
         if (getattr(source, "tp_size", None) or 1) > 1:
             raise UnsupportedError(
-                f"the {name} is shared by several processes already, which would not follow one another: pass its name "
-                "or folder to SpecGenerator.from_pretrained with tp_plan='auto'"
+                f"the {name} is shared by several processes, which would not follow one another: load all of it in one "
+                "process, with `device_map='auto'` on several devices"
             )
         return LanguageModel(source, backend=how.backend, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
@@ -96,9 +93,7 @@ def load_model(
     else:
         raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
-    if read is not None:
-        return read(str(source), folder, how, name)
-    return from_checkpoint(LanguageModel, str(source), folder, how, name)
+    return _from_checkpoint(str(source), folder, how, name)
 
 
 def unwrapped(model: Any, name: str) -> Any:
@@ -119,20 +114,14 @@ def unwrapped(model: Any, name: str) -> Any:
     return model.get_base_model()
 
 
-def from_checkpoint(
-    kind: type[LanguageModel],
-    source: str,
-    folder: str,
-    how: Loading,
-    name: str,
-) -> LanguageModel:
+def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     few = how.quantization == AUTO
     with explained(source, name):
         model = _read(folder, replace(how, quantization=None) if few else how, name)
         if few and how.backend != "eager":
             model = lightened(model, owned=True)
-    language = kind(model, backend=how.backend, exactness=how.exactness, owned=True)
+    language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)
     return language
@@ -205,8 +194,6 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         # a copy, as transformers replaces strings in it
         options["max_memory"] = how.max_memory and dict(how.max_memory)
-        if how.tp_plan is not None:
-            options["distributed_config"] = parts(config, how.tp_plan, name)
         with reading():
             model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
@@ -233,7 +220,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
 
 def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | None:
     """The quantizer of a checkpoint that is quantized already, on a CPU; elsewhere transformers reads it."""
-    return stored_quantizer(name, config, how) if how.tp_plan is None and _computes_on_cpu(how) else None
+    return stored_quantizer(name, config, how) if _computes_on_cpu(how) else None
 
 
 def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:

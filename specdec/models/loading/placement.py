@@ -1,8 +1,7 @@
-"""Where weights lie: which modules leave memory, the folder of written weights, shares of several processes."""
+"""Where weights lie: which modules leave memory, and the folder of written weights."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import warnings
@@ -16,9 +15,8 @@ from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from accelerate.utils import convert_file_size_to_int, get_balanced_memory
 from safetensors.torch import save_file
 from torch import nn
-from transformers.distributed import DistributedConfig
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError
 from specdec.models.hf.private_api import skipped_keys
 from specdec.models.loading.streamed_layers import stream
 from specdec.models.loading.weight_files import Stored
@@ -151,22 +149,3 @@ def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> It
             yield prefix + part, away
         else:
             yield from _places(child, away, main, prefix + part)
-
-
-def parts(config: Any, plan: str | Mapping[str, str], name: str) -> DistributedConfig:
-    """The `distributed_config` of `from_pretrained`; UnsupportedError for models that cannot be shared."""
-    text, count = config.get_text_config(decoder=True), int(os.environ["WORLD_SIZE"])
-    if config.is_encoder_decoder:
-        raise UnsupportedError(f"{name!r} has an encoder, and `tp_plan` shares decoders alone: leave it out")
-    if plan == "auto" and not getattr(text, "base_model_tp_plan", None):
-        raise UnsupportedError(
-            f"transformers has no plan to share {config.model_type!r} models among processes: pass one as `tp_plan`, a "
-            "mapping of modules to styles, or leave it out"
-        )
-    heads = {what: getattr(text, what, None) for what in ("num_attention_heads", "num_key_value_heads")}
-    if odd := [what for what, number in heads.items() if number and number % count]:
-        raise UnsupportedError(
-            f"{name!r} has {heads[odd[0]]} heads (`{odd[0]}`), which {count} processes cannot share evenly: start as "
-            "many as divide that"
-        )
-    return DistributedConfig(tp_plan=plan if isinstance(plan, str) else dict(plan))

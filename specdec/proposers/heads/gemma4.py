@@ -138,11 +138,11 @@ class AssistantStage(Stage):
 
 def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
     """A Gemma 4 assistant; raises OptionError or UnsupportedError for targets that do not fit, LoadError if broken."""
-    if not type(target.decoder).__name__.startswith("Gemma4") or target.is_offloaded or target.is_sharded:
+    if not type(target.decoder).__name__.startswith("Gemma4") or target.is_offloaded:
         raise UnsupportedError(
             f"`{checkpoint.argument}` is a Gemma 4 assistant, which computes with layers of a whole Gemma 4 model, and "
             f"the target is a {type(target.model).__name__}: use it with the model that it was made for, without "
-            "`offload` and `tp_plan`"
+            "`offload`"
         )
     with torch.device("meta"):
         stage = AssistantStage(checkpoint, target)

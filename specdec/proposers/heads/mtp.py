@@ -43,8 +43,6 @@ class MtpDraft(HeadDraft):
                 f"`{name}`: {type(target.model).__name__} has no layers for multi-token prediction (its config has no "
                 "`num_mtp_layers`): name another draft"
             )
-        if target.is_sharded:
-            raise UnsupportedError(f"`{name}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
         # A shallow copy without embeddings and output layer, whose packed weights no checkpoint has.
         inner = shallow_copy(target.model)
         inner.set_input_embeddings(nn.Identity())

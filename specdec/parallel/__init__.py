@@ -1,1 +1,0 @@
-"""Models whose weights are distributed over several processes."""
