@@ -33,6 +33,7 @@ from specdec.cli.show import Printer
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, notes
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
+from specdec.kernels import Lack, build
 from specdec.options import bundled_models
 from specdec.server.models import load_served
 from specdec.server.settings import Limits, ModelSettings
@@ -536,24 +537,19 @@ def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert "OMP_NUM_THREADS=1" in last
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_what_is_missing_is_one_line(target: str, called: Any, error_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler: a note of `generate`, nothing if it is to be quiet, and an error of `compile`.
 
     (The first said nothing, and the last an InductorError after half a minute.)
     """
-
-    def specdec(*arguments: str) -> tuple[int, str]:
-        given = {"CXX": "nosuchcompiler", "SPECDEC_KERNELS": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "specdec", *arguments]
-        done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
-        said = [line for line in done.stderr.splitlines(keepends=True) if "%: " not in line]  # of a slow machine
-        return done.returncode, "".join(said)
-
-    words = "CXX names nosuchcompiler, which is not here: name a C++ compiler, or unset it\n"
-    writing = "generate", "zoo:python-code", "-p", "def", "--max-new-tokens", "2"
-    assert specdec(*writing) == (0, f"note: no kernels, so passes and sampling on the CPU are slower: {words}")
-    assert specdec(*writing, "--quiet") == (0, "")
-    assert specdec("compile", "zoo:python-code") == (1, f"error: nothing can be compiled here, {words}")
+    missing = Lack("there is no compiler", "name one")
+    monkeypatch.setattr(build, "_lack", lambda: missing)
+    writing = "generate", "zoo:python-code", "--draft", "none", "-p", "def", "--max-new-tokens", "2"
+    for words in (["--quiet"], []):
+        build._tell.cache_clear()
+        note = "" if words else f"note: no kernels, so passes and sampling on the CPU are slower: {missing}\n"
+        assert called(*writing, *words).err == note
+    assert error_of("compile", target, code=1) == f"error: nothing can be compiled here, {missing}\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- printer
@@ -655,9 +651,10 @@ def test_a_reader_that_leaves_is_no_error(target: str) -> None:
 
 @pytest.fixture
 def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny models in place of the package's pair, and a short prompt for its demo."""
-    found = bundled_models.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234})
-    monkeypatch.setattr(bundled_models, "pair", lambda name="python-code": found)
+    """The tiny models in place of the package's pair for code, and a short prompt for its demo."""
+    tiny = bundled_models.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234})
+    bundled, code = bundled_models.pair, "python-code"
+    monkeypatch.setattr(bundled_models, "pair", lambda name=code: tiny if name == code else bundled(name))
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "")  # restored after the demo has set it
     monkeypatch.delenv("SPECDEC_COMPILE_AFTER")
@@ -742,31 +739,34 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     assert found["stats"]["exactness"] == "exact"
 
 
+class Enough(SpecdecError):
+    """Ends a command that has made its generator."""
+
+
 def test_every_command_reads_in_full_if_told(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
 ) -> None:
     """By --no-prefix-cache, or by a file, over which the flag wins; measurements always do."""
-    made, init = list[Any](), SpecGenerator.__init__
+    made = list[Any]()
 
     def spy(self: Any, *models: Any, **options: Any) -> None:
         made.append(options.get("prefix_cache"))
-        init(self, *models, **options)
+        raise Enough("enough")
 
     monkeypatch.setattr(SpecGenerator, "__init__", spy)
     (rows := tmp_path / "rows.txt").write_text("def f\n")
     (file := tmp_path / "run.yaml").write_text("prefix_cache: false\n")
     generating = ("generate", target, "-p", "def f")
     batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
-    for arguments in (generating, batch, ("summarize", rows, "--model", target)):
-        called(*arguments, *NEW, "-q", "--no-prefix-cache")
-    called("transcribe", "--demo", "-q", "--no-prefix-cache")
-    talk("ab", flags=("--no-prefix-cache",))
-    called(*generating, *NEW, "-q", "--config", file)
-    commands.run_command(["doctor", target, "--seconds", "0.1", "-q"])
-    assert made == [False] * len(made)
+    for arguments in (generating, batch, ("summarize", rows, "--model", target), ("transcribe", "--demo")):
+        called(*arguments, "-q", "--no-prefix-cache", code=1)
+    talk("ab", flags=("--no-prefix-cache",), code=1)
+    called(*generating, "-q", "--config", file, code=1)
+    called("doctor", target, "--seconds", "0.1", "-q", code=1)
+    assert made == [False] * 7
     made.clear()
-    called(*generating, *NEW, "-q", "--config", file, "--prefix-cache")
-    called(*generating, *NEW, "-q")
+    called(*generating, "-q", "--config", file, "--prefix-cache", code=1)
+    called(*generating, "-q", code=1)
     assert made == [True, None]
 
 
@@ -789,18 +789,21 @@ def test_gguf_files(tmp_path: Path, called: Any) -> None:
     assert "there are draft.gguf, model.gguf" in err
 
 
+@pytest.mark.usefixtures("pair")
 def test_commands_that_compile_at_once(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any
 ) -> None:
     """Those that run long or measure, and do so before they decode; `generate` waits until it pays."""
-    made: list[SpecGenerator] = []
-    monkeypatch.setattr(SpecGenerator, "compile", lambda self: made.append(self))
+
+    def compile_(self: SpecGenerator) -> None:
+        raise Enough("compiled")
+
+    monkeypatch.setattr(SpecGenerator, "compile", compile_)
     monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "inf")  # the demo would leave it behind
     (rows := tmp_path / "rows.txt").write_text("def f\n")
     called("generate", target, "-p", "def f", *NEW, "-q")
-    assert not made
-    called("batch", rows, tmp_path / "out.jsonl", "--model", target, *NEW, "-q")
-    called("transcribe", "--demo", "-q")
-    called("demo", *NEW, "-q")
-    load_served(ModelSettings(name="m", target=target, draft=draft), Limits())
-    assert len(made) == 4
+    batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
+    for words in (batch, ("transcribe", "--demo"), ("demo", *NEW)):
+        assert called(*words, "-q", code=1).err == "error: compiled\n", words
+    with pytest.raises(Enough):
+        load_served(ModelSettings(name="m", target=target, draft=draft), Limits())
