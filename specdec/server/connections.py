@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.server.answers import encoded
-from specdec.server.errors import ApiError, unavailable
-from specdec.server.state import LOG, LOST, State, origin_of
+from specdec.server.state import LOG, LOST, State
 
 
 class HttpProtocol(H11Protocol):
@@ -23,7 +19,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *args: Any, state: State, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._state, self._limits = state, state.settings.limits
+        self._limits = state.settings.limits
         self.logger = _LOG
         self._lost = asyncio.Event()
         self.app_state = {**self.app_state, LOST: self._lost}
@@ -70,22 +66,22 @@ class HttpProtocol(H11Protocol):
             self._send.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses a request that h11 cannot parse."""
-        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
-        message = "the headers are too large" if status == 431 else "this cannot be read as an HTTP/1.1 request"
-        self._refuse(ApiError(status, message, code="too_large" if status == 431 else "invalid_http"))
+        """Refuses what h11 cannot parse, unless an answer has begun, and closes the connection."""
+        if self.cycle is not None:  # it must not answer, too
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def drop(self) -> None:
         self.transport.abort()
 
     def stop(self) -> None:
-        """Refuses a request whose body is incomplete; closes the connection if its answer has begun."""
-        if self.is_idle or not self.cycle.more_body:
-            return
-        if self.cycle.response_started:
+        """Closes the connection of a request whose body is incomplete."""
+        if not self.is_idle and self.cycle.more_body:
             self.drop()
-        else:
-            self._refuse(unavailable("the server is shutting down"))
 
     def _await_head(self) -> None:
         if self._head is not None:
@@ -101,29 +97,6 @@ class HttpProtocol(H11Protocol):
             "a client did not read what it was sent within %g s: its connection is closed", self._limits.send_seconds
         )
         self.drop()
-
-    def _refuse(self, error: ApiError) -> None:
-        """Sends an error without the application, unless an answer has begun, and closes the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            own, body = secrets.token_hex(8), encoded(error.body)
-            headers = {
-                "Content-Type": "application/json",
-                "Content-Length": str(len(body)),
-                "X-Request-ID": own,
-                "X-Content-Type-Options": "nosniff",
-                "Connection": "close",
-                **(error.headers or {}),
-            }
-            answer = h11.Response(status_code=error.status_code, headers=list(headers.items()), reason=b"")
-            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-            facts = {"request_id": own, "method": "unknown", "path": "unknown", "status": error.status_code}
-            client = origin_of((self.client or ("",))[0])
-            self._state.note(**facts, seconds=0.0, bytes=len(body), client=client, key=None, error=error.code)
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self.transport.close()
 
 
 _LOG = LOG.getChild("http")

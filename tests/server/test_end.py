@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import httpx
 import pytest
@@ -118,10 +118,10 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         began = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
         streamed, whole = await asyncio.gather(*asked)
-        half = (await reader.read()).decode()
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
         writer.close()
-    assert half.startswith("HTTP/1.1 503 ")
-    assert all("the server is shutting down" in said for said in (half, streamed.text, whole.text))
+    assert all("the server is shutting down" in said for said in (streamed.text, whole.text))
     assert whole.status_code == 503
     assert 0.5 <= time.monotonic() - began < 3
     assert [one["error"] for one in facts_of(caplog) if one["status"] == 200] == ["unavailable"]
