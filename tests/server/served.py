@@ -142,7 +142,7 @@ async def listening(*models: TextModel | SpeechModel, **given: Any) -> AsyncIter
     while not server.started:
         await asyncio.sleep(0.01)
     [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
         yield server, client
     server.should_exit = True
     await serving
