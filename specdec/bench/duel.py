@@ -13,8 +13,8 @@ from specdec.bench.samples import Difference, differences
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 
-PROMPTS = 12
 WARM_UP = 16
+_PROMPTS = 12
 _FALLBACK = (
     'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n        self.items = []\n\n'
 )
@@ -35,10 +35,9 @@ class Duel:
         return self.assisted_rate / self.plain_rate
 
 
-def prompt(seed: int) -> str:
+def prompts() -> list[str]:
     """Held-out code of the standard library; a short class where its sources are not installed."""
-    prompts = held_out_prompts(seed % PROMPTS + 1)
-    return prompts[-1] if prompts else _FALLBACK
+    return held_out_prompts(_PROMPTS) or [_FALLBACK]
 
 
 def duel(

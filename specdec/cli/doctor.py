@@ -208,7 +208,7 @@ def _fit(generator: SpecGenerator) -> Finding:
 
 def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
     """Decodes `texts` or held-out code for about `seconds`, plain and assisted in turn, greedily."""
-    from specdec.bench.duel import PROMPTS, prompt
+    from specdec.bench.duel import prompts
     from specdec.bench.machine import Watch, waiting_threads
     from specdec.generator.generator import SpecGenerator
 
@@ -221,7 +221,7 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
         return
     plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer, prefix_cache=False)
     watch = Watch()
-    runs = list(_duels(generator, plain, texts or [prompt(seed) for seed in range(PROMPTS)], seconds, watch))
+    runs = list(_duels(generator, plain, texts or prompts(), seconds, watch))
     speedup = median(one.speedup for one in runs)
     slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
     length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)

@@ -41,14 +41,15 @@ def demo(
     os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.duel import duel, prompt
+        from specdec.bench.duel import duel, prompts
         from specdec.bench.machine import Watch
         from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
         assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), prefix_cache=False)
         plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer, prefix_cache=False)
-        text = prompt(seed)
+        texts = prompts()
+        text = texts[seed % len(texts)]
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):

@@ -655,7 +655,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = bundled_models.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234})
     bundled, code = bundled_models.pair, "python-code"
     monkeypatch.setattr(bundled_models, "pair", lambda name=code: tiny if name == code else bundled(name))
-    monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
+    monkeypatch.setattr("specdec.bench.duel.prompts", lambda: ["def f():\n"])
     monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "")  # restored after the demo has set it
     monkeypatch.delenv("SPECDEC_COMPILE_AFTER")
 

@@ -82,6 +82,7 @@ def test_a_busy_machine_promises_nothing(busy: bool, monkeypatch: pytest.MonkeyP
     """A gain that was 0.68x a minute later had a check mark, and the prompt was code whatever the model."""
     monkeypatch.setattr("specdec.bench.machine.waiting_threads", lambda: "they wait" if busy else None)
     monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
+    monkeypatch.setattr("specdec.bench.duel.prompts", lambda: ["def f():\n"])
     one = SimpleNamespace(speedup=3.28, plain_rate=1.0, assisted_rate=3.28, difference=None)
     one.assisted = SimpleNamespace(stats=Stats(num_spec_steps=1, num_accepted_draft_tokens=3))
 
