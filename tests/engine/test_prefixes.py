@@ -21,7 +21,7 @@ from specdec.models import free_bytes
 from tests.engine.test_requests import finish, submit
 from tests.engine.test_threads import generated, together
 from tests.heads import eagle_folder
-from tests.matrix import endless
+from tests.matrix import endless, in_pairs
 from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
@@ -34,8 +34,11 @@ def alone(model: Any, prompt: Any, **options: Any) -> list[list[int]]:
     return SpecGenerator(model, prefix_cache=False).generate(prompt, **{**COMMON, **options}).sequences.tolist()
 
 
+TURNS = [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt2"])
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}])
+@pytest.mark.parametrize("how", TURNS)
 def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> None:
     """A chat so far is not read again, its answer included, and the text is as if it were."""
     model = tiny(name)
@@ -49,9 +52,7 @@ def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> Non
         assert out.sequences.tolist() == alone(model, prompt, **how)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}])
-@pytest.mark.parametrize("copying", [False, True])
+@in_pairs(name=["llama", "gemma2", "gpt2"], how=TURNS, copying=[False, True])
 def test_the_draft_of_the_next_turn_reads_what_is_new(name: str, how: dict[str, Any], *, copying: bool) -> None:
     """A chat so far is not read again by a draft model. (The target continued, and the draft read all of it.)"""
     target, draft = tiny(name), tiny(name, seed=1)

@@ -9,13 +9,15 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git import GitConfig, GitForCausalLM
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from tests.families import prompts, verdicts
+from tests.families import prompts
+from tests.matrix import in_pairs
 from tests.models.encoders import IDS, MADE, loud
 from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
 from tests.tiny import tiny, tiny_inputs
 
 COMMON: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+SEARCHES: list[dict[str, Any]] = [{}, {"num_beams": 3, "num_return_sequences": 2}]
 made = cache(lambda name: MADE[name]())
 
 
@@ -32,9 +34,9 @@ def test_batches_of_two_lengths(name: str, backend: str, built: None) -> None:
     of Speech2Text saw the padding of longer ones: another text.)
     """
     model, inputs = made(name)
-    for how in ({}, {"num_beams": 3}):
+    for how, kinds in (({}, ("perfect", "wrong")), ({"num_beams": 3}, (None, "half"))):
         expected = own_text(model, inputs, **how)
-        for kind in (None, "perfect", "half", "wrong"):
+        for kind in kinds:
             draft = kind and oracle(kind, expected, 64)
             out = SpecGenerator(model, draft, backend=backend).generate(**inputs, **COMMON, **how)
             assert out.sequences.tolist() == expected
@@ -117,19 +119,17 @@ def test_outputs_of_other_forms(name: str) -> None:
     assert out.sequences.tolist() == own_text(model, row)
 
 
-@pytest.mark.parametrize("draft", [None, "suffix", "perfect", "early_exit:1"])
-@pytest.mark.parametrize("name", ["t5", "bart", "marian", "mbart"])
-def test_embeddings_in_place_of_ids(name: str, draft: str | None) -> None:
+@in_pairs(name=["t5", "bart", "marian", "mbart"], draft=[None, "suffix", "perfect", "early_exit:1"], how=SEARCHES)
+def test_embeddings_in_place_of_ids(name: str, draft: str | None, how: dict[str, Any]) -> None:
     """The encoder reads them, each row with its mask. (They were refused.)"""
     model, inputs = tiny(name), tiny_inputs(name, rows=2)
     with torch.no_grad():
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
-    for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
-        expected = own_text(model, inputs, **how)
-        guess = oracle(draft, expected, 64) if draft == "perfect" else draft
-        generator = SpecGenerator(model, guess, prefix_cache=True)
-        for _ in range(2):
-            assert generator.generate(**inputs, **COMMON, **how).sequences.tolist() == expected
+    expected = own_text(model, inputs, **how)
+    guess = oracle(draft, expected, 64) if draft == "perfect" else draft
+    generator = SpecGenerator(model, guess, prefix_cache=True)
+    for _ in range(2):
+        assert generator.generate(**inputs, **COMMON, **how).sequences.tolist() == expected
 
 
 def test_embeddings_that_do_not_fit() -> None:
@@ -159,17 +159,6 @@ def test_a_decoder_may_change_what_it_reads(draft: str | None) -> None:
     assert LanguageModel(model).capability.cache_kind != "none"
 
 
-@pytest.mark.parametrize("name", ["Canary", "PPFormulaNet", "T5Gemma2"])
-def test_sides_with_names_of_their_own(name: str, built: None) -> None:
-    """Configs and embeddings are the decoder's, and what is read of a picture may be its pooled form.
-
-    (Canary had no number of layers, PPFormulaNet no embedding, and T5Gemma2 read its whole text in every pass.)
-    """
-    found = verdicts(class_named(f"{name}ForConditionalGeneration"))
-    assert {verdict.kind for verdict in found.values()} == {"equal"}
-    assert {verdict.words for verdict in found.values()} <= {"kv", "replay"}
-
-
 def test_inputs_that_do_not_fit() -> None:
     """An argument that the encoder lacks, and one with another number of rows."""
     model, inputs = made("led")
@@ -192,9 +181,8 @@ def git(frames: int | None, seed: int = 0) -> Any:
         return loud(GitForCausalLM, config)
 
 
-@pytest.mark.parametrize("frames", [None, 3])
-@pytest.mark.parametrize("draft", [None, "suffix", "same", "other"])
-def test_pictures_before_the_text(draft: str | None, frames: int | None) -> None:
+@in_pairs(draft=[None, "suffix", "same", "other"], frames=[None, 3], how=SEARCHES)
+def test_pictures_before_the_text(draft: str | None, frames: int | None, how: dict[str, Any]) -> None:
     """GIT reads a picture, or a video's frames, in columns without tokens. (Both were refused.)"""
     model = git(frames)
     generator = SpecGenerator(
@@ -210,9 +198,8 @@ def test_pictures_before_the_text(draft: str | None, frames: int | None) -> None
         {"input_ids": ids[:1]},
     ]
     for call in [*calls, calls[1]]:
-        for how in ({}, {"num_beams": 3, "num_return_sequences": 2}):
-            expected = model.generate(**call, **how, **COMMON)
-            assert generator.generate(**call, **how, **COMMON).sequences.tolist() == expected.tolist()
+        expected = model.generate(**call, **how, **COMMON)
+        assert generator.generate(**call, **how, **COMMON).sequences.tolist() == expected.tolist()
     traced = {"output_hidden_states": True, "return_dict_in_generate": True}
     expected = model.generate(**calls[0], **traced, **COMMON)
     states = generator.generate(**calls[0], **traced, **COMMON).hidden_states
