@@ -1,12 +1,9 @@
-"""What `specdec batch` costs: the library's own batches, a run from file to file in this process, and one over Ray.
+"""What `specdec batch` costs: the library's own batches, and a run from file to file.
 
-    python benchmarks/batch.py                 # in this process
-    python benchmarks/batch.py --ray           # and over Ray with one worker, which has all CPUs
+    python benchmarks/batch.py
 
-library:  `generate` with so many prompts at a time, those of like length together, as a program would call it.
-embedded: `specdec batch`, with as many rows at once; reading, order, journal and output are in it, loading is not.
-ray:      the same over one worker. As workers load models and Ray starts actors while the clock runs, both runs are
-          also compared by their pace after the first quarter of the rows.
+library: `generate` with so many prompts at a time, those of like length together, as a program would call it.
+batch:   `specdec batch`, with as many rows at once; reading, order, journal and output are in it, loading is not.
 """
 
 from __future__ import annotations
@@ -14,36 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
-from specdec.batch import BatchSpec, Progress, Source, WorkerPool, connect, embedded, over_ray, run_batch
+from specdec.batch import BatchSpec, Source, run_batch
+from specdec.batch.worker import load_worker
 from specdec.options import bundled_models
-
-
-class Paces:
-    """Tokens per second of every repeat, of the whole run and after its first quarter."""
-
-    def __init__(self) -> None:
-        self.whole: list[float] = []
-        self.later: list[float] = []
-
-    def of_run(self, execute: Callable[[Callable[[Progress], None]], Progress]) -> None:
-        """Runs it once."""
-        reports: list[tuple[float, Progress]] = []
-        began = time.perf_counter()
-        end = execute(lambda progress: reports.append((time.perf_counter(), progress)))
-        seconds = time.perf_counter() - began
-        at, quarter = next(one for one in reports if 4 * one[1].done >= end.total)
-        self.whole.append(end.new_tokens / seconds)
-        self.later.append((end.new_tokens - quarter.new_tokens) / (reports[-1][0] - at))
 
 
 def library(generator: SpecGenerator, prompts: list[str], size: int, options: dict[str, Any]) -> float:
@@ -64,7 +42,6 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ray", action="store_true")
     args = parser.parse_args()
     pair, watch = bundled_models.pair(), Watch()
     texts = read_prompts(None, 64)
@@ -73,34 +50,22 @@ def main() -> None:
     loading = {"dtype": "float32"}
     generator = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), **loading)
     spec = BatchSpec("generate", str(pair.target), str(pair.draft), options=options, loading=loading)
-    ready = embedded(args.at_once)(spec)
-    own, over = Paces(), Paces()
-    batches: list[float] = []
-    if args.ray:
-        sys.path.remove(str(Path(__file__).parent))  # Ray would take requests.py beside this file for a package
-        connect("local")
+    how: dict[str, Any] = {"at_once": args.at_once, "worker": load_worker(spec), "overwrite": True}
+    batches, own = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
         source, out = Source.of(Path(folder) / "in.jsonl"), Path(folder) / "out.jsonl"
-
-        def from_file(start: Any) -> Callable[[Callable[[Progress], None]], Progress]:
-            return lambda tell: run_batch(source, out, spec, start=start, overwrite=True, tell=tell)
 
         library(generator, prompts[: args.at_once], args.at_once, options)
         for _ in range(args.repeats):
             watch.look()
             batches.append(library(generator, prompts, args.at_once, options))
-            own.of_run(from_file(lambda _: ready))
-            if args.ray:
-                over.of_run(from_file(over_ray(WorkerPool(1, 1, at_once=args.at_once), args.rows)))
-    rows = [["library, batches", middle(batches), "", "1.00"]]
-    rows.append(["embedded", middle(own.whole), middle(own.later), ratio(own.whole, batches)])
-    if args.ray:
-        rows.append(
-            ["ray, one worker", middle(over.whole), middle(over.later), f"{ratio(over.later, own.later)} (pace)"]
-        )
+            began = time.perf_counter()
+            tokens = run_batch(source, out, spec, **how).new_tokens
+            own.append(tokens / (time.perf_counter() - began))
+    rows = [["library, batches", middle(batches), "1.00"], ["batch", middle(own), ratio(own, batches)]]
     print(f"{args.rows} rows, {args.at_once} at once, {args.tokens} tokens each, {args.repeats} repeats in turn\n")
-    print(table(["", "tokens/s", "after the first quarter", "of the row above"], rows))
+    print(table(["", "tokens/s", "of the row above"], rows))
     print("\n" + watch.verdict())
 
 

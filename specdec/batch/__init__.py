@@ -1,4 +1,4 @@
-"""Batches: files of rows through models in this process or on a Ray cluster.
+"""Batches: files of rows through models in this process.
 
 | file | contents |
 | --- | --- |
@@ -7,14 +7,12 @@
 | `journal.py` | unfinished output, from which a killed run resumes |
 | `tasks.py`, `openai_files.py` | tasks, and a row's answer; OpenAI's batch files |
 | `worker.py` | a task's models, and a row's line of output |
-| `ray.py` | the same on a cluster, by Ray Data |
 
-Ray and pyarrow are imported on first use.
+pyarrow is imported on first use.
 """
 
-from specdec.batch.ray import WorkerPool, connect, over_ray
 from specdec.batch.rows import Source
-from specdec.batch.run import Progress, embedded, run_batch
+from specdec.batch.run import Progress, run_batch
 from specdec.batch.tasks import BatchSpec
 
-__all__ = ["BatchSpec", "Progress", "Source", "WorkerPool", "connect", "embedded", "over_ray", "run_batch"]
+__all__ = ["BatchSpec", "Progress", "Source", "run_batch"]

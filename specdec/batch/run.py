@@ -14,7 +14,7 @@ from time import monotonic
 from specdec.batch.journal import Journal
 from specdec.batch.rows import KINDS, InputRow, Source, windows
 from specdec.batch.tasks import BatchSpec
-from specdec.batch.worker import OutputLine, load_worker
+from specdec.batch.worker import OutputLine, Worker, load_worker
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
@@ -26,9 +26,6 @@ _FAILURES = 3  # failed rows that `Progress` names
 _LONGEST = 200  # characters of a reason
 _WINDOW = 16  # rows sorted by length together, per row that runs
 Stop = Callable[[], bool]
-Answers = Callable[[Iterator[InputRow], Stop], Iterator[OutputLine]]
-"""Turns rows into lines of output, in any order."""
-Start = Callable[[BatchSpec], Answers]
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,20 @@ def run_batch(
     out: str | Path,
     spec: BatchSpec,
     *,
-    start: Start | None = None,
+    at_once: int = AT_ONCE,
+    worker: Worker | None = None,
     overwrite: bool = False,
     tell: Callable[[Progress], None] = lambda _: None,
     stop: Stop = lambda: False,
 ) -> Progress:
     """Answers every row of `source` that has no line in `out` yet; lines are in the order of rows.
 
-    `start`: `embedded()`, models in this process (the default), or `over_ray()`. `tell` is called after every row. Once
+    `at_once` rows share passes. `worker`: one that `load_worker(spec)` has made. `tell` is called after every row. Once
     `stop()` is true, no more rows start, and another run may resume. Raises OptionError for an `out` that is not of
     this run, and the errors of loading the models.
     """
+    if at_once < 1:
+        raise OptionError.of("at_once", "at least 1", at_once)
     journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:
         progress = Progress(source.rows, journal.done, journal.done)
@@ -86,10 +86,10 @@ def run_batch(
             progress = progress.with_failure(number, line)
         tell(progress)
         if progress.done < progress.total:
-            answers = (start or embedded())(spec)
+            worker = worker or load_worker(spec)
             missing = _misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
-            began = monotonic()
-            for answer in answers(missing, stop):
+            ordered, began = by_length(missing, spec, _WINDOW * at_once), monotonic()
+            for answer in _answers(worker, ordered, at_once, stop):
                 journal.add(answer.number, answer.data)
                 progress = progress.with_failure(answer.number, answer.data)
                 tokens = progress.new_tokens + answer.tokens
@@ -114,36 +114,25 @@ def _journal(out: Path, source: Source, spec: BatchSpec, *, overwrite: bool) -> 
     return Journal(out, {**settings, "input": source.digest}, overwrite=overwrite)
 
 
-def embedded(at_once: int = AT_ONCE) -> Start:
-    """Models in this process: `at_once` rows of similar length share passes."""
-    if at_once < 1:
-        raise OptionError.of("at_once", "at least 1", at_once)
-
-    def start(spec: BatchSpec) -> Answers:
-        worker = load_worker(spec)
-
-        def answers(rows: Iterator[InputRow], stop: Stop) -> Iterator[OutputLine]:
-            running: set[Future[OutputLine]] = set()
-            pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
-            try:
-                for row in by_length(rows, spec, _WINDOW * at_once):
-                    if stop():
-                        break
-                    running.add(pool.submit(worker, row))
-                    if len(running) == 2 * at_once:  # no thread idles
-                        done, running = wait(running, return_when=FIRST_COMPLETED)
-                        yield from _lines(done)
-                while running:
-                    if stop():
-                        running = {future for future in running if not future.cancel()}
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from _lines(done)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
-
-        return answers
-
-    return start
+def _answers(worker: Worker, rows: Iterator[InputRow], at_once: int, stop: Stop) -> Iterator[OutputLine]:
+    """The lines of the rows, in any order, `at_once` of which are answered together."""
+    running: set[Future[OutputLine]] = set()
+    pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
+    try:
+        for row in rows:
+            if stop():
+                break
+            running.add(pool.submit(worker, row))
+            if len(running) == 2 * at_once:  # no thread idles
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from _lines(done)
+        while running:
+            if stop():
+                running = {future for future in running if not future.cancel()}
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from _lines(done)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
 
 
 def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:

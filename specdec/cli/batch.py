@@ -30,7 +30,6 @@ ONLY = {
     "chunk_tokens": ("summarize",),
     **dict.fromkeys(("config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
-OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
 
 
 @flags.takes(
@@ -53,14 +52,6 @@ def batch(
     chunk_tokens: int | None = Option(None, min=1, help="Summarize longer texts in chunks of this many tokens."),
     seed: int | None = Option(None, help="Seed of sampling (0), from which every row gets its own."),
     at_once: int = Option(32, min=1, help="Rows that are decoded together."),
-    ray: str | None = Option(
-        None, metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."
-    ),
-    workers: str | None = Option(
-        None, metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled)."
-    ),
-    worker_cpus: float | None = Option(None, help="CPUs of each worker."),
-    worker_gpus: float | None = Option(None, help="GPUs of each worker; may be less than 1."),
     row_stats: bool = Option(
         False, "--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs."
     ),
@@ -72,7 +63,7 @@ def batch(
     """
     request = read_task(ctx.params)
     with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
-        from specdec.batch import Source, WorkerPool, connect, embedded, over_ray, run_batch
+        from specdec.batch import Source, run_batch
 
         def tell(done: Progress) -> None:
             pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {request.target}"
@@ -80,13 +71,9 @@ def batch(
 
         rows = Source.of(source)
         spec = make_spec(request, rows, ctx.params)
-        start = embedded(at_once)
-        if ray is not None:
-            pool = WorkerPool.of(workers, cpus=worker_cpus, gpus=worker_gpus, at_once=at_once)
-            connect(ray)
-            start = over_ray(pool, rows.rows)
         try:
-            done = run_batch(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+            how: dict[str, Any] = {"at_once": at_once, "overwrite": overwrite, "tell": tell}
+            done = run_batch(rows, out, spec, **how, stop=lambda: interrupt.asked)
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
@@ -109,8 +96,6 @@ def read_task(params: Mapping[str, Any]) -> CommandRequest:
     for flag, tasks in ONLY.items():
         if task not in tasks:
             refuse_idle(params, [flag], f"is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
-    if params["ray"] is None:
-        refuse_idle(params, OF_WORKERS, "configures the workers of a cluster: pass --ray, or leave it out")
     if task == "transcribe":
         return read_speech({**params, "model": choose_model(params["model"], demo=False), "task": None})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS

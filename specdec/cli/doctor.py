@@ -39,7 +39,6 @@ _EXTRAS = {
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet input of specdec batch",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
-    "ray": "clusters: specdec batch --ray",
     "serve": "specdec serve",
     "structured": "answers in a form: JSON schemas, expressions, grammars",
 }

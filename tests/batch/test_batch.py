@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
-from specdec.batch import BatchSpec, Source, embedded
+from specdec.batch import BatchSpec, Source
 from specdec.batch import run_batch as run_batch
 from specdec.batch.rows import InputRow
 from specdec.batch.run import _misplaced, failure_of
@@ -122,7 +122,7 @@ def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None
     while ends[-1].done < len(PROMPTS):
         news: list[int] = []
         tell, stop = lambda p, news=news: news.append(p.done), lambda news=news: len(news) > 3
-        ends.append(run_batch(rows, out, spec, start=embedded(1), tell=tell, stop=stop))
+        ends.append(run_batch(rows, out, spec, at_once=1, tell=tell, stop=stop))
         assert ends[-1].before == ends[-2].done < ends[-1].done
     assert len(ends) > 3
     assert out.read_bytes() == whole.read_bytes()
