@@ -17,7 +17,7 @@ from typing import Any
 from measure import Watch, interleaved, ratio, table
 
 from specdec import SpecGenerator
-from specdec.bench.duel import prompt
+from specdec.bench.prompts import held_out_prompts
 from specdec.bench.samples import differences
 from specdec.options.bundled_models import pair
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    prompts = [prompt(seed) for seed in range(given.prompts)]
+    prompts = held_out_prompts(given.prompts)
     if given.strict:
         strict(prompts, given.tokens, given.repeats)
     else:
