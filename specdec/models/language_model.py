@@ -249,9 +249,11 @@ class LanguageModel:
         """
         if self.is_strict:
             return "strict"
-        if (exactness := self._exactness) is None:
-            exactness = self._exactness = self._find_exactness()
-        return "rounding" if exactness == "exact" and float32_is_rounded(self.device) else exactness
+        if self._exactness is None:
+            with plain_modes():
+                self._exactness = exactness(self.model, self.dtype)
+        is_rounded = self._exactness == "exact" and float32_is_rounded(self.device)
+        return "rounding" if is_rounded else self._exactness
 
     def session(self) -> Session:
         """A new session, without rows."""
@@ -263,7 +265,7 @@ class LanguageModel:
         """The model cut after its first `layers` decoder layers; weights are shared."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
-        cut = type(self)(
+        cut = LanguageModel(
             shallow_exit(self.model, self.num_layers, layers),
             backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
         )
@@ -398,10 +400,6 @@ class LanguageModel:
         """The argument that says which logits a pass returns; None for models that return all."""
         name = "logits_to_keep"
         return next((one for one in (name, self.prefix + name) if one in self.input_names), None)
-
-    def _find_exactness(self) -> Exactness:
-        with plain_modes():
-            return exactness(self.model, self.dtype)
 
     def _make_ragged(self) -> RaggedForward | None:
         """Ragged passes, for backends above "eager" where the model allows them; "compiled" requires them."""

@@ -98,9 +98,9 @@ def test_padding_anywhere_in_encoder_ids(name: str) -> None:
     mask = {"attention_mask": MASK}
     free = {"encoder_no_repeat_ngram_size": 0}  # Blenderbot's; transformers counts padding, too, as text
     expected = theirs(model, PADDED, **mask, **free)
-    for draft in (None, "suffix", tiny(name), tiny(name, seed=1)):
+    for draft in (None, tiny(name), tiny(name, seed=1)):
         assert ours(model, PADDED, draft=draft, **mask, **free) == expected, draft
-    assert ours(model, PADDED.tolist(), draft="suffix", attention_mask=MASK.tolist(), **free) == expected
+    assert ours(model, PADDED.tolist(), attention_mask=MASK.tolist(), **free) == expected
 
 
 @pytest.mark.parametrize("name", ["bart", "mbart", "t5"])
@@ -453,7 +453,7 @@ def test_a_position_table_is_filled_to_its_end(name: str) -> None:
     assert LanguageModel(model).max_positions == 16
     inputs = tiny_inputs(name) if model.config.is_encoder_decoder else {"input_ids": IDS[:1]}
     room = 16 if model.config.is_encoder_decoder else 11
-    for draft in (None, model, "suffix"):
+    for draft in (model, "suffix"):
         assert len(ours(model, draft=draft, **inputs, max_new_tokens=room)[0]) == 17
     with pytest.raises(OptionError, match="17 positions"):
         ours(model, **inputs, max_new_tokens=room + 1)
