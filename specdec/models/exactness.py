@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
@@ -104,13 +103,8 @@ def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Ten
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:
-    """Layers of one kind compute alike: their class and that of their weight, which quantization replaces.
-
-    Layers whose weights are gathered from other processes are ordinary in a pass.
-    """
-    weight = getattr(module, "weight", None)
-    gathered = isinstance(module, nn.Linear) and isinstance(weight, DTensor)
-    return (nn.Linear, nn.Parameter) if gathered else (type(module), type(weight))
+    """Layers of one kind compute alike: their class and the class of their weight, which quantization replaces."""
+    return type(module), type(getattr(module, "weight", None))
 
 
 _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
