@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -415,15 +416,14 @@ def test_wrong_integers() -> None:
         refused(name, lambda arguments={**right, name: value}: ops.dots(*arguments.values()))
 
 
-def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
-    known = {**os.environ, "SPECDEC_KERNELS": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def run(code: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    known = {**os.environ, "SPECDEC_KERNELS": str(folder), "PYTHONPATH": str(ROOT), **environment}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=known, **pipes)
 
 
 PACKS = """import torch; from specdec.kernels import *
-for _ in "ab": print(pack(torch.eye(3))(torch.ones(3)).sum() if available() else None)"""
+for _ in "ab": print(available() and pack(torch.eye(3))(torch.ones(3)).sum())"""
 
 
 @pytest.fixture
@@ -444,42 +444,52 @@ def compiler(tmp_path: Path) -> Callable[..., str]:
 def copying(compiler: Callable[..., str], tmp_path: Path) -> str:
     """A compiler that copies this machine's library, and notes that it was called."""
     library = HOME / f"kernels-{build.digest()}.so"
-    return compiler(f'case $made in *.so) echo call >> {tmp_path / "calls"}; sleep $PAUSE; cp {library} "$made";; esac')
+    return compiler(
+        f'case $made in *.so) echo call >> {tmp_path / "calls"}; sleep ${{PAUSE:-0}}; cp {library} "$made";; esac'
+    )
 
 
-def packed(folder: Path, **environment: str) -> list[str]:
-    """What a process that packs two layers, if it can, says on stderr; it must succeed."""
-    process = run(PACKS, folder, PAUSE="0", **environment)
-    out, err = process.communicate()
-    assert out == ("None\n" if "no kernels" in err else "tensor(3.)\n") * 2, (process.returncode, err)
-    return err.splitlines()
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Callable[..., list[str]]:
+    """What a process says that asks twice for the library, with these variables, and gets it or not."""
+    monkeypatch.setenv("SPECDEC_KERNELS", str(tmp_path / "kernels"))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)  # it is loaded already
+    lack = build._lack.__wrapped__
+
+    def ask(*, gets_it: bool = False, **environment: str) -> list[str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(build, "_lack", cache(lack))  # as in a new process
+        build._tell.cache_clear()
+        caplog.clear()
+        assert [build.available() for _ in "ab"] == [gets_it, gets_it]
+        return [*caplog.messages]
+
+    return ask
 
 
-def test_a_build_that_fails(compiler: Callable[..., str], tmp_path: Path) -> None:
+def test_a_build_that_fails(compiler: Callable[..., str], told: Callable[..., list[str]], tmp_path: Path) -> None:
     """What the compiler said first is told once, with the way out; a compiler that has not changed is not asked again.
 
     (Every process said that it was building for 20 seconds, and never that this failed.)
     """
     folder, calls = tmp_path / "kernels", tmp_path / "calls"
     complains = f"echo call >> {calls}; echo 'linear.cpp:1: error: no such thing' >&2; exit 1"
-    program = compiler(complains)
-    building, missing = packed(folder, CXX=program)
+    building, missing = told(CXX=compiler(complains))
     assert building.startswith("building kernels")
     assert re.search(r"no kernels.*slower.*no such thing.*: mend it, or name another compiler in CXX", missing)
     asked = calls.read_text()
-    assert packed(folder, CXX=program) == [missing]
+    assert told() == [missing]
     assert calls.read_text() == asked
     assert not list(folder.glob("*.so"))
     compiler(complains, "# another release")
-    assert packed(folder, CXX=program) == [building, missing]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECDEC_KERNELS", str(folder))
-        build.try_again()
-    assert packed(folder, CXX=program) == [building, missing]
+    assert told() == [building, missing]
+    build.try_again()
+    assert told() == [building, missing]
     yesterday = time.time() - 25 * 3600
     [note] = folder.glob("*.failed")
     os.utime(note, (yesterday, yesterday))
-    assert packed(folder, CXX=program) == [building, missing]
+    assert told() == [building, missing]
 
 
 @pytest.mark.parametrize(
@@ -493,15 +503,15 @@ def test_a_build_that_fails(compiler: Callable[..., str], tmp_path: Path) -> Non
         ({"SPECDEC_KERNELS": "/dev/null/kernels"}, "/dev/null/kernels cannot be written to (Not a directory): change"),
     ],
 )
-def test_one_line_says_what_is_missing(environment: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_one_line_says_what_is_missing(environment: dict[str, str], words: str, told: Callable[..., list[str]]) -> None:
     """Where kernels were wanted, once in a process, and each time with the way out. (Nothing was said.)"""
-    [line] = packed(tmp_path, **environment)
+    [line] = told(**environment)
     assert line.startswith(f"no kernels, so passes and sampling on the CPU are slower: {words}")
 
 
-def test_a_compiler_with_arguments(copying: str, tmp_path: Path) -> None:
+def test_a_compiler_with_arguments(copying: str, told: Callable[..., list[str]], tmp_path: Path) -> None:
     """As of `ccache g++`. (It was said not to be here.)"""
-    packed(tmp_path / "kernels", CXX=f"env MORE=1 {copying}")
+    told(gets_it=True, CXX=f"env MORE=1 {copying}")
     assert (tmp_path / "calls").read_text() == "call\n"
 
 
@@ -514,27 +524,25 @@ def test_two_processes_build_once(copying: str, tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == "call\n"
 
 
-def test_a_library_that_was_cut_short(copying: str, tmp_path: Path) -> None:
+def test_a_library_that_was_cut_short(copying: str, told: Callable[..., list[str]], tmp_path: Path) -> None:
     """It is built again. (Every command was killed by SIGBUS.)"""
-    folder = tmp_path / "kernels"
-    packed(folder, CXX=copying)
-    [library] = folder.glob("*.so")
+    told(gets_it=True, CXX=copying)
+    [library] = (tmp_path / "kernels").glob("*.so")
     whole = library.read_bytes()
     for broken in (whole[:5000], whole[:5000] + bytes(len(whole) - 5000)):
         library.write_bytes(broken)
-        packed(folder, CXX=copying)
+        told(gets_it=True)
         assert library.read_bytes() == whole
     assert (tmp_path / "calls").read_text() == "call\n" * 3
 
 
-def test_a_library_that_is_there_needs_nothing(copying: str, tmp_path: Path) -> None:
+def test_a_library_that_is_there_needs_nothing(copying: str, told: Callable[..., list[str]], tmp_path: Path) -> None:
     """No compiler, and no right to write: the lock of a read-only folder cannot be opened."""
-    folder = tmp_path / "kernels"
-    packed(folder, CXX=copying)
-    [lock] = folder.glob("*.lock")
+    told(gets_it=True, CXX=copying)
+    [lock] = (tmp_path / "kernels").glob("*.lock")
     lock.unlink()
     lock.mkdir()
-    assert packed(folder, CXX="no-such-compiler") == []
+    assert told(gets_it=True, CXX="no-such-compiler") == []
 
 
 def test_a_library_belongs_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
