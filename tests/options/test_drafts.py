@@ -31,6 +31,8 @@ WRONG = {
     "early-exit:2": "did you mean 'early_exit'",
     "early_exit": "early_exit:N",
     "early_exit:x": "early_exit:N",
+    "early_exit:1+d": "early_exit:N",
+    "zoo:nope": "zoo:python-code",
     "suffix:3": "early_exit:N",
     "mtp+org/model": "before the",
     "suffix+": "a model after it",
