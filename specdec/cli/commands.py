@@ -21,6 +21,7 @@ from specdec.cli.bench import bench
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
+from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import (
     load_with_spinner,
@@ -203,6 +204,20 @@ def generate(
     return OK
 
 
-for command in (generate, chat_.chat, demo, doctor, bench, serve, batch, summarize, transcribe, compile_, distill, zoo):
+for command in (
+    generate,
+    chat_.chat,
+    demo,
+    doctor,
+    bench,
+    serve,
+    batch,
+    summarize,
+    transcribe,
+    compile_,
+    pack_,
+    distill,
+    zoo,
+):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

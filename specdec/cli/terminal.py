@@ -29,6 +29,7 @@ EXAMPLES = {
     "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
     "doctor": "specdec doctor zoo:python-code",
     "generate": "specdec generate zoo:python-code -p 'def mean(values):' --show-draft --stats",
+    "pack": "specdec pack zoo:python-code packed --quantization int8-weight",
     "serve": "specdec serve --demo",
     "summarize": "specdec summarize --demo --stats",
     "transcribe": "specdec transcribe --demo --format srt --output-dir subtitles",

@@ -4,8 +4,18 @@ from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
 from specdec.kernels.ops import ALIKE, attend, gumbel_draws, keep_top, passes, signed, store_nodes
-from specdec.kernels.packed_linear import FLOATS, PackedLinear, Weight, best_seconds, pack
+from specdec.kernels.packed_linear import (
+    FLOATS,
+    HELD,
+    PackedLinear,
+    Weight,
+    best_seconds,
+    measure_ways,
+    pack,
+    restored_layer,
+)
 from specdec.kernels.pages import advise
+from specdec.kernels.pages import empty as empty_pages
 from specdec.kernels.pages import state as page_state
 from specdec.kernels.rounding import round_weight
 
@@ -13,6 +23,7 @@ __all__ = [
     "ALIKE",
     "BLOCKS",
     "FLOATS",
+    "HELD",
     "IN_FLOATS",
     "Lack",
     "PackedLinear",
@@ -24,15 +35,18 @@ __all__ = [
     "check",
     "compiler",
     "digest",
+    "empty_pages",
     "folder",
     "gumbel_draws",
     "instructions",
     "keep_top",
     "lack",
+    "measure_ways",
     "pack",
     "pack_blocks",
     "page_state",
     "passes",
+    "restored_layer",
     "round_weight",
     "signed",
     "store_nodes",

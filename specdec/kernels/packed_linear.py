@@ -14,7 +14,9 @@ from specdec.kernels.quantized import GROUP, Quantized
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OF_FLOATS = ("packed", "factors", "scales", "mins", "bias")
-_HELD = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
+HELD = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
+"""The tensors of a packed layer."""
+_OF_WEIGHT = HELD[:-1]
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
 _TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
 _EVEN, _WINS = 1.1, 0.9  # shares of the time that tiles may take, which suit all numbers of rows, and unpacked weights
@@ -76,14 +78,14 @@ class PackedLinear(nn.Module):
         self.outputs, self.inputs, self.kind, self.way, self.likely = outputs, inputs, kind, ops.FASTEST, 0
         self.rounds = rounds and kind not in FLOATS
         self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
-        for name in _HELD:
+        for name in HELD:
             self.register_buffer(name, held.get(name))
 
     @staticmethod
     def can_join(layers: Sequence[PackedLinear]) -> bool:
         """Whether these layers can be joined: alike, and made of whole blocks."""
         kinds = {
-            (one.kind, one.inputs, one.way, one.rounds, *map(_form, map(one._buffers.get, _HELD[:-1])))
+            (one.kind, one.inputs, one.way, one.rounds, *map(_form, map(one._buffers.get, _OF_WEIGHT)))
             for one in layers
         }
         return len(kinds) == 1 and all(one.outputs % packed_layout.BLOCK == 0 for one in layers)
@@ -97,7 +99,7 @@ class PackedLinear(nn.Module):
                 if one.bias is None:
                     one.bias = torch.zeros(one.outputs, dtype=torch.float32, device=one.packed.device)
         held = dict[str, Tensor | None]()
-        for name in _HELD:
+        for name in HELD:
             parts = [part for one in layers if (part := one._buffers[name]) is not None]
             whole = None if not parts else parts[0] if name == "levels" else pages.joined(parts)
             held[name] = whole
@@ -114,7 +116,7 @@ class PackedLinear(nn.Module):
         # Attribute lookups, one by one, would cost as much as the dispatch.
         held = self._buffers.get
         if self.rounds:
-            return ops.dots(x, *map(held, _HELD), self.outputs, self.way, self.likely)
+            return ops.dots(x, *map(held, HELD), self.outputs, self.way, self.likely)
         return ops.packed_linear(x, *map(held, _OF_FLOATS), self.outputs, self.way)
 
     def weight(self) -> Tensor:
@@ -123,7 +125,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
-        return ops.packed_rows(ids, *map(self._buffers.get, _HELD[:-1]), self.inputs)
+        return ops.packed_rows(ids, *map(self._buffers.get, _OF_WEIGHT), self.inputs)
 
     @property
     def table(self) -> Tensor | None:
@@ -147,6 +149,26 @@ def pack(weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> 
     layer = PackedLinear(weight, bias, rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, layer.rounds)
     return layer
+
+
+@torch.no_grad()
+def restored_layer(
+    held: Mapping[str, Tensor | None], outputs: int, inputs: int, *, rounds: bool = True
+) -> PackedLinear:
+    """A layer over tensors that were packed before, by the names of its buffers.
+
+    Its multiplication is not measured yet (`measure_ways`). Raises ValueError for tensors of another size.
+    """
+    packed, high = held["packed"], held.get("high")
+    assert packed is not None
+    columns = packed.shape[1] * packed_layout.COLUMNS[packed.dtype]
+    if len(packed) != -(-outputs // packed_layout.BLOCK) or not 0 <= columns - inputs < GROUP:
+        raise ValueError(f"{list(packed.shape)} is not the packed form of {[outputs, inputs]}")
+    integers = {torch.int8: "int8", torch.uint8: "int4"}
+    kind = integers.get(packed.dtype) or str(packed.dtype).removeprefix("torch.")
+    if high is not None:
+        kind = f"int{4 + 32 * high.shape[1] // columns}"
+    return PackedLinear.of(held, outputs, inputs, kind, rounds=rounds)
 
 
 def weight_kind(weight: Weight) -> str:

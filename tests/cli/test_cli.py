@@ -783,6 +783,15 @@ def test_gguf_files(tmp_path: Path, called: Any) -> None:
     assert "there are draft.gguf, model.gguf" in err
 
 
+def test_packed_folders(target: str, tmp_path: Path, called: Any) -> None:
+    """What `pack` writes is a target and a draft like any other, and never over something else."""
+    folder = tmp_path / "packed"
+    assert f"{folder} has 0.0 GB" in called("pack", target, folder, "--quantization", "int8-weight").err
+    expected = called("generate", target, "-p", "def f", *NEW, "--quantization", "int8-weight", "-q").out
+    assert called("generate", folder, "--draft", folder, "-p", "def f", *NEW, "-q").out == expected
+    assert "a folder that is new or empty" in called("pack", target, folder, code=2).err
+
+
 @pytest.mark.usefixtures("pair")
 def test_commands_that_compile_at_once(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any

@@ -150,9 +150,9 @@ def without_saving(model: Any) -> Callable[[], None]:
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
-        "`save_pretrained` cannot save this model, whose weights specdec packed or quantized into layers that no "
-        "checkpoint holds: save one that was loaded with `backend`='eager', without `quantization` and `gguf_file`, or "
-        "copy the files that it was loaded from"
+        "`save_pretrained` cannot save this model, whose weights specdec packed or quantized into layers of its own: "
+        "write them with `specdec pack`, or save a model that was loaded with `backend`='eager', without "
+        "`quantization` and `gguf_file`"
     )
 
 

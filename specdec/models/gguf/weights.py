@@ -17,6 +17,7 @@ from specdec.models.backends.packed_layers import PackedEmbedding, without_savin
 from specdec.models.gguf.config import model_class
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import TensorPart, tensor_map
+from specdec.models.hf.load_hook import with_bar
 
 _log = logging.getLogger(__name__)
 _HELD = 1 << 27  # bytes of the mapped file that may stay in memory
@@ -60,7 +61,7 @@ def fill(
     empty = dict(model.named_parameters(remove_duplicate=False))
     filled = dict.fromkeys(empty, 0)  # numbers
     packed, rounded, unread = dict[str, kernels.PackedLinear](), Counter[str](), 0
-    for name, places in parts.items():
+    for name, places in with_bar(parts.items(), "Loading weights"):
         unread += reader.tensors[name].data.nbytes
         if unread > _HELD:
             reader.forget()
@@ -85,7 +86,10 @@ def fill(
         elif filled[name] != parameter.numel():
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
     reader.forget()
-    _replace(model, packed)
+    for name, layer in packed.items():
+        bias = getattr(model.get_submodule(name.rpartition(".")[0]), "bias", None)
+        layer.bias = None if bias is None else bias.detach().float()
+    put_packed(model, packed)
     if rounded:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded.items())
         _log.warning("%s: tensors in fewer bits than kernels know take 8 bits each (%s)", reader.path, kinds)
@@ -110,21 +114,24 @@ def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.Pac
     return kernels.pack_blocks(raw, kind, int(tensor.shape[0]), order=part.rows, rounds=rounds)
 
 
-def _replace(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
-    """Puts packed layers, by the names of their weights, in the places of those that have no memory."""
-    embedding = model.get_input_embeddings()
+def sharing(model: Any) -> dict[int, list[str]]:
+    """The names of a model's parameters by their `id`: several of those that are tied."""
+    names = dict[int, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def put_packed(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
+    """Puts packed layers, by the names of their weights, in the places of layers and embeddings without memory."""
+    names = sharing(model)
     for name, layer in packed.items():
-        module = name.rpartition(".")[0]
-        owner = model.get_submodule(module)
-        if owner is not embedding:
-            layer.bias = None if owner.bias is None else owner.bias.detach().float()
-            model.set_submodule(module, layer)
-            continue
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is embedding.weight:
-            model.set_output_embeddings(layer)
-        scale = getattr(embedding, "embed_scale", None)
-        model.set_input_embeddings(PackedEmbedding(layer, embedding.weight.dtype, scale))
+        weight = model.get_parameter(name)
+        for place in [tied.rpartition(".")[0] for tied in names[id(weight)]]:
+            owner = model.get_submodule(place)
+            is_table = isinstance(owner, nn.Embedding)
+            table = PackedEmbedding(layer, weight.dtype, getattr(owner, "embed_scale", None)) if is_table else layer
+            model.set_submodule(place, table)
     if packed:
         without_saving(model)
 

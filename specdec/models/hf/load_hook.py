@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 _METHOD = "specdec"
+Part = TypeVar("Part")
 
 
 class LoadHook(QuantizationConfigMixin):  # type: ignore[misc]
@@ -23,6 +25,11 @@ class LoadHook(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, prepare: Callable[[Any, Sequence[str]], None]) -> None:
         self.quant_method: Any = _METHOD
         self.prepare = prepare
+
+
+def with_bar(parts: Collection[Part], doing: str) -> Iterable[Part]:
+    """These parts of loading under a bar of transformers', which its logging settings hide, and a command shows."""
+    return logging.tqdm(parts, desc=doing)
 
 
 def initialized() -> Tensor:

@@ -17,6 +17,7 @@ from specdec import kernels
 from specdec.errors import UnsupportedError
 from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of, without_saving
+from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import quantizes
 from specdec.models.loading.quantizers import Quantizer
 from specdec.models.loading.weight_files import Stored
@@ -51,7 +52,7 @@ class WeightOnly(Quantizer):
         offloaded weights, and for dtypes and devices without such layers.
         """
         without_saving(model)
-        for name in self._wanted(model):
+        for name in with_bar(self._wanted(model), "Rounding weights"):
             module = model.get_submodule(name)  # by name, so that replaced weights are freed
             if module.weight.is_meta:
                 raise UnsupportedError(

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
@@ -34,6 +36,7 @@ from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
 from specdec.models.loading.lighten import lightened
+from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import (
     POLICIES,
     device_map,
@@ -43,7 +46,7 @@ from specdec.models.loading.placement import (
     to_devices,
 )
 from specdec.models.loading.quantizers import Quantizer, settle_four_bits
-from specdec.models.loading.stored_integers import StoredIntegers, stored_quantizer
+from specdec.models.loading.stored_integers import StoredIntegers, refuse_rounding, stored_quantizer
 from specdec.models.loading.weight_files import find
 from specdec.options import bundled_models
 from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_gguf
@@ -83,6 +86,11 @@ def load_model(
         return LanguageModel(source, backend=how.backend, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
+    return _from_checkpoint(str(source), *_located(source, how, name), name)
+
+
+def _located(source: str | PathLike[str], how: Loading, name: str) -> tuple[str, Loading]:
+    """The folder or hub name of a source, and how it is loaded, with the name of a GGUF file."""
     folder, file = split_gguf(
         bundled_models.locate(str(source), "target" if name in ("model", "target") else "draft", name)
     )
@@ -93,7 +101,7 @@ def load_model(
     else:
         raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
-    return _from_checkpoint(str(source), folder, how, name)
+    return folder, how
 
 
 def unwrapped(model: Any, name: str) -> Any:
@@ -181,6 +189,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         reading = nullcontext if file is None else file.reading
         with reading():
             config = AutoConfig.from_pretrained(name, **hub)
+        if is_packed_folder(config):
+            return _read_packed(name, config, how)
         if file is not None:
             config.dtype = file.dtype
         else:
@@ -232,6 +242,35 @@ def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
     model = file.read(config, file.dtype if dtype == "auto" else dtype)
     to_devices(model, how)
     return model.eval()
+
+
+def _read_packed(name: str, config: Any, how: Loading) -> Any:
+    """The model of a packed folder, on its devices."""
+    refuse_rounding(name, "packed", how)
+    packs = how.backend != "eager" and _computes_on_cpu(how) and kernels.available()
+    dtype = None if how.dtype == "auto" else _numbers(name, how, config, Quantizer())["dtype"]
+    packs = packs and (dtype or config.dtype) in kernels.FLOATS.values()
+    rounds = how.activations != "float"
+    model = read_packed(name, config, dtype, revision=how.revision, packs=packs, rounds=rounds)
+    to_devices(model, how)
+    return model.eval()
+
+
+def save_loaded(source: str, folder: Path, how: Loading) -> None:
+    """Writes the model at `source`, loaded as `how` says, into a folder from which it loads without rounding.
+
+    Raises what `load_model` and `save_packed` raise, OptionError for the quantizations of other packages, and
+    UnsupportedError without kernels.
+    """
+    kernels.check("a packed folder")
+    own = [word for word, kind in QUANTIZATIONS.items() if kind.package is None]
+    if how.quantization not in (None, *own):
+        raise OptionError.of("quantization", f"one of {', '.join(own)}", how.quantization)
+    place, how = _located(source, how, "target")
+    with explained(source, "target"):
+        model = _read(place, how, "target")
+        LanguageModel(model)  # raises for models that no layers of few bits fit
+    save_packed(model, folder)
 
 
 def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import weight_of, without_saving
-from specdec.models.hf.load_hook import initialized
+from specdec.models.hf.load_hook import initialized, with_bar
 from specdec.models.loading.quantizers import Quantizer
 from specdec.models.loading.weight_files import Stored
 from specdec.options.load import AUTO, Loading
@@ -184,7 +184,8 @@ class StoredIntegers(Quantizer):
         """Replaces what `prepare` left by packed layers; by layers of floats if the model is not packed."""
         without_saving(model)
         packs = self.packs and model.dtype in kernels.FLOATS.values() and kernels.available()
-        for name in [name for name, module in model.named_modules() if type(module) is Unread]:
+        unread_layers = [name for name, module in model.named_modules() if type(module) is Unread]
+        for name in with_bar(unread_layers, "Packing weights"):
             unread = model.get_submodule(name)
             try:
                 layer = unread.layer(self._read, packs, self.rounds)
@@ -208,16 +209,21 @@ def stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | N
     scheme = holders[0].quantization_config if holders else {}
     if not isinstance(scheme, Mapping) or scheme.get("quant_method") not in READERS:
         return None
-    for option in ("quantization", "offload"):
-        if (value := getattr(how, option)) not in (None, AUTO):
-            raise OptionError(
-                f"`{option}`={value!r} needs plain weights, and {name!r} is quantized already "
-                f"({scheme['quant_method']}): leave out `{option}`"
-            )
+    refuse_rounding(name, scheme["quant_method"], how)
     quantizer = StoredIntegers(name, scheme)
     for holder in {id(one): one for one in holders}.values():
         del holder.quantization_config
     return quantizer
+
+
+def refuse_rounding(name: str, method: str, how: Loading) -> None:
+    """Raises OptionError for options of loading that go with plain weights alone."""
+    for option in ("quantization", "offload"):
+        if (value := getattr(how, option)) not in (None, AUTO):
+            raise OptionError(
+                f"`{option}`={value!r} needs plain weights, and {name!r} is quantized already ({method}): leave out "
+                f"`{option}`"
+            )
 
 
 def _in_halves(scales: Tensor) -> tuple[Tensor, Tensor | None]:

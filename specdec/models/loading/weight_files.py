@@ -23,6 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import home
+from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
 
 _HELD = 1 << 27  # bytes of mapped files that may stay in memory
@@ -66,6 +67,15 @@ class Files:
                 done += count
         except OSError as error:
             raise LoadError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
+
+
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, read into memory of their own, in huge pages where there are such."""
+    files, tensors = Files(), dict[str, Tensor]()
+    for name, stored in with_bar(_header(path).items(), "Loading weights"):
+        tensors[name] = kernels.empty_pages(stored.shape, stored.dtype)
+        files.read(path, stored.offset, tensors[name].view(-1).view(torch.uint8).numpy().data)
+    return tensors
 
 
 def _close(files: dict[str, BinaryIO]) -> None:
