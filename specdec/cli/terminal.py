@@ -18,7 +18,7 @@ from rich.text import Text
 
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
-_SIGN = 20.0  # seconds from one line of progress to the next
+_SIGN = 10.0  # seconds from one line of progress to the next
 
 EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
@@ -162,7 +162,7 @@ def loading(message: str, *, quiet: bool = False, downloads: bool = False) -> It
 
 @contextmanager
 def _weights(message: str, *, quiet: bool) -> Iterator[None]:
-    """A bar over the weights that transformers loads; without a terminal a line now and then."""
+    """A bar over weights that are loaded, rounded or packed; without a terminal a line now and then."""
     with Bar(message, quiet=quiet) as notify:
 
         def counted(parts: Iterable[Any]) -> Iterator[Any]:
@@ -225,7 +225,7 @@ class Bar(progress.Progress):
     def __call__(self, done: float, total: float, doing: str) -> None:
         """`done` of `total` steps are done, and the next one is `doing`."""
         [task] = self.tasks
-        if task.total is None or not (self._grows or total == task.total):
+        if task.total is None or done < task.completed or not (self._grows or total == task.total):
             self.reset(task.id, completed=-1)  # so that the pace is measured from here, at 0 steps too
         task.total, task.finished_time = total or None, None  # more of the work may have come
         self.update(task.id, completed=done, description=doing)

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import SpecGenerator
+from specdec import Loading, SpecGenerator
 from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
 from specdec.bench.samples import Difference
@@ -34,6 +34,8 @@ from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, note
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
 from specdec.kernels import Lack, build
+from specdec.models import load_model
+from specdec.models.loading.load import save_loaded
 from specdec.options import bundled_models
 from specdec.server.models import load_served
 from specdec.server.settings import Limits, ModelSettings
@@ -152,6 +154,26 @@ def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.Mon
     assert "loading it" in text
     assert "Loading weights" not in text
     assert "0:00:00" in text  # the time left, at the end
+
+
+@pytest.mark.parametrize("kind", ["rounded", "packed", "gguf"])
+def test_lines_while_weights_are_brought_in(
+    kind: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal, lines have the time left. (Rounding and GGUF files, which take longest, were silent.)"""
+    rounded, source = Loading(quantization="int8-weight"), target
+    if kind == "packed":
+        save_loaded(target, tmp_path / "packed", rounded)
+        source = str(tmp_path / "packed")
+    elif kind == "gguf":
+        source = saved_gguf(tmp_path / "a.gguf")
+    monkeypatch.setattr("specdec.cli.terminal._SIGN", -1.0)
+    capsys.readouterr()
+    with loading("loading it"):
+        load_model(source, rounded if kind == "rounded" else None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("100%, about 0:00 left: loading it") == (2 if kind == "rounded" else 1)
+    assert len(lines) > 20
 
 
 USAGE_ERRORS = {
