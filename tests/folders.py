@@ -43,16 +43,18 @@ def saved_gguf(
     types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"),
     *,
     tokens: bool = False,
+    split: int = 0,
     **options: Any,
 ) -> str:
     """A tiny model in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
 
     `tokens` puts a byte-level tokenizer with one merge into it; a matrix whose rows are no multiple of 32 is in F32.
+    With `split` it is in parts of so many tensors.
     """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
     model = tiny(name, **{**GGUF_SIZES[name], **options})
-    writer = GGUFWriter(path, name)
+    writer = GGUFWriter(path, name, split_max_tensors=split)
     for key, value in _gguf_keys(name, model.config).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{name}.{key}", value)
     vocabulary = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]

@@ -17,7 +17,7 @@ from specdec.core.drafts import Draft, Drafter, refuse_argument
 from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.inputs.prompts import FEATURES
-from specdec.generator.tokenizers import check_tokenizer, tokenizer_beside
+from specdec.generator.tokenizers import check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load_model, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.loading.lighten import lightened
@@ -276,6 +276,7 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     if how.gguf_file is None and head_kind(source, how.revision, argument=name) is not None:
         model = HeadAt(str(source), how)
     else:
+        check_split_rule(source, how)
         model = LoadedModel(load_model(source, how, name=name), tokenizer_beside(str(source), **how.beside))
     return model if word is None else (word, model)
 

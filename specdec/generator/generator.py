@@ -29,7 +29,7 @@ from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
 from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, read_prompts, with_predictions
 from specdec.generator.job import Job
-from specdec.generator.tokenizers import Detokenizer, check_tokenizer, tokenizer_beside
+from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
 from specdec.options.load import Loading, check_loaded
@@ -79,7 +79,10 @@ class SpecGenerator:
         check_loaded("SpecGenerator", options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = check_defaults(options), task
-        self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
+        how = Loading(backend=backend, exactness=exactness)
+        if tokenizer is None:
+            check_split_rule(target, how)
+        self.target = language_model(target, "target", how)
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split_processor(tokenizer)
@@ -112,6 +115,8 @@ class SpecGenerator:
         how, options = Loading.split(options)
         check_defaults(options)
         _prefixes(prefix_cache)  # raises before anything is loaded
+        if tokenizer is None:
+            check_split_rule(target, how)
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")

@@ -16,11 +16,12 @@ from transformers import AutoProcessor, AutoTokenizer
 from specdec.errors import OptionError
 from specdec.generator.token_bytes import TokenBytes
 from specdec.models.gguf import GgufReader
+from specdec.models.gguf.split_rules import split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from specdec.models.hf.private_api import cached
 from specdec.models.loading.gguf import located
 from specdec.options import bundled_models
-from specdec.options.load import split_gguf
+from specdec.options.load import Loading, split_gguf
 
 REPLACEMENT = "\ufffd"
 """What tokenizers write for bytes that are no character."""
@@ -80,6 +81,17 @@ def tokenizer_beside(
     if file is not None and find_spec("gguf") is not None:
         return _tokenizer_inside(source, located(folder, str(file), options.get("revision")))
     return None
+
+
+def check_split_rule(source: Any, how: Loading) -> None:
+    """Raises UnsupportedError for a GGUF file whose tokenizer splits texts by an unknown rule, before it is loaded."""
+    if not isinstance(source, str | PathLike) or find_spec("gguf") is None:
+        return
+    folder, file = split_gguf(bundled_models.locate(str(source), "target"))
+    if (file := file or how.gguf_file) and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
+        keys = GgufReader(located(folder, str(file), how.revision)).keys
+        if keys.get("tokenizer.ggml.model") == "gpt2":
+            split_rule(keys.get("tokenizer.ggml.pre"))
 
 
 def _tokenizer_inside(source: str, path: Path) -> Any:

@@ -7,17 +7,19 @@ string's parts; this one takes a tenth of a second. Blocks and their sizes are t
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specdec.errors import LoadError, UnsupportedError
+from specdec.errors import LoadError, OptionError, UnsupportedError
 
 _NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
 _STRING, _ARRAY = 8, 9
@@ -40,14 +42,15 @@ class StoredTensor:
 
 
 class GgufReader:
-    """A GGUF file: `keys`, and `tensors` by name.
+    """A GGUF file: `keys`, and `tensors` by name; of a file in parts, `path` is the first, whose keys count.
 
     Lists of numbers are numpy arrays, lists of strings are lists. Raises LoadError, which says what is wrong, for a
-    broken or cut file; UnsupportedError for versions and types that nobody writes, and for one part of several.
+    broken or cut file and for parts that are missing; UnsupportedError for versions and types that nobody writes;
+    OptionError for another part than `part`, which counts from 0.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = str(path)
+    def __init__(self, path: str | PathLike[str], part: int = 0) -> None:
+        self.path, self._part, self._others = str(path), part, list[GgufReader]()
         self._bytes = np.memmap(path, mode="c")  # torch takes no memory that is read-only
         self._raw, self._at = memoryview(self._bytes.data), 0
         try:
@@ -65,9 +68,9 @@ class GgufReader:
         for _ in range(keys):
             name = self._string()
             self.keys[name] = self._value(self._unpack("<I")[0])
-        if self.keys.get("split.count", 1) > 1:
-            raise UnsupportedError(
-                f"{self.path} is one part of {self.keys['split.count']}: join them with llama.cpp's llama-gguf-split"
+        if (number := self.keys.get("split.no", 0)) != self._part:
+            raise OptionError(
+                f"{self.path} is part {number + 1}, and part {self._part + 1} is expected: name that file"
             )
         described = [self._described() for _ in range(count)]
         alignment = int(self.keys.get("general.alignment", 32))
@@ -75,6 +78,24 @@ class GgufReader:
         self.tensors: dict[str, StoredTensor] = {}
         for tensor in described:
             self.tensors[tensor[0]] = self._tensor(*tensor, start)
+        if self._part == 0 and self.keys.get("split.count", 1) > 1:
+            self._read_others()
+
+    def _read_others(self) -> None:
+        """Reads the other parts, which lie beside the first under the names that llama.cpp gives them."""
+        names = part_names(self.path)
+        missing = [name for name in names if not Path(name).exists()]
+        if missing or len(names) != self.keys["split.count"]:
+            lack = f"{', '.join(missing)} is missing" if missing else f"its name does not say so ({_PARTS.pattern})"
+            raise LoadError(
+                f"{self.path} is the first of {self.keys['split.count']} parts, and {lack}: put all parts into one "
+                "folder, under the names with which they were written"
+            )
+        self._others = [GgufReader(name, part) for part, name in enumerate(names[1:], 1)]
+        for other in self._others:
+            self.tensors |= other.tensors
+        if (count := self.keys.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            raise self._broken(f"its {len(names)} parts have {len(self.tensors)} tensors, and not {count}")
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self._raw, self._at)
@@ -144,12 +165,20 @@ class GgufReader:
     def forget(self) -> None:
         """Gives back the memory of what was read; it is read again from the file where it is needed."""
         if advice := getattr(mmap, "MADV_DONTNEED", None):
-            self._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
+            for one in (self, *self._others):
+                one._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
 
     def _broken(self, reason: str) -> LoadError:
         return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")
 
 
+def part_names(path: str) -> list[str]:
+    """The names of all parts of a file by that of the first; of a whole file, its name."""
+    first = _PARTS.fullmatch(path)
+    return [f"{first[1]}-{one:05}-of-{first[2]}.gguf" for one in range(1, int(first[2]) + 1)] if first else [path]
+
+
+_PARTS = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 """Types that numpy knows."""
 

@@ -25,13 +25,19 @@ from specdec.models.backends.packed_layers import changed, is_plain, pack_layers
 from specdec.models.gguf import GgufReader, is_known, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
 from specdec.models.gguf.header import architecture_of
-from specdec.models.gguf.reader import StoredTensor
+from specdec.models.gguf.reader import StoredTensor, part_names
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars
 from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
 _log = logging.getLogger(__name__)
+# Names of llama.cpp's sampling -> fields of a generation config.
+_SAMPLING = {
+    **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
+    "penalty_repeat": "repetition_penalty",
+}
+_WITHOUT_SAMPLING = {"do_sample", "repetition_penalty"}
 _ROUNDINGS = 2  # roundings of the dtype by which equal weights may differ
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names of GGUF
 
@@ -123,7 +129,10 @@ def _say_foreign(architecture: str) -> None:
 
 
 def settle_generation(model: Any, reader: GgufReader) -> None:
-    """Lets every end token of a file end a text, and forbids the tokens that the file forbids."""
+    """Lets every end token of a file end a text, forbids the tokens that the file forbids, and sets its sampling.
+
+    What a generation config beside the file sets counts before the file's sampling.
+    """
     config = getattr(model, "generation_config", None)
     if config is None:
         return
@@ -133,6 +142,21 @@ def settle_generation(model: Any, reader: GgufReader) -> None:
     forbidden = reader.keys.get("tokenizer.ggml.suppress_tokens")
     if forbidden is not None and len(forbidden):
         config.suppress_tokens = sorted({*(config.suppress_tokens or ()), *forbidden.tolist()})
+    for name, value in _sampling(reader).items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+
+
+def _sampling(reader: GgufReader) -> dict[str, Any]:
+    """The fields of a generation config for the keys `general.sampling.…` of a file; says which have none."""
+    prefix = "general.sampling."
+    values = {key.removeprefix(prefix): value for key, value in reader.keys.items() if key.startswith(prefix)}
+    if others := sorted(values.keys() - _SAMPLING.keys()):
+        _log.info("%s has %s%s, which is not followed", reader.path, prefix, f", {prefix}".join(others))
+    fields = {field: round(values[name], 6) for name, field in _SAMPLING.items() if name in values}  # float32
+    if fields.keys() - {"repetition_penalty"}:
+        fields["do_sample"] = fields.get("temperature", 1.0) > 0  # llama.cpp's greedy text is one of temperature 0
+    return fields if fields.get("do_sample") else {name: fields[name] for name in _WITHOUT_SAMPLING & fields.keys()}
 
 
 def _pack(model: Any, reader: GgufReader, rounds: bool) -> Callable[[], None]:
@@ -159,7 +183,7 @@ def located(folder: str, name: str, revision: str | None) -> Path:
         way_out = f"there are {others}" if others else "no GGUF file is there"
         raise OptionError.of("gguf_file", f"the name of a file in {folder}", name, way_out)
     if not path.is_file():
-        path = Path(cached(folder, name, revision))
+        path, *_ = [Path(cached(folder, part, revision)) for part in part_names(name)]
     if not is_gguf(path):
         raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are not those of a GGUF file")
     return path

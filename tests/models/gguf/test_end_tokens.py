@@ -60,6 +60,33 @@ def test_a_text_ends_there(tmp_path: Path) -> None:
     assert result.sequences[0].tolist()[4:] == written[: written.index(turn) + 1]
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {}),
+        (
+            {"temp": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "penalty_repeat": 1.05},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}
+            | {"do_sample": True},
+        ),
+        ({"top_k": 7}, {"top_k": 7, "do_sample": True}),
+        ({"temp": 0.0, "top_k": 7}, {"do_sample": False}),
+        ({"penalty_repeat": 1.5}, {"repetition_penalty": 1.5}),
+        ({"mirostat": 2, "xtc_probability": 0.5}, {}),
+    ],
+)
+def test_sampling(keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    """What llama.cpp takes from a file as its defaults are the defaults of a call. (They were passed over.)"""
+    caplog.set_level("INFO", "specdec")
+    kind = KINDS["llama"]
+    path = saved(tmp_path / "a.gguf", kind, model_of(kind), {f"general.sampling.{key}": keys[key] for key in keys})
+    config = load_model(path).model.generation_config
+    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+    assert {name: getattr(config, name) for name in fields if getattr(config, name) is not None} == expected
+    unread = "has general.sampling.mirostat, general.sampling.xtc_probability, which is not followed"
+    assert (unread in caplog.text) == ("mirostat" in keys)
+
+
 def test_other_architectures(tmp_path: Path) -> None:
     """Those that transformers reads, too."""
     path = saved_gguf(tmp_path / "a.gguf", "gpt2", ["F32"])
@@ -77,6 +104,7 @@ def test_a_generation_config_beside_the_file(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = 9
     model.generation_config.update(do_sample=True, top_k=7)
     model.generation_config.save_pretrained(tmp_path)
-    path = saved(tmp_path / "a.gguf", kind, model, {"tokenizer.ggml.suppress_tokens": [11, 13]})
+    keys = {"tokenizer.ggml.suppress_tokens": [11, 13], "general.sampling.top_k": 9}
+    path = saved(tmp_path / "a.gguf", kind, model, keys)
     found = load_model(path).model.generation_config
     assert (found.eos_token_id, found.top_k, found.suppress_tokens) == ([9, 2], 7, [11, 13])

@@ -1,5 +1,6 @@
 """The container: what the package gguf writes is what is read, and a broken file is one line that says how."""
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec import LoadError, UnsupportedError
+from specdec import LoadError, OptionError, SpecGenerator, UnsupportedError
+from specdec.models import load_model
 from specdec.models.gguf import GgufReader
 from tests.folders import saved_gguf
 from tests.models.gguf.files import written
@@ -54,9 +56,27 @@ def test_broken_files(tmp_path: Path) -> None:
             GgufReader(path)
 
 
-def test_one_part_of_several(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="is one part of 3: join them with"):
-        GgufReader(written(tmp_path / "a.gguf", "llama", {"split.count": 3}))
+def test_files_in_parts(tmp_path: Path) -> None:
+    """The first part's name is that of all; each way to lack a part is one line. (They had to be joined.)"""
+    whole = saved_gguf(tmp_path / "a.gguf", tokens=True, vocab=260)
+    saved_gguf(tmp_path / "b.gguf", tokens=True, vocab=260, split=5)
+    first, second, *_ = parts = sorted(tmp_path.glob("b-*"))
+    assert first.name == f"b-00001-of-{len(parts):05}.gguf"
+    texts = [SpecGenerator(str(path)).generate("abab", max_new_tokens=8).texts for path in (whole, first)]
+    assert texts[0] == texts[1]
+    for path, words in (
+        (second, r"is part 2, and part 1 is expected: name that file"),
+        (first.rename(tmp_path / "c.gguf"), r"is the first of \d parts, and its name does not say so"),
+    ):
+        with pytest.raises((LoadError, OptionError), match=words):
+            load_model(str(path))
+    (tmp_path / "c.gguf").rename(first)
+    second.rename(tmp_path / "c.gguf")
+    with pytest.raises(LoadError, match=rf"is the first of \d parts, and {second} is missing: put all parts into one"):
+        load_model(str(first))
+    shutil.copy(parts[2], second)
+    with pytest.raises(OptionError, match="is part 3, and part 2 is expected"):
+        load_model(str(first))
 
 
 def test_no_architecture(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from specdec import SpecGenerator, UnsupportedError
+from specdec.models.gguf import GgufReader
 from specdec.models.gguf.split_rules import RULES, split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from tests.folders import byte_tokenizer
@@ -76,12 +77,17 @@ def test_two_spaces_stay_one_token(tmp_path: Path) -> None:
     assert ids["gpt-2"] == ["x", "Ġ", "=", "Ġ", "Ġ", "1", "0"]
 
 
-def test_a_value_that_nobody_knows(tmp_path: Path) -> None:
-    """Its name, and the way out, which works."""
+def test_a_value_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name, and the way out, which works; no model is loaded before. (It took the time of loading two.)"""
     kind = KINDS["llama"]
     keys = byte_vocabulary([], 256) | {"tokenizer.ggml.pre": "latest-v9"}
     path = saved(tmp_path / "a.gguf", kind, model_of(kind, vocab_size=256), keys)
-    with pytest.raises(UnsupportedError, match=r"tokenizer.ggml.pre = 'latest-v9', .* as `tokenizer=`"):
-        SpecGenerator(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(GgufReader, "forget", lambda _: pytest.fail("tensors were read"))
+        for target, draft in ((path, None), (path, path), ("zoo:python-code", path)):
+            with pytest.raises(UnsupportedError, match=r"tokenizer.ggml.pre = 'latest-v9', .* as `tokenizer=`"):
+                SpecGenerator.from_pretrained(target, draft)
+        with pytest.raises(UnsupportedError, match=r"tokenizer.ggml.pre = 'latest-v9'"):
+            SpecGenerator(path)
     tokenizer = byte_tokenizer()
     assert SpecGenerator(path, tokenizer=tokenizer).tokenizer is tokenizer
