@@ -87,8 +87,9 @@ def check_split_rule(source: Any, how: Loading) -> None:
     """Raises UnsupportedError for a GGUF file whose tokenizer splits texts by an unknown rule, before it is loaded."""
     if not isinstance(source, str | PathLike) or find_spec("gguf") is None:
         return
-    folder, file = split_gguf(bundled_models.locate(str(source), "target"))
-    if (file := file or how.gguf_file) and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
+    folder, own = split_gguf(bundled_models.locate(str(source), "target"))
+    file = own or how.gguf_file
+    if file and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
         keys = GgufReader(located(folder, str(file), how.revision)).keys
         if keys.get("tokenizer.ggml.model") == "gpt2":
             split_rule(keys.get("tokenizer.ggml.pre"))

@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,30 @@ def test_broken_checkpoints(what: str, offload: str | None, tmp_path: Path, temp
     with pytest.raises(LoadError, match="broken or incomplete"):
         load_model(folder, Loading(offload=offload))
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda file: file.unlink(), "is missing"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-9]),
+            r"was cut: it has \d+ bytes, and its header tells of \d+",
+        ),
+        (lambda file: file.write_bytes(b""), "is no safetensors file, or was cut in its header: it has 0 bytes"),
+        (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"), "is no safetensors file"),
+        (lambda file: file.write_bytes(bytes([4, *[0] * 7]) + b"null"), "has no header of a safetensors file"),
+    ],
+)
+def test_broken_files_are_named(change: Callable[[Path], object], told: str, tmp_path: Path) -> None:
+    """Of several files, the one that is wrong, and how. (A missing one was a name to check, others were not named.)"""
+    tiny("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    change(file)
+    for how in ({}, {"quantization": "int8-weight"}, {"offload": "disk"}):
+        with pytest.raises(LoadError, match=rf"{file.name} {told}") as error:
+            load_model(str(tmp_path), Loading(**how))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("how", [{"offload": "disk"}, {"device_map": {"": "disk"}}], ids=["offload", "device_map"])

@@ -152,6 +152,11 @@ def test_broken_folders(tmp_path: Path) -> None:
     spoil(folder, **{f"{layer}__packed": None})
     with pytest.raises(LoadError, match=r"lacks model.layers.0.mlp.up_proj.weight and 0 others"):
         load_model(str(folder))
+    weights = (folder / "model.safetensors").read_bytes()
+    for length, words in ((len(weights) - 7, r"was cut: it has \d+ bytes"), (30, "was cut in its header")):
+        (folder / "model.safetensors").write_bytes(weights[:length])
+        with pytest.raises(LoadError, match=rf"model.safetensors .*{words}"):
+            load_model(str(folder))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["version"] = 2
     (folder / "config.json").write_text(json.dumps(config))

@@ -51,6 +51,8 @@ class GgufReader:
 
     def __init__(self, path: str | PathLike[str], part: int = 0) -> None:
         self.path, self._part, self._others = str(path), part, list[GgufReader]()
+        if not Path(path).stat().st_size:
+            raise self._broken("it is empty")
         self._bytes = np.memmap(path, mode="c")  # torch takes no memory that is read-only
         self._raw, self._at = memoryview(self._bytes.data), 0
         try:

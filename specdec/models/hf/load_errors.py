@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import traceback
 from collections.abc import Iterator
@@ -49,8 +50,10 @@ def explained(name: str, argument: str = "model") -> Iterator[None]:
         if cause is None:
             raise
         traceback.clear_frames(error.__traceback__)
-        kind = OptionError if cause is _NAME else LoadError
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        wrong = next(_wrong_files(Path(name)), None) if cause in (_BROKEN, _NAME) else None
+        kind = OptionError if cause is _NAME and wrong is None else LoadError
+        cause = _BROKEN if wrong else cause
+        reason = wrong or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise kind(f"`{argument}` {name!r} cannot be loaded ({reason}): {cause}") from error
 
 
@@ -67,6 +70,39 @@ def check_complete(name: str, info: dict[str, set[str]], argument: str = "model"
         raise LoadError(
             f"`{argument}` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
         )
+
+
+def _wrong_files(folder: Path) -> Iterator[str]:
+    """What is wrong with the files of weights in a folder, one by one."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
+        names = {str(name) for name in index["weight_map"].values()}
+    except FileNotFoundError:
+        names = {path.name for path in folder.glob("*.safetensors")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = set()
+        yield "model.safetensors.index.json does not say where the weights are"
+    for path in (folder / name for name in sorted(names)):
+        if wrong := what_is_wrong(path):
+            yield f"{path.name} {wrong}"
+
+
+def what_is_wrong(path: Path) -> str | None:
+    """What is wrong with a safetensors file as a whole, after its name; None for a readable one."""
+    if not path.exists():
+        return "is missing"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        if start > size:
+            return f"is no safetensors file, or was cut in its header: it has {size} bytes"
+        try:
+            entries = json.loads(file.read(start - 8))
+            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            end = start + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "has no header of a safetensors file"
+    return f"was cut: it has {size} bytes, and its header tells of {end}" if end > size else None
 
 
 def _cause(error: Exception) -> str | None:

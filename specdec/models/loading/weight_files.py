@@ -23,6 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import home
+from specdec.models.hf.load_errors import what_is_wrong
 from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
 
@@ -157,7 +158,9 @@ def _stored(
 
 
 def _header(path: str) -> Mapping[str, Stored]:
-    """The tensors of a safetensors file, which transformers has read: https://huggingface.co/docs/safetensors."""
+    """The tensors of a safetensors file: https://huggingface.co/docs/safetensors."""
+    if (wrong := what_is_wrong(Path(path))) is not None:
+        raise LoadError(f"{path} {wrong}: download or save it again")
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         entries: dict[str, Any] = json.loads(file.read(start - 8))
