@@ -39,24 +39,23 @@ def saved(name: str, folder: Path, **options: Any) -> str:
 
 def saved_gguf(
     path: Path,
-    name: str = "llama",
     types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"),
     *,
     tokens: bool = False,
     split: int = 0,
     **options: Any,
 ) -> str:
-    """A tiny model in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
+    """A tiny Llama in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
 
     `tokens` puts a byte-level tokenizer with one merge into it; a matrix whose rows are no multiple of 32 is in F32.
     With `split` it is in parts of so many tensors.
     """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
-    model = tiny(name, **{**GGUF_SIZES[name], **options})
-    writer = GGUFWriter(path, name, split_max_tensors=split)
-    for key, value in _gguf_keys(name, model.config).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{name}.{key}", value)
+    model = tiny("llama", **{"intermediate_size": 64, **options})
+    writer = GGUFWriter(path, "llama", split_max_tensors=split)
+    for key, value in _gguf_keys(model.config).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
     vocabulary = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
     assert not tokens or len(vocabulary) == model.config.vocab_size
     writer.add_tokenizer_model("gpt2")
@@ -66,14 +65,14 @@ def saved_gguf(
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    architecture = next(number for number, known in MODEL_ARCH_NAMES.items() if known == name)
+    architecture = next(number for number, known in MODEL_ARCH_NAMES.items() if known == "llama")
     names, turn = get_tensor_name_map(architecture, model.config.num_hidden_layers), cycle(types)
     for full, weight in model.state_dict().items():
         base, dot, kind = full.rpartition(".") if full.endswith((".weight", ".bias")) else (full, "", "")
         if full == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         array = _as_llama_cpp_has_it(full, weight, model.config).numpy()
-        matrix = array.ndim == 2 and array.shape[1] % 32 == 0 and "conv1d" not in full and "A_log" not in full
+        matrix = array.ndim == 2 and array.shape[1] % 32 == 0
         wanted = next(turn) if matrix else "F32"
         if wanted.endswith("_K") and array.shape[1] % 256:
             wanted = "Q8_0"  # K-quants are made for rows of 256
@@ -87,29 +86,13 @@ def saved_gguf(
     return str(path)
 
 
-GGUF_SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 64},
-    "gpt2": {"n_embd": 32, "n_inner": 128, "n_positions": 1024},
-    "mamba": {},
-}
-
-
-def _gguf_keys(name: str, config: Any) -> dict[str, int | float]:
+def _gguf_keys(config: Any) -> dict[str, int | float]:
     """What a file says of the shape of a model."""
-    keys: dict[str, int | float] = {"block_count": config.num_hidden_layers, "embedding_length": config.hidden_size}
-    if name == "mamba":
-        return keys | {
-            "context_length": 128,
-            "ssm.conv_kernel": config.conv_kernel,
-            "ssm.inner_size": config.intermediate_size,
-            "ssm.state_size": config.state_size,
-            "ssm.time_step_rank": config.time_step_rank,
-            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-        }
-    keys |= {"context_length": config.max_position_embeddings, "attention.head_count": config.num_attention_heads}
-    if name == "gpt2":
-        return keys | {"feed_forward_length": config.n_inner, "attention.layer_norm_epsilon": 1e-5}
-    return keys | {
+    return {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "context_length": config.max_position_embeddings,
+        "attention.head_count": config.num_attention_heads,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
@@ -127,13 +110,7 @@ def some_q6_k(shape: tuple[int, ...]) -> Any:
 
 def _as_llama_cpp_has_it(name: str, weight: Tensor, config: Any) -> Tensor:
     """A weight with the changes that llama.cpp makes while it converts a checkpoint."""
-    if name.endswith("A_log"):
-        return -weight.exp()
-    if config.model_type == "gpt2" and weight.dim() == 2 and ".h." in name:
-        return weight.T.contiguous()
-    if config.model_type == "mamba" and "conv1d.weight" in name:
-        return weight.squeeze(1)
-    if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+    if "q_proj" in name or "k_proj" in name:
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
     return weight

@@ -47,7 +47,7 @@ IN_FLOATS = {"Q4_0", "Q4_1", "Q8_0"}
 
 
 def pack_blocks(
-    raw: Tensor, name: str, inputs: int, *, order: Tensor | None = None, bias: Tensor | None = None, rounds: bool = True
+    raw: Tensor, name: str, inputs: int, *, order: Tensor | None = None, rounds: bool = True
 ) -> PackedLinear:
     """A layer over the blocks `raw`, uint8 `[outputs, bytes of a row]`, of a kind in `BLOCKS`.
 
@@ -66,5 +66,4 @@ def pack_blocks(
     }
     ops.pack_blocks(raw, order, name, *held.values())
     held["levels"] = torch.tensor(kind.levels, dtype=torch.int8, device="cpu") if kind.levels else None
-    held["bias"] = None if bias is None else bias.detach().float().contiguous()
     return PackedLinear.of(held, outputs, inputs, f"int{kind.bits}", rounds=rounds)

@@ -30,7 +30,8 @@ def test_numbers(name: str) -> None:
     for outputs, inputs in ((70, 512), (32, 256)):
         raw = blocks(name, outputs, inputs)
         expected = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name]))
-        layer = pack_blocks(raw, name, inputs, bias=numbers(outputs))
+        layer = pack_blocks(raw, name, inputs)
+        layer.bias = numbers(outputs)
         assert torch.equal(layer.weight(), expected)
         turned = torch.arange(outputs).flip(0)[: outputs - 3]
         assert torch.equal(pack_blocks(raw, name, inputs, order=turned).weight(), expected[turned])

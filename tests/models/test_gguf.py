@@ -117,40 +117,6 @@ def test_k_quants(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
 
 
-@needs_kernels
-def test_weights_that_lie_flipped(tmp_path: Path) -> None:
-    """GPT-2's layers have their weights the other way round."""
-    path = saved_gguf(tmp_path / "model.gguf", "gpt2")
-    language = load_model(path, Loading(activations="float"))
-    assert len(kinds(language.model)) == 9
-    torch.testing.assert_close(logits(language.model), logits(as_transformers_reads(path)), rtol=1e-4, atol=1e-4)
-
-
-@needs_kernels
-def test_models_that_read_their_weights_by_themselves(tmp_path: Path) -> None:
-    """They get their floats back."""
-    path = saved_gguf(tmp_path / "model.gguf", "mamba", ["Q8_0"])
-    language, plain = load_model(path), as_transformers_reads(path)
-    assert language.backend == "eager"
-    assert language.model.lm_head.weight is language.model.get_input_embeddings().weight
-    assert torch.equal(logits(language.model), logits(plain))
-
-
-@needs_kernels
-def test_blocks_of_another_weight_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an architecture that transformers reads has them otherwise, what it read stays."""
-    real = gguf._names
-    monkeypatch.setattr(gguf, "_names", lambda reader: lambda name: real(reader)(name.replace("h.0", "h.1")))
-    path = saved_gguf(tmp_path / "model.gguf", "gpt2", ["Q8_0"])
-    language = load_model(path)
-    assert {name for name in kinds(language.model) if ".0." in name} == set()
-    assert {name for name in kinds(language.model) if ".1." in name}
-    expected = logits(as_transformers_reads(path))
-    torch.testing.assert_close(
-        logits(load_model(path, Loading(activations="float")).model), expected, rtol=1e-4, atol=1e-4
-    )
-
-
 def test_tokenizers(tmp_path: Path) -> None:
     """The one beside the file, else the one in it."""
     path = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1)
@@ -212,13 +178,6 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
             load_model(str(tmp_path / "part.gguf"))
         with pytest.raises(LoadError, match="is no readable GGUF file"):
             SpecGenerator.from_pretrained(str(tmp_path / "whole.gguf"), str(tmp_path / "part.gguf"))
-
-
-def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:
-    content = Path(saved_gguf(tmp_path / "model.gguf")).read_bytes()
-    (tmp_path / "model.gguf").write_bytes(content.replace(b"llama", b"lemma"))
-    with pytest.raises(UnsupportedError, match=r"transformers cannot read `gguf_file`='model.gguf' \(.*lemma"):
-        load_model(str(tmp_path), Loading(gguf_file="model.gguf"))
 
 
 def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

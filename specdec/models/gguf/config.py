@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import transformers
 
+from specdec.errors import UnsupportedError
 from specdec.models.gguf.end_tokens import special_ids
-from specdec.models.gguf.header import Header, architecture_of
+from specdec.models.gguf.header import Header
 from specdec.models.gguf.reader import GgufReader
 from specdec.models.gguf.rope import rope_parameters
 
@@ -26,18 +27,18 @@ class Architecture(NamedTuple):
     config: Callable[[Header, dict[str, Any]], str | None]
 
 
-def is_known(reader: GgufReader) -> bool:
-    """Whether `read_config` reads files of this architecture; transformers reads others."""
-    return architecture_of(reader) in ARCHITECTURES
-
-
 def read_config(reader: GgufReader) -> Any:
     """The config, with all end tokens in `eos_token_id`; `config.architectures` names the model's class.
 
-    Raises UnsupportedError, with key and value, for a key of the architecture that is not read and may change what the
-    model computes; LoadError for a key that is missing.
+    Raises UnsupportedError for other architectures than `ARCHITECTURES` and, with key and value, for a key that is not
+    read and may change what the model computes; LoadError for a key that is missing.
     """
     header = Header(reader)
+    if header.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{reader.path} has the architecture {header.architecture}, and {', '.join(sorted(ARCHITECTURES))} are "
+            "read: use the checkpoint in safetensors that it was made of"
+        )
     name, special = ARCHITECTURES[header.architecture]
     fields = _common(header)
     name = special(header, fields) or name

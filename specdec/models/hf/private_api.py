@@ -8,8 +8,7 @@ positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' la
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    modeling_gguf_pytorch_utils,
     utils,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -123,16 +121,6 @@ def module_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     state, prefix = model.state_dict(), model.base_model_prefix
     weights = {name: rename_source_key(f"{name}.weight", rules, [], prefix, state)[0] for name in names}
     return {name: weight.removesuffix(".weight") for name, weight in weights.items()}
-
-
-@contextmanager
-def gguf_bars() -> Iterator[None]:
-    """Context in which transformers' `disable_progress_bar` also hides the bar over a GGUF file's tensors."""
-    tqdm, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, utils.logging.tqdm
-    try:
-        yield
-    finally:
-        modeling_gguf_pytorch_utils.tqdm = tqdm
 
 
 def cached(name: str, file: str, revision: str | None) -> str:

@@ -7,7 +7,6 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -53,7 +52,7 @@ from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_ggu
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
-_WHOLE = {"device_map", "offload", "gguf_file"}  # options of loading that place the whole model at once
+_WHOLE = {"device_map", "offload"}  # options of loading that place the whole model at once
 
 
 def load_model(
@@ -176,25 +175,17 @@ def _places(how: Loading) -> list[Any]:
 
 def _read(name: str, how: Loading, argument: str) -> Any:
     """The model of a checkpoint in eval mode, quantized and on its devices."""
-    file = None if how.gguf_file is None else GgufFile(name, str(how.gguf_file), how.revision)
-    if file is not None and file.is_known:
-        return _read_gguf(file, name, how)
-    quantizer = file or make_quantizer(how.quantization)
+    if how.gguf_file is not None:
+        return _read_gguf(name, how)
+    quantizer = make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
         # Wrong for weights outside of modules, which accelerate places well.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
-        if file is not None:
-            hub["gguf_file"] = file.name
-        reading = nullcontext if file is None else file.reading
-        with reading():
-            config = AutoConfig.from_pretrained(name, **hub)
+        config = AutoConfig.from_pretrained(name, **hub)
         if is_packed_folder(config):
             return _read_packed(name, config, how)
-        if file is not None:
-            config.dtype = file.dtype
-        else:
-            quantizer = _stored_quantizer(name, config, how) or quantizer
+        quantizer = _stored_quantizer(name, config, how) or quantizer
         kind = _auto_class(config)
         places = device_map(how, kind, config)
         text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
@@ -204,8 +195,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         # a copy, as transformers replaces strings in it
         options["max_memory"] = how.max_memory and dict(how.max_memory)
-        with reading():
-            model, info = reader.from_pretrained(name, **options)
+        model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
             options["dtype"] = _widened(name)
             model = None
@@ -233,13 +223,12 @@ def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | 
     return stored_quantizer(name, config, how) if _computes_on_cpu(how) else None
 
 
-def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
-    """The model of a GGUF file that this package reads, on its devices."""
-    config = file.read_config()
-    dtype = _numbers(name, how, config, file)["dtype"]
-    file.packs = how.backend != "eager" and _computes_on_cpu(how)
-    file.rounds = how.activations != "float"
-    model = file.read(config, file.dtype if dtype == "auto" else dtype)
+def _read_gguf(name: str, how: Loading) -> Any:
+    """The model of a GGUF file, on its devices."""
+    file = GgufFile(name, str(how.gguf_file), how.revision)
+    dtype = _numbers(name, how, file.config, Quantizer())["dtype"]
+    packs = how.backend != "eager" and _computes_on_cpu(how)
+    model = file.read(file.dtype if dtype == "auto" else dtype, packs=packs, rounds=how.activations != "float")
     to_devices(model, how)
     return model.eval()
 

@@ -8,7 +8,6 @@ import pytest
 from specdec import SpecGenerator
 from specdec.models import load_model
 from specdec.models.gguf.end_tokens import special_ids
-from tests.folders import saved_gguf
 from tests.models.gguf.files import byte_vocabulary, reader
 from tests.models.gguf.models import KINDS, model_of, saved
 
@@ -85,16 +84,6 @@ def test_sampling(keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path
     assert {name: getattr(config, name) for name in fields if getattr(config, name) is not None} == expected
     unread = "has general.sampling.mirostat, general.sampling.xtc_probability, which is not followed"
     assert (unread in caplog.text) == ("mirostat" in keys)
-
-
-def test_other_architectures(tmp_path: Path) -> None:
-    """Those that transformers reads, too."""
-    path = saved_gguf(tmp_path / "a.gguf", "gpt2", ["F32"])
-    tokens = Path(path).read_bytes()
-    Path(path).write_bytes(
-        tokens.replace(b"\x04\x00\x00\x00\x00\x00\x00\x00<30>", b"\x04\x00\x00\x00\x00\x00\x00\x00</s>")
-    )
-    assert load_model(path).model.generation_config.eos_token_id == [2, 30]
 
 
 def test_a_generation_config_beside_the_file(tmp_path: Path) -> None:

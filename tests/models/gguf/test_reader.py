@@ -80,9 +80,9 @@ def test_files_in_parts(tmp_path: Path) -> None:
 
 
 def test_no_architecture(tmp_path: Path) -> None:
-    from specdec.models.gguf import is_known
+    from specdec.models.gguf import read_config
 
     reader: Any = GgufReader(written(tmp_path / "a.gguf", "llama", {}))
     del reader.keys["general.architecture"]
     with pytest.raises(LoadError, match=r"lacks the key general\.architecture"):
-        is_known(reader)
+        read_config(reader)
