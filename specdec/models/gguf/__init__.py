@@ -8,23 +8,19 @@
             ...                             # `converted(reader.tensors[name], part)`: its floats
     model.tie_weights()
 
-`fill` is that loop for floats, and `read_model` all of it. What is not known is an error that names it.
+`read_model` is all of it. What is not known is an error that names it.
 """
 
-from specdec.models.gguf.config import model_class, read_config
-from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
-from specdec.models.gguf.tensors import TensorPart, tensor_map
-from specdec.models.gguf.weights import converted, empty_model, fill, read_model
+from specdec.models.gguf.config import read_config
+from specdec.models.gguf.reader import GgufReader, floats
+from specdec.models.gguf.tensors import tensor_map
+from specdec.models.gguf.weights import converted, empty_model, read_model
 
 __all__ = [
     "GgufReader",
-    "StoredTensor",
-    "TensorPart",
     "converted",
     "empty_model",
-    "fill",
     "floats",
-    "model_class",
     "read_config",
     "read_model",
     "tensor_map",

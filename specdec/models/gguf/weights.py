@@ -24,40 +24,15 @@ _HELD = 1 << 27  # bytes of the mapped file that may stay in memory
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}  # types that are no blocks
 
 
+@torch.no_grad()
 def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bool = False, rounds: bool = True) -> Any:
-    """The model with a config of `read_config`, its weights from the file in `dtype`.
+    """The model with a config of `read_config`, its weights from the file in `dtype`, ties of the config tied.
 
     If it `packs`, linear layers and embeddings keep the file's blocks; needs `specdec.kernels.available`. Without
     `rounds`, only those whose rows need no rounding. Raises LoadError for weights that are missing or have another
     shape; a bias that is missing is zero.
     """
-    model = empty_model(config, dtype)
-    fill(model, reader, tensor_map(reader, config), packs=packs, rounds=rounds)
-    return model
-
-
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The model with its buffers, and weights of `dtype` that take no memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = model_class(config)(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
-
-
-@torch.no_grad()
-def fill(
-    model: Any,
-    reader: GgufReader,
-    parts: dict[str, tuple[TensorPart, ...]],
-    *,
-    packs: bool = False,
-    rounds: bool = True,
-) -> None:
-    """Gives the parameters of `empty_model` memory and the file's numbers, and ties those that the config ties."""
+    model, parts = empty_model(config, dtype), tensor_map(reader, config)
     empty = dict(model.named_parameters(remove_duplicate=False))
     filled = dict.fromkeys(empty, 0)  # numbers
     packed, rounded, unread = dict[str, kernels.PackedLinear](), Counter[str](), 0
@@ -93,6 +68,19 @@ def fill(
     if rounded:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded.items())
         _log.warning("%s: tensors in fewer bits than kernels know take 8 bits each (%s)", reader.path, kinds)
+    return model
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The model with its buffers, and weights of `dtype` that take no memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = model_class(config)(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
 
 
 def _is_packable(model: Any, part: TensorPart, tensor: StoredTensor) -> bool:
