@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -72,11 +73,16 @@ class Files:
 
 def read_tensors(path: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name, read into memory of their own, in huge pages where there are such."""
-    files, tensors = Files(), dict[str, Tensor]()
-    for name, stored in with_bar(_header(path).items(), "Loading weights"):
-        tensors[name] = kernels.empty_pages(stored.shape, stored.dtype)
-        files.read(path, stored.offset, tensors[name].view(-1).view(torch.uint8).numpy().data)
-    return tensors
+
+    def read(stored: Stored) -> Tensor:
+        tensor = kernels.empty_pages(stored.shape, stored.dtype)
+        Files().read(path, stored.offset, tensor.view(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    places = _header(path)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # most of the time goes into new pages
+        tensors = pool.map(read, places.values())
+        return {name: next(tensors) for name in with_bar(places.keys(), "Loading weights")}
 
 
 def _close(files: dict[str, BinaryIO]) -> None:
