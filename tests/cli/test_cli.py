@@ -192,7 +192,7 @@ FLAG_ERRORS = {
     "--set num_assistant_tokens=0": "error: `num_assistant_tokens` must be",
     "--method ngram": "No such option: --method",
     "--draft sufix": "`--draft` must be suffix, ngram, early_exit:N, mtp, a model (hub id, path or zoo:NAME), "
-    "suffix+MODEL or none, got 'sufix': did you mean 'suffix'?",
+    "suffix+MODEL, model:MODEL or none, got 'sufix': did you mean 'suffix'?",
     "--schedule fast": "--schedule must be one of",
     "--top-p 1.5": "--top-p must be",
     "--greedy --top-k 5": "--top-k is for sampling",
