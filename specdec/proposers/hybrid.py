@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
@@ -18,7 +18,6 @@ from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9
-_SHORT, _WORTH = 8, 4.0  # a chain of the model is cut after so many passes that are worth so many tokens
 
 
 @dataclass
@@ -38,8 +37,8 @@ class HybridDraft(WrappedDraft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
-    it is chosen, and then reads what it missed. Its chains are short where passes are dear, and go on with copies of
-    what followed the same tokens before. The choice precedes the model's draws, so q stays their distribution.
+    it is chosen, and then reads what it missed. Its chains go on with copies of what followed the same tokens before.
+    The choice precedes the model's draws, so q stays their distribution.
     """
 
     reads_predictions = True
@@ -113,10 +112,9 @@ class HybridProposer(Proposer):
 
     def _choose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
         """The sequences that prefer the model, with their budgets."""
-        pairs = zip(seqs, budgets, strict=True)
         return [
-            (seq, budget if seq.tree.tokens else _short(budget))
-            for seq, budget in pairs
+            (seq, budget)
+            for seq, budget in zip(seqs, budgets, strict=True)
             if self._prefers_model(seq, budget, self._copies[seq.id])
         ]
 
@@ -184,13 +182,6 @@ class HybridProposer(Proposer):
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
-
-
-def _short(budget: Budget) -> Budget:
-    """The budget of a chain behind which copies may go on for nothing; as it is where passes cost next to nothing."""
-    if budget.limit * budget.pass_cost <= _WORTH or budget.branches not in (None, 1):
-        return budget
-    return replace(budget, limit=min(budget.limit, max(_SHORT, int(_WORTH / budget.pass_cost))))
 
 
 def _expected(confidence: Sequence[float]) -> float:
