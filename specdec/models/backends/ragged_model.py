@@ -40,7 +40,7 @@ POSITIONS = ("ids", "embedding", "bias")
 
 
 class _Running(threading.local):
-    """The table of this thread's pass where no argument brings it: for cross-attention, and within an encoder."""
+    """The table of this thread's pass for cross-attention, where no argument brings it."""
 
     cross: Tensor | None = None
 
@@ -69,14 +69,16 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' layers: over the text, whose table is the mask, or over encoders."""
+    """The attention function of transformers' layers: over the text, whose table is the mask, over encoders, or,
+    without a table, within one."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     table, biases = attention_mask, None
     if table is None:
         table = _running.cross
     elif position_bias is not None:
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
-    assert table is not None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if table is None:
+        return kernels.attend_frames(query, key, value, scale), None
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
@@ -160,10 +162,7 @@ class RaggedModel(nn.Module):
 
     def encoded(self, features: Tensor) -> Tensor:
         """The output `[1, frames, width]` of Whisper's encoder, whose frames all see one another, for one input."""
-        frames = self.model.config.max_source_positions
-        table = torch.tensor([[0, 0, 0, frames]], dtype=torch.int32, device=self.device).repeat(frames, 1)
-        with _seeing(table):
-            hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
+        hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
         return hidden
 
     def inputs(self, ids: Tensor) -> Tensor:
