@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec import kernels
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
@@ -106,6 +107,11 @@ class _Text(Cache):  # type: ignore[misc]
         return 0
 
 
+def _frame_by_frame(_: nn.Module, __: tuple[Tensor, ...], channels: Tensor) -> Tensor:
+    """Channels `[rows, channels, frames]` as they lie when all of a frame are neighbours, as layers read them."""
+    return channels.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class RaggedModel(nn.Module):
     """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
 
@@ -119,6 +125,8 @@ class RaggedModel(nn.Module):
         self.model = shallow_copy(language.model, attention=ATTENTION)
         if language.is_strict:
             make_order_free(self.model)
+        if self.model.config.is_encoder_decoder and type(encoder := self.model.get_encoder()) is WhisperEncoder:
+            encoder.conv2.register_forward_hook(_frame_by_frame)
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
