@@ -103,7 +103,7 @@ def _shared(
     dtype: str | None = Option(
         None,
         help="Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
-        "float16 on a CPU.",
+        "float16 on a CPU, and the fastest for speech.",
         autocompletion=one_of(DTYPES),
     ),
     quantization: str | None = Option(

@@ -2,8 +2,9 @@
 
 `specdec::packed_rows` consists of torch's operators. All others are compiled code for the CPU alone, which checks its
 arguments: `specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and
-`specdec::store_nodes` (attention.cpp), `specdec::keep_top` and `specdec::draws` (choice.cpp). They need
-`specdec.kernels.available`. `passes` runs a model's compiled passes and drafts chains with them (passes.cpp).
+`specdec::store_nodes` (attention.cpp), `specdec::attend_frames` (frames.cpp), `specdec::keep_top` and `specdec::draws`
+(choice.cpp). They need `specdec.kernels.available`. `passes` runs a model's compiled passes and drafts chains with them
+(passes.cpp).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
 _LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks, Tensor? biases) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("attend_frames(Tensor queries, Tensor keys, Tensor values, float scale) -> Tensor")  # type: ignore[no-untyped-call]
 
 _LIBRARY.define("keep_top(Tensor scores, int k, float p, int least) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: ignore[no-untyped-call]
@@ -81,6 +83,12 @@ def _store_nodes(keys: object, values: object, key_buffer: object, value_buffer:
 def _attend(queries: Tensor, keys: object, values: Tensor, nodes: object, scale: float, softcap: float,
             sinks: object, biases: object) -> Tensor:  # fmt: skip
     return queries.new_empty((1, queries.shape[2], queries.shape[1], values.shape[3]))
+
+
+@torch.library.register_fake("specdec::attend_frames", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _attend_frames(queries: Tensor, keys: object, values: Tensor, scale: float) -> Tensor:
+    rows, heads, frames, _ = queries.shape
+    return queries.new_empty((rows, frames, heads, values.shape[3]))
 
 
 def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, nodes: Tensor) -> None:
@@ -148,6 +156,10 @@ keep_top = torch.ops.specdec.keep_top.default
 The `k` largest stay with all ties of the last (0 keeps all), then of those all that have less than the mass `p` before
 them, the highest ids first among equals, and at least `least` (arXiv 1904.09751). Rows with NaN or infinity stay.
 """
+
+attend_frames = torch.ops.specdec.attend_frames.default
+"""`(queries, keys, values, scale)`, each float32 or bfloat16 `[rows, heads, frames, width]`: attention of frames that
+all see one another, `[rows, frames, heads, width]`. Raises ValueError for arguments that do not fit."""
 
 packed_linear = torch.ops.specdec.packed_linear.default
 """`(x, weight, factors, scales, mins, bias, outputs, way=FASTEST)`: `x` `[..., inputs]` to `[..., outputs]`.

@@ -66,15 +66,15 @@ class Loading:
     """How a checkpoint is loaded; the defaults leave it as it is.
 
     `dtype`: a name, a torch.dtype, or "auto": the checkpoint's, but float32 for float16 weights on a CPU, where float16
-    is at least twice as slow. `quantization`: a name in `QUANTIZATIONS`; "auto", which drafts have by default: 4 or 8
-    bits for a large draft on a CPU, whose rounding changes no text; "none". `gguf_file`: its name in the folder or
-    repository. `device_map`, `max_memory` (bytes or text like "2GiB"), `revision`, `trust_remote_code`: as in
-    transformers. `offload`: weights stay in memory ("cpu") or on "disk" and are read in every pass, all or with
-    `max_memory` those that do not fit; `offload_folder`: for weights that must be rewritten, by default a temporary
-    one. `backend`: "eager" layers, "packed" weights in the order in which short passes on a CPU read them,
-    "compiled" passes, or "auto", which measures. `activations`="float" multiplies packed integers by rows as they are,
-    not rounded to 8 bits. `exactness`="strict" promises the text of plain decoding bit for bit, with any draft and
-    beside any calls, and is verified.
+    is at least twice as slow, and for speech bfloat16 and 8 bits where these are faster. `quantization`: a name in
+    `QUANTIZATIONS`; "auto", which drafts have by default: 4 or 8 bits for a large draft on a CPU, whose rounding
+    changes no text; "none". `gguf_file`: its name in the folder or repository. `device_map`, `max_memory` (bytes or
+    text like "2GiB"), `revision`, `trust_remote_code`: as in transformers. `offload`: weights stay in memory ("cpu") or
+    on "disk" and are read in every pass, all or with `max_memory` those that do not fit; `offload_folder`: for weights
+    that must be rewritten, by default a temporary one. `backend`: "eager" layers, "packed" weights in the order in
+    which short passes on a CPU read them, "compiled" passes, or "auto", which measures. `activations`="float"
+    multiplies packed integers by rows as they are, not rounded to 8 bits. `exactness`="strict" promises the text of
+    plain decoding bit for bit, with any draft and beside any calls, and is verified.
 
     Raises OptionError for unknown values, and for fields that contradict one another or lack another.
     """

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from specdec.kernels import attend, store_nodes
+from specdec.kernels import attend, attend_frames, store_nodes
 from tests.tiny import threads
 
 FLOATS, HALVES = torch.float32, torch.bfloat16
@@ -251,6 +252,30 @@ def test_stored(dtype: torch.dtype) -> None:
         for token, (row, column, *_) in enumerate(nodes.tolist()):
             expected[row, :, column] = side[0, :, token]
         assert torch.equal(buffer, expected)
+
+
+@dtypes
+@pytest.mark.parametrize(("frames", "width", "value_width"), [(1, 4, 4), (37, 5, 3), (129, 64, 64), (15, 130, 70)])
+def test_frames_see_one_another(dtype: torch.dtype, frames: int, width: int, value_width: int) -> None:
+    """As torch's attention, in any layout; a row's result has the same bits beside others and on more threads."""
+    noise = torch.Generator().manual_seed(frames)
+    sides = [torch.randn(2, frames, 3, wide, generator=noise) for wide in (width, width, value_width)]
+    queries, keys, values = (side.to(dtype).transpose(1, 2) for side in sides)
+    found = attend_frames(queries, keys, values, 0.2)
+    expected = scaled_dot_product_attention(queries.float(), keys.float(), values.float(), scale=0.2).transpose(1, 2)
+    tolerance = 1e-5 if dtype == FLOATS else 2e-2
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    with threads(2):
+        assert torch.equal(attend_frames(queries[1:], keys[1:], values[1:].contiguous(), 0.2), found[1:])
+
+
+def test_wrong_frames() -> None:
+    good = torch.zeros(1, 2, 3, 4)
+    for wrong in (good[0], good.double(), good[:, :1], good[:, :, :2], good.transpose(2, 3)):
+        with pytest.raises(ValueError, match="`values` must be Float like `queries`"):
+            attend_frames(good, good, wrong, 1.0)
+    with pytest.raises(ValueError, match="`queries` must be float32 or bfloat16"):
+        attend_frames(good.double(), good.double(), good.double(), 1.0)
 
 
 def test_operators_keep_their_promises() -> None:

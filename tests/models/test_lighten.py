@@ -1,4 +1,4 @@
-"""Drafts in few bits: which layers, whose model, and that no text changes."""
+"""Drafts in few bits: which layers, whose model, and that no text changes; speech in the fastest numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from specdec.models.backends.packed_layers import alike, likeness
 from specdec.models.loading import lighten
 from specdec.models.loading.load import load_model
 from specdec.options.load import Loading
-from tests.folders import byte_tokenizer, saved_model
-from tests.tiny import tiny
+from tests.folders import byte_tokenizer, saved, saved_model
+from tests.tiny import tiny, tiny_inputs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs kernels")
 PROMPT = "def add(a, b):"
@@ -102,3 +102,51 @@ def test_rounded_rows_may_differ_more() -> None:
     assert not alike(logits, expected, plain)
     assert alike(logits, expected, rounding)
     assert not alike(expected.flip(0), expected, rounding)
+
+
+@pytest.fixture
+def whisper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The folder of a tiny Whisper, which counts as large, as do drafts."""
+    monkeypatch.setattr(lighten, "_LEAST", 0)
+    monkeypatch.setattr(lighten, "_LEAST_HEARING", 0)
+    return saved("whisper", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("faster", "dtype", "encoder", "head"),
+    [
+        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "int8"),
+        (("1500 rows: bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
+        (("1500 rows: int8",), torch.float32, "int8", "float32"),
+        (("1 rows: int8",), torch.float32, "float32", "int8"),
+    ],
+)
+@torch.no_grad()
+def test_speech_is_heard_in_the_fastest_numbers(
+    whisper: str, monkeypatch: pytest.MonkeyPatch, faster: tuple[str, ...], dtype: torch.dtype, encoder: str, head: str
+) -> None:
+    """What is faster is measured for encoder and decoder apart; a dtype that is asked for is the one that runs."""
+    monkeypatch.setattr(lighten, "holds", lambda what, _: what.startswith(faster))
+    plain, exact, loaded = (
+        load_model(whisper, how)
+        for how in (Loading(backend="eager"), Loading(backend="packed", dtype="float32"), Loading(backend="packed"))
+    )
+    assert set(kinds(exact.model).values()) == {"float32"}
+    assert loaded.dtype == dtype
+    assert {kind for name, kind in kinds(loaded.model).items() if ".encoder.layers" in name} == {encoder}
+    assert loaded.output_embeddings.kind == head
+    states = [one.encode(tiny_inputs("whisper", 2)).hidden for one in (plain, exact, loaded)]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+    assert likeness(states[2], states[0]) > 0.999
+
+
+def test_a_draft_has_the_target_s_encoder(whisper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever numbers that is. (Named drafts had encoders of their own in 4 bits, which heard the sound again.)"""
+    for faster in (True, False):
+        monkeypatch.setattr(lighten, "holds", lambda *_, faster=faster: faster)
+        draft: Any = SpecGenerator.from_pretrained(whisper, whisper).draft
+        assert (draft.shared_encoder, draft.models[0].output_embeddings.kind) == (True, "int8")
+
+
+def test_small_models_hear_as_they_are_stored(tmp_path: Path) -> None:
+    assert load_model(saved("whisper", tmp_path), Loading()).dtype == torch.float32

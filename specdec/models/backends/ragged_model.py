@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec import kernels
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
@@ -40,7 +41,7 @@ POSITIONS = ("ids", "embedding", "bias")
 
 
 class _Running(threading.local):
-    """The table of this thread's pass where no argument brings it: for cross-attention, and within an encoder."""
+    """The table of this thread's pass for cross-attention, where no argument brings it."""
 
     cross: Tensor | None = None
 
@@ -69,14 +70,16 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' layers: over the text, whose table is the mask, or over encoders."""
+    """The attention function of transformers' layers: over the text, whose table is the mask, over encoders, or,
+    without a table, within one."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     table, biases = attention_mask, None
     if table is None:
         table = _running.cross
     elif position_bias is not None:
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
-    assert table is not None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if table is None:
+        return kernels.attend_frames(query, key, value, scale), None
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
@@ -104,6 +107,11 @@ class _Text(Cache):  # type: ignore[misc]
         return 0
 
 
+def _frame_by_frame(_: nn.Module, __: tuple[Tensor, ...], channels: Tensor) -> Tensor:
+    """Channels `[rows, channels, frames]` as they lie when all of a frame are neighbours, as layers read them."""
+    return channels.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class RaggedModel(nn.Module):
     """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
 
@@ -117,6 +125,8 @@ class RaggedModel(nn.Module):
         self.model = shallow_copy(language.model, attention=ATTENTION)
         if language.is_strict:
             make_order_free(self.model)
+        if self.model.config.is_encoder_decoder and type(encoder := self.model.get_encoder()) is WhisperEncoder:
+            encoder.conv2.register_forward_hook(_frame_by_frame)
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
@@ -160,10 +170,7 @@ class RaggedModel(nn.Module):
 
     def encoded(self, features: Tensor) -> Tensor:
         """The output `[1, frames, width]` of Whisper's encoder, whose frames all see one another, for one input."""
-        frames = self.model.config.max_source_positions
-        table = torch.tensor([[0, 0, 0, frames]], dtype=torch.int32, device=self.device).repeat(frames, 1)
-        with _seeing(table):
-            hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
+        hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
         return hidden
 
     def inputs(self, ids: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
-"""Drafts in fewer bits than they are stored in: their passes get cheaper, and rounding cannot change a text."""
+"""Fewer bits than are stored: in drafts, whose rounding cannot change a text, and in models that hear speech."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from specdec import kernels
 from specdec.models.backends.packed_layers import (
@@ -24,21 +26,25 @@ from specdec.models.hf.probe_cache import holds
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
 _LARGE = 2**16  # tokens
-_SAMPLE = (16, 2048, 4096)  # layers that are timed, and their sizes: more than caches hold
+_LEAST_HEARING = 2**24
+_FRAMES = 1500  # that an encoder of speech reads at once
+_SAMPLES = {1: (16, 2048, 4096), _FRAMES: (1, 512, 2048)}  # timed layers and their sizes, by rows: one finds no cache
 _RUNS = 12  # of which the fastest counts, as other programs disturb most
 
 
 def lightened(model: Any, *, owned: bool) -> Any:
-    """The draft model with linear layers in 4 bits, or in 8 where these are faster.
+    """The draft model with the decoder's linear layers in 4 bits, or in 8 where these are faster.
 
     Its head computes the first third of a large vocabulary first, where tokenizers have their most frequent tokens, and
-    the rest only where none of these is sure. Changes the model if `owned`, and else a copy. Returns it as it is where
-    that brings nothing: elsewhere than on a CPU with kernels, in float16, for fewer than 64 million weights, and where
-    memory has no room for the copy.
+    the rest only where none of these is sure. Its encoder stays as it is, so that it is still the target's if it was.
+    Changes the model if `owned`, and else a copy. Returns it as it is where that brings nothing: elsewhere than on a
+    CPU with kernels, in float16, for fewer than 64 million weights, and where memory has no room for the copy.
     """
     if why_not_packed(model) is not None or not kernels.available():
         return model
-    layers, blocks = packable_layers(model), _blocks(model)
+    encoder = _encoder(model)
+    layers = {name: layer for name, layer in packable_layers(model).items() if layer not in encoder}
+    blocks = {name: layer for name, layer in _blocks(model).items() if layer not in encoder}
     count = sum(layer.weight.numel() for layer in layers.values())
     count += sum(layer.inputs * layer.outputs for layer in blocks.values())
     if count < _LEAST:
@@ -46,12 +52,8 @@ def lightened(model: Any, *, owned: bool) -> Any:
     if not owned and free_bytes(torch.device("cpu")) < 2 * count:
         _log.warning("the draft keeps its weights as they are: memory has no room for a copy of them in fewer bits")
         return model
-    model, bits = model if owned else shallow_copy(model), 4 if _four_bits_are_faster() else 8
-
-    def rounded(_: str, layer: Any) -> kernels.PackedLinear:
-        return kernels.round_weight(weight_of(layer), bits, layer.bias)
-
-    changed(model, lambda: pack_layers(model, list(layers), rounded))
+    model, bits = model if owned else shallow_copy(model), 4 if _are_faster("int4", "int8", 1) else 8
+    changed(model, lambda: pack_layers(model, list(layers), lambda _, layer: _rounded(layer, bits)))
     for name, layer in blocks.items():
         if layer.kind not in ("int4", f"int{bits}"):
             model.set_submodule(name, kernels.round_weight(layer.weight(), bits, layer.bias))
@@ -61,6 +63,37 @@ def lightened(model: Any, *, owned: bool) -> Any:
     return model
 
 
+def hearing(model: Any) -> Any:
+    """A model of the Whisper family in the numbers that are fastest here; any other model unchanged.
+
+    In bfloat16, with linear layers in 8 bits, whichever of these makes its encoder or its decoder faster: the word
+    error of read speech is float32's.
+    """
+    hears = model.config.model_type == "whisper" and model.config.is_encoder_decoder
+    if not hears or why_not_packed(model) is not None or not kernels.available():
+        return model
+    if sum(layer.weight.numel() for layer in packable_layers(model).values()) < _LEAST_HEARING:
+        return model
+    if _are_faster("bfloat16", "float32", _FRAMES):
+        model.to(torch.bfloat16)
+    floats, encoder = str(model.dtype).removeprefix("torch."), _encoder(model)
+    eight = {of_encoder: _are_faster("int8", floats, _FRAMES if of_encoder else 1) for of_encoder in (True, False)}
+    names = [name for name, layer in packable_layers(model).items() if eight[layer in encoder]]
+    changed(model, lambda: pack_layers(model, names, lambda _, layer: _rounded(layer, 8)))
+    numbers = f"{floats}{' and 8 bits' if names else ''}"
+    _log.info("speech is heard in %s, the fastest here (dtype float32 gives transformers' text exactly)", numbers)
+    return model
+
+
+def _rounded(layer: Any, bits: int) -> kernels.PackedLinear:
+    return kernels.round_weight(weight_of(layer), bits, layer.bias)
+
+
+def _encoder(model: Any) -> set[nn.Module]:
+    """The modules of a model's encoder."""
+    return set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+
+
 def _blocks(model: Any) -> dict[str, kernels.PackedLinear]:
     """The linear layers of a model that are packed already, such as a GGUF file's, by name."""
     tables = {layer.head for layer in model.modules() if isinstance(layer, PackedEmbedding)}
@@ -68,19 +101,22 @@ def _blocks(model: Any) -> dict[str, kernels.PackedLinear]:
     return {name: layer for name, layer in packed.items() if layer not in tables}
 
 
-def _four_bits_are_faster() -> bool:
-    """Whether one row is multiplied faster by weights in 4 bits than in 8, which is timed once per machine."""
+def _are_faster(kind: str, other: str, rows: int) -> bool:
+    """Whether so many rows are multiplied faster by weights of this kind than of another; timed once per machine."""
+
+    def work(kind: str) -> Callable[[], object]:
+        count, *shape = _SAMPLES[rows]
+        weight = torch.linspace(-1, 1, shape[0] * shape[1], device="cpu").view(*shape)
+        dtype = kernels.FLOATS.get(kind)
+        layer = kernels.pack(weight.to(dtype)) if dtype else kernels.round_weight(weight, int(kind[3:]))
+        x = torch.ones(rows, shape[1], dtype=dtype, device="cpu")
+        layers = [deepcopy(layer) for _ in range(count)]
+        return lambda: [layer(x) for layer in layers]
 
     def faster() -> bool:
-        count, *shape = _SAMPLE
-        weight = torch.linspace(-1, 1, shape[0] * shape[1], device="cpu").view(*shape)
-        row = torch.ones(1, shape[1], device="cpu")
+        works = work(kind), work(other)
+        turns = [[kernels.best_seconds(one, 1) for one in works] for _ in range(_RUNS)]
+        return min(one for one, _ in turns) < min(two for _, two in turns)
 
-        def seconds(bits: int) -> float:
-            layer = kernels.round_weight(weight, bits)
-            layers = [deepcopy(layer) for _ in range(count)]
-            return kernels.best_seconds(lambda: [layer(row) for layer in layers], _RUNS)
-
-        return seconds(4) < seconds(8)
-
-    return holds(f"4 bits are faster than 8: {kernels.instructions()}, {torch.get_num_threads()} threads", faster)
+    where = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+    return holds(f"{rows} rows: {kind} is faster than {other}: {where}", faster)

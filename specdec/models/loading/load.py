@@ -34,7 +34,7 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
-from specdec.models.loading.lighten import lightened
+from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import (
     POLICIES,
@@ -126,6 +126,8 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     few = how.quantization == AUTO
     with explained(source, name):
         model = _read(folder, replace(how, quantization=None) if few else how, name)
+        if how.dtype == AUTO and how.quantization in (None, AUTO) and how.backend != "eager":
+            model = hearing(model)
         if few and how.backend != "eager":
             model = lightened(model, owned=True)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
@@ -197,7 +199,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         options["max_memory"] = how.max_memory and dict(how.max_memory)
         model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
-            options["dtype"] = _widened(name)
+            options["dtype"] = _widened(name, config)
             model = None
             model, info = reader.from_pretrained(name, **options)
         if text is not None:
@@ -266,7 +268,7 @@ def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict
     """The dtype and quantization arguments of `from_pretrained`."""
     dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
     if dtype == "auto" and _widens(config.dtype or config.get_text_config().dtype, config, how):
-        dtype = _widened(name)
+        dtype = _widened(name, config)
     quantized = quantizer.config((config.dtype or torch.float32) if dtype == "auto" else dtype)
     return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
@@ -277,9 +279,10 @@ def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
     return stored == torch.float16 and plain and _computes_on_cpu(how)
 
 
-def _widened(name: str) -> torch.dtype:
-    """Logs that float16 weights load in float32, and returns that."""
-    _log.info(
+def _widened(name: str, config: Any) -> torch.dtype:
+    """Logs that float16 weights load in float32, and returns that; `hearing` tells what it makes of speech."""
+    _log.log(
+        logging.DEBUG if config.model_type == "whisper" else logging.INFO,
         "%s is stored in float16 and computes in float32, with the same numbers: CPUs are slow in float16 "
         "(dtype bfloat16 takes half the memory, dtype float16 keeps it as it is)",
         name,

@@ -1,0 +1,210 @@
+// Attention of frames that all see one another, as in an encoder: two products of matrices, and a softmax between them.
+//
+//   queries, keys, values   [rows, heads, frames, width], float32 or bfloat16
+//   result                  [rows, frames, heads, width]
+//
+// A frame's result does not depend on other rows nor on threads. Processors that multiply pairs of bfloat16 do so, also
+// with the softmax's results; elsewhere and in float32 all is float32.
+//
+// Both products are sums over `inputs` (entries of a key; frames) for panels of 4 * LANES outputs (frames; entries of a
+// value). Inputs lie in words of one float or two of bfloat16: [panels, words, 4 * LANES].
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// As many sums as the registers hold: SIDE queries times VECTORS vectors.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SIDE = 6;
+#else
+constexpr int SIDE = 3;
+#endif
+constexpr int VECTORS = 4;
+constexpr int64_t PANEL = VECTORS * LANES;
+constexpr int64_t QUERIES = 8 * SIDE;  // whose scores stay in the second cache
+
+int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+struct Singles {
+  static constexpr int NUMBERS = 1;  // of a word
+
+  static Floats power(Floats x) { return exponential(x * 0.693147181f); }
+  static uint32_t word(float number, float) { return std::bit_cast<uint32_t>(number); }
+  static Floats add(Floats sum, Words a, Words b) { return fused((Floats)a, (Floats)b, sum); }
+  static void put(float* to, Floats first, Floats second) { store(to, first), store(to + LANES, second); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+  static constexpr int NUMBERS = 2;
+
+  // 2 to the power of x, as exact as bfloat16.
+  static Floats power(Floats x) {
+    auto rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    auto sum = fused(rest, all(7.8024521e-2f), all(2.2606716e-1f));
+    sum = fused(rest, sum, all(6.9583354e-1f));
+    sum = fused(rest, sum, all(9.9992522e-1f));
+    return (Floats)_mm512_scalef_ps((__m512)sum, (__m512)x);
+  }
+  static uint32_t word(at::BFloat16 first, at::BFloat16 second) { return first.x | uint32_t{second.x} << 16; }
+  static Floats add(Floats sum, Words a, Words b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+  static void put(float* to, Floats first, Floats second) {
+    store(to, _mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+  }
+};
+#else
+using Pairs = Singles;
+#endif
+
+// sums[r] = the sum over words of rows[r] times those of the panel, for R rows.
+template <class Kind, int R>
+void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t apart) {
+  Floats sum[R][VECTORS] = {};
+  for (int64_t word = 0; word < words; word++, panel += PANEL) {
+    Words own[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) own[v] = load<Words>(panel + v * LANES);
+    UNROLL for (int r = 0; r < R; r++) {
+      auto of_row = Words{} + load<uint32_t>(rows + r * stride + word);
+      UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = Kind::add(sum[r][v], of_row, own[v]);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * apart + v * LANES, sum[r][v]);
+}
+
+template <class Kind, int... R>
+constexpr auto by_rows(std::integer_sequence<int, R...>) {
+  return std::array{&multiply<Kind, R + 1>...};
+}
+
+template <class Kind>
+void multiply(const float* rows, int64_t count, int64_t stride, const uint32_t* panels, int64_t words, float* sums,
+              int64_t width) {
+  static constexpr auto multiply_rows = by_rows<Kind>(std::make_integer_sequence<int, SIDE>());
+  for (int64_t at = 0; at < width; at += PANEL, panels += words * PANEL)
+    for (int64_t row = 0; row < count; row += SIDE)
+      multiply_rows[std::min<int64_t>(SIDE, count - row) - 1](rows + row * stride, stride, panels, words,
+                                                              sums + row * width + at, width);
+}
+
+// A matrix as panels, with zeros around it.
+template <class Kind, class Number>
+void pack(int64_t inputs, int64_t outputs, uint32_t* to, Number number) {
+  auto or_zero = [&](int64_t input, int64_t output) {
+    return input < inputs && output < outputs ? number(input, output) : decltype(number(0, 0)){};
+  };
+  for (int64_t first = 0; first < outputs; first += PANEL)
+    for (int64_t input = 0; input < inputs; input += Kind::NUMBERS)
+      for (auto output = first; output < first + PANEL; output++)
+        *to++ = Kind::word(or_zero(input, output), or_zero(input + 1, output));
+}
+
+// Scores to weights, which are put into words; returns their sum.
+template <class Kind>
+float soften(float* scores, int64_t count, float scale) {
+  constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+  auto end = parts(count, 2 * LANES) * 2 * LANES;
+  std::fill(scores + count, scores + end, NOTHING);
+  auto most = all(NOTHING);
+  for (int64_t i = 0; i < end; i += LANES) {
+    auto next = floats(scores + i);
+    most = next > most ? next : most;
+  }
+  for (int l = 1; l < LANES; l++) most[0] = std::max(most[0], most[l]);
+  most = all(most[0]);
+  scale *= 1.44269504f;
+  Floats total{};
+  for (int64_t i = 0; i < end; i += 2 * LANES) {
+    auto first = Kind::power((floats(scores + i) - most) * scale);
+    auto second = Kind::power((floats(scores + i + LANES) - most) * scale);
+    total += first + second;
+    Kind::put(scores + i / Kind::NUMBERS, first, second);
+  }
+  for (int l = 1; l < LANES; l++) total[0] += total[l];
+  return total[0];
+}
+
+template <class In>
+struct Heads {
+  const In* data;
+  int64_t row, head, frame, width;
+
+  explicit Heads(const at::Tensor& of)
+      : data(of.const_data_ptr<In>()), row(of.stride(0)), head(of.stride(1)), frame(of.stride(2)), width(of.size(3)) {}
+  const In* of(int64_t number, int64_t heads) const { return data + number / heads * row + number % heads * head; }
+};
+
+template <class Kind, class In>
+at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, double scale) {
+  auto rows = queries.size(0), heads = queries.size(1), frames = queries.size(2);
+  Heads<In> q(queries), k(keys), v(values);
+  auto wide = parts(v.width, PANEL) * PANEL, columns = parts(frames, PANEL) * PANEL;
+  auto of_keys = parts(k.width, Kind::NUMBERS), of_values = parts(frames, Kind::NUMBERS);
+  auto size = of_keys * columns + of_values * wide;
+  at::Tensor packed = at::empty({rows * heads * size}, at::kInt), out = at::empty({rows, frames, heads, v.width}, queries.options());
+  auto panels = reinterpret_cast<uint32_t*>(packed.mutable_data_ptr<int32_t>());
+  auto to = out.mutable_data_ptr<In>();
+  at::parallel_for(0, rows * heads, 1, [&](int64_t begin, int64_t end) {
+    for (auto one = begin; one < end; one++) {
+      auto key = k.of(one, heads), value = v.of(one, heads);
+      pack<Kind>(k.width, frames, panels + one * size, [&](int64_t i, int64_t f) { return key[f * k.frame + i]; });
+      pack<Kind>(frames, v.width, panels + one * size + of_keys * columns,
+                 [&](int64_t f, int64_t i) { return value[f * v.frame + i]; });
+    }
+  });
+  auto tiles = parts(frames, QUERIES);
+  at::parallel_for(0, rows * heads * tiles, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> own(QUERIES * of_keys), scores(QUERIES * columns), sums(QUERIES * wide);
+    for (auto tile = begin; tile < end; tile++) {
+      auto one = tile / tiles, first = tile % tiles * QUERIES, count = std::min(QUERIES, frames - first);
+      auto from = q.of(one, heads) + first * q.frame;
+      auto of_head = panels + one * size;
+      for (int64_t r = 0; r < count; r++, from += q.frame)
+        for (int64_t i = 0; i < q.width; i += Kind::NUMBERS)
+          own[r * of_keys + i / Kind::NUMBERS] =
+              std::bit_cast<float>(Kind::word(from[i], i + 1 < q.width ? from[i + 1] : In(0)));
+      multiply<Kind>(own.data(), count, of_keys, of_head, of_keys, scores.data(), columns);
+      std::array<float, QUERIES> totals;
+      for (int64_t r = 0; r < count; r++) totals[r] = soften<Kind>(scores.data() + r * columns, frames, scale);
+      multiply<Kind>(scores.data(), count, columns, of_head + of_keys * columns, of_values, sums.data(), wide);
+      for (int64_t r = 0; r < count; r++) {
+        auto target = to + ((one / heads * frames + first + r) * heads + one % heads) * v.width;
+        for (int64_t i = 0; i < v.width; i++) target[i] = static_cast<In>(sums[r * wide + i] / totals[r]);
+      }
+    }
+  });
+  return out;
+}
+
+at::Tensor attend_frames(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, double scale) {
+  auto type = queries.scalar_type();
+  TORCH_CHECK_VALUE(queries.dim() == 4 && (type == at::kFloat || type == at::kBFloat16), "`queries` must be float32 or ",
+                    "bfloat16 [rows, heads, frames, width], got ", type, " ", queries.sizes());
+  for (auto [name, tensor] : {std::pair{"queries", &queries}, {"keys", &keys}, {"values", &values}}) {
+    auto fits = tensor->dim() == 4 && tensor->sizes().slice(0, 3) == queries.sizes().slice(0, 3);
+    fits = fits && (tensor == &values || tensor->size(3) == queries.size(3));
+    TORCH_CHECK_VALUE(fits && tensor->scalar_type() == type && tensor->stride(3) == 1, "`", name, "` must be ", type,
+                      " like `queries` ", queries.sizes(), ", its last dimension dense, got ", tensor->scalar_type(),
+                      " ", tensor->sizes(), " with strides ", tensor->strides());
+  }
+  if (type == at::kFloat) return attend_in<Singles, float>(queries, keys, values, scale);
+  return attend_in<Pairs, at::BFloat16>(queries, keys, values, scale);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("attend_frames", attend_frames); }
