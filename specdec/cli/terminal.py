@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rich import progress
@@ -18,6 +19,7 @@ from rich.text import Text
 
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+_STDERR = 2  # the file descriptor
 _SIGN = 20.0  # seconds from one line of progress to the next
 
 EXAMPLES = {
@@ -116,6 +118,21 @@ def notes() -> Iterator[None]:
 def abandon_stdout() -> None:
     """Discards all further output, that of the exiting interpreter too: stdout has lost its reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def libraries_silenced() -> Iterator[None]:
+    """Discards what C libraries write on stderr by themselves, such as mpg123's notes; Python's lines appear."""
+    before, screen = sys.stderr, os.dup(_STDERR)
+    with Path(os.devnull).open("w") as nowhere, os.fdopen(screen, "w", buffering=1, errors="replace") as out:
+        os.dup2(nowhere.fileno(), _STDERR)
+        if before is sys.__stderr__:
+            sys.stderr = out
+        try:
+            yield
+        finally:
+            os.dup2(screen, _STDERR)
+            sys.stderr = before
 
 
 class _Tries(logging.Filter):

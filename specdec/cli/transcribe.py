@@ -16,7 +16,7 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
+from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
@@ -83,8 +83,9 @@ def transcribe(
         transcriber.generator.compile()
     are_read: list[bool] = []
     try:
-        for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
-            are_read.append(is_read)
+        with libraries_silenced():
+            for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
+                are_read.append(is_read)
     except KeyboardInterrupt:
         way = "leave these files out to resume (or pass --output-dir and --resume)"
         if output_dir is not None:

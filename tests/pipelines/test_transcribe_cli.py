@@ -153,10 +153,26 @@ def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, typed:
     code, out, err = typed(good[0], bad, "nowhere.wav", good[1], *flags)
     assert code == 1
     assert [json.loads(line)["file"] for line in out.splitlines()] == good
-    assert "bad.wav cannot be read as sound" in err
+    assert "bad.wav is not sound" in err
     assert "error: `FILE` must be the name of a sound file, got 'nowhere.wav': there is no such file" in err
     assert all(name in part for name, part in zip(good, err.split(" s of sound in "), strict=False))
     assert typed(bad, "--quiet")[:2] == (1, "")
+
+
+def test_lines_of_decoder_libraries_stay_off_the_screen(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mpg123 wrote `Note: Illegal Audio-MPEG-Header` about text and `Warning: Xing stream size` about a cut file."""
+    cut, text = tmp_path / "cut.mp3", tmp_path / "text.mp3"
+    soundfile.write(cut, speech(3.0), RATE)
+    cut.write_bytes(cut.read_bytes()[:3000])
+    text.write_text("no sound " * 200)
+    model = ["--model", str(folder / "model"), "--max-new-tokens", "12"]
+    assert run_command(["transcribe", str(cut), str(text), *model]) == 1
+    err = capfd.readouterr().err
+    assert "text.mp3 is not sound" in err
+    assert "s of sound in" in err
+    assert not [line for line in err.splitlines() if "Header" in line or "Xing" in line]
 
 
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> None:

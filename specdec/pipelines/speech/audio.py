@@ -123,11 +123,15 @@ def sound_file(source: Any, name: str) -> Iterator[Any]:
     except ImportError:
         raise SpecdecError(f"reading sound files needs soundfile: {_INSTALL}") from None
     try:
-        with soundfile.SoundFile(source) as file:
+        file = soundfile.SoundFile(source)
+    except (soundfile.SoundFileError, TypeError, RuntimeError):  # the reasons of soundfile are wrong for mp3 files
+        raise OptionError(f"{name} is not sound, or of a kind that cannot be read: {_FORMATS}") from None
+    with file:
+        try:
             yield file
-    except (soundfile.SoundFileError, TypeError, RuntimeError) as error:
-        reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
-        raise OptionError(f"{name} cannot be read as sound ({reason}): {_FORMATS}") from None
+        except (soundfile.SoundFileError, RuntimeError) as error:
+            reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
+            raise OptionError(f"{name} is damaged ({reason}): repair it, for example with ffmpeg") from None
 
 
 def _decoded(source: Any, name: str, rate: int) -> Samples:
