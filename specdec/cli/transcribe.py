@@ -14,7 +14,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments
+from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments, refuse_idle
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 ZOO = "zoo:speech"
+LINES = ("max_line_width", "max_words_per_line")
 Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
@@ -44,7 +45,9 @@ def transcribe(
     language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = Option(None, help="Translations are into English."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
-    words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
+    words: bool = Option(False, "--words", help="Timestamps of words; in vtt they stand within the segments' cues."),
+    max_line_width: int | None = Option(None, min=1, help="Characters in a line of srt and vtt."),
+    max_words_per_line: int | None = Option(None, min=1, help="Words in a cue of srt and vtt; times each word."),
     chunk_length: float | None = Option(
         None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
     ),
@@ -66,6 +69,8 @@ def transcribe(
     recordings = find_recordings(files or [], demo=demo)
     name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
+    if format not in ("srt", "vtt"):
+        refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
     request = read_speech(ctx.params)
     if output_dir is not None:
         try:
@@ -113,7 +118,7 @@ def transcribe_all(
             found = list(islice(results, len(batch)))
         for name, out in zip(batch, found, strict=True):
             if out is not None:
-                show(name, rendered(name, out, params["format"]), params, headed=len(recordings) > 1)
+                show(name, rendered(name, out, params), params, headed=len(recordings) > 1)
             yield out is not None
         heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
@@ -195,7 +200,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
     given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
-    if params.get("words"):
+    if params.get("words") or params.get("max_words_per_line"):
         given["return_timestamps"] = "word"
     elif params.get("format", "text") != "text":
         given["return_timestamps"] = True
@@ -221,13 +226,13 @@ def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) ->
     write(console, content)
 
 
-def rendered(name: str, out: Transcription, format: Format) -> str:
+def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
     from specdec.pipelines.speech.subtitles import srt, vtt
 
-    if format == "text":
+    if params["format"] == "text":
         return out["text"].strip() + "\n"
-    if format != "json":
-        return (srt if format == "srt" else vtt)(out["chunks"])
+    if params["format"] != "json":
+        return (srt if params["format"] == "srt" else vtt)(out.cues, *(params[name] for name in LINES))
     facts = {
         "file": name,
         "text": out["text"],

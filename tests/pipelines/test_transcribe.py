@@ -330,6 +330,20 @@ def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) ->
         assert mine["timestamp"] == pytest.approx(other["timestamp"], abs=0.021)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_words_stand_in_cues(chunked: bool) -> None:
+    """Those of a segment together, or of chunks, which overlap, those of a sentence; no word is lost or twice."""
+    transcriber, options = Transcriber(target(3), processor=PARTS), {"chunk_length_s": 1.0} if chunked else {}
+    out = transcriber(speech(2.8, seed=3), return_timestamps="word", **options, **EN)
+    assert [word for cue in out.cues for word in cue["words"]] == out["chunks"]
+    assert "".join(cue["text"] for cue in out.cues) == out["text"]
+    if not chunked:
+        segments = transcriber(speech(2.8, seed=3), return_timestamps=True, **EN)
+        assert [cue["text"] for cue in out.cues] == [cue["text"] for cue in segments.cues if cue["text"].strip()]
+        assert segments.cues == segments["chunks"]
+    assert transcriber(speech(0.5), **EN).cues == []
+
+
 def test_words_need_heads() -> None:
     """A checkpoint that does not name aligning heads says so."""
     model = whisper(0)

@@ -159,6 +159,19 @@ def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, typed:
     assert typed(bad, "--quiet")[:2] == (1, "")
 
 
+def test_cues_are_cut_as_asked(folder: Path, typed: Any) -> None:
+    """--max-words-per-line times words by itself; --max-line-width breaks lines; neither is for text."""
+    out = typed("long.wav", "--format", "srt", "--max-words-per-line", "1", "--quiet")[1]
+    words = expected(folder, "long.wav", return_timestamps="word")["chunks"]
+    assert out.count(" --> ") == sum(bool(word["text"].strip()) for word in words) > 1
+    assert "> --" not in (vtt := typed("long.wav", "--format", "vtt", "--words", "--quiet")[1])
+    assert "<00:00:0" in vtt
+    lines = typed("long.wav", "--format", "vtt", "--max-line-width", "1", "--quiet")[1].splitlines()
+    assert all(" " not in line for line in lines if " --> " not in line)
+    code, _, err = typed("long.wav", "--max-line-width", "40")
+    assert (code, "--max-line-width is for subtitles: pass --format srt or vtt" in err) == (2, True)
+
+
 def test_lines_of_decoder_libraries_stay_off_the_screen(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
