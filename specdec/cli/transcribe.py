@@ -53,7 +53,7 @@ def transcribe(
     ),
     batch_size: int = Option(1, min=1, help="Windows or chunks that are decoded together."),
     fallback: bool = Option(
-        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."
+        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip them if silent."
     ),
     context: bool = Option(False, "--context", help="Condition each window on the text before it."),
     max_new_tokens: int | None = Option(None, help="Token limit per window."),

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, 
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
-from specdec.pipelines.speech.audio import read_audio
-from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.audio import read_audio, window_features
+from specdec.pipelines.speech.settings import SpeechSettings
+from specdec.pipelines.speech.whisper import Evidence, Whisper
 from specdec.pipelines.speech.windows import Track, window_segments
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
@@ -201,6 +202,51 @@ def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.Monke
         assert ours(model, sound, helper, **options, no_speech_threshold=threshold) == expected
         assert (expected == []) == (skipped == "all")
         assert len(expected) < len(everything)
+
+
+@pytest.mark.parametrize("draft", [None, "own encoder"])
+def test_silence_has_no_text(draft: str | None) -> None:
+    """Also where the text is likely, by default. (Eight seconds of zeros, and 0.04 s of sound, were "you".)"""
+    model, short = whisper(0, stamps=-30.0), {**EN, "max_new_tokens": 6}
+    silence = torch.zeros(model.config.vocab_size)
+    silence[PARTS.tokenizer.convert_tokens_to_ids("<|nospeech|>")] = 30.0
+    helper = None if draft is None else DRAFTS[draft](model)
+    assert (text := ours(model, speech(0.5), helper, **short))
+    model.proj_out.register_forward_hook(lambda module, args, output: output + silence)
+    for sound in (speech(0.5), np.zeros(RATE // 25, np.float32)):
+        assert ours(model, sound, helper, **short) == ours(model, sound, helper, **short, return_timestamps=True) == []
+    assert ours(model, speech(0.5), helper, **short, no_speech_threshold=1.0) == text
+
+
+HEARD = [
+    # silence, mean log-probability, whether there is no speech; by Whisper base and tiny.en
+    *((0.93, -0.45, True), (0.95, -0.38, True), (0.93, -0.88, True), (0.75, -1.81, True)),  # zeros, a hum, a tone
+    *((0.64, -2.12, False), (0.7, -1.06, False), (0.34, -0.21, False), (0.51, -1.71, False)),  # digits, quiet, noisy
+]
+
+
+@pytest.mark.parametrize(("silence", "log_prob", "expected"), HEARD)
+def test_silence_is_told_from_speech(silence: float, log_prob: float, expected: bool) -> None:
+    """The likelier silence is, the likelier the text must be."""
+    assert SpeechSettings().hears_silence(Evidence(silence, log_prob)) == expected
+
+
+@pytest.mark.parametrize("stamps", [False, True])
+def test_evidence_is_in_the_scores(stamps: bool) -> None:
+    """What one pass over the text tells is what decoding saw, timestamps left out."""
+    transcriber = Transcriber(model := whisper(0, stamps=-30.0), processor=PARTS)
+    heard = Whisper(transcriber.generator.target, PARTS.tokenizer)
+    sound = {"input_features": window_features(speech(0.5), PARTS.feature_extractor)[None]}
+    encoding = heard.model.encode(sound)
+    [prompt] = heard.prompts(encoding, language="en", task=None, timestamps=[stamps])
+    how = {"decoder_input_ids": [prompt], "max_new_tokens": 6, "output_scores": True}
+    out = transcriber.generator.generate(**sound, **how)
+    [tokens] = out.new_tokens()
+    evidence = heard.evidence(encoding, prompt, len(prompt), tokens)
+    log_probs = [float(s[0].log_softmax(-1)[t]) for s, t in zip(out.scores, tokens, strict=True)]
+    assert evidence.log_prob == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
+    assert evidence.silence == pytest.approx(heard.silence(encoding, [prompt], len(prompt))[0])
+    assert model.generation_config.suppress_tokens
 
 
 @pytest.mark.parametrize("rule", [{"compression_ratio_threshold": 1.1}, {"logprob_threshold": -0.4}])
@@ -456,7 +502,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"return_timestamps": "char"}, "return_timestamps"),
     ({"temperature": -1.0}, "temperature"),
     ({"temperature": ()}, "temperature"),
-    ({"no_speech_threshold": 0.5}, "logprob_threshold"),
     ({"prompt_condition_type": "all-segments"}, "condition_on_prev_tokens"),
     ({"prompt_condition_type": "some"}, "first-segment"),
     ({"prompt_ids": [5] * 47}, "no room"),

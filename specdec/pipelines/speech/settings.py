@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.errors import OptionError
 from specdec.options.fields import is_number, is_whole
-from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.whisper import Evidence, Whisper
 
 FALLBACK: dict[str, Any] = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -19,6 +19,8 @@ FALLBACK: dict[str, Any] = {
     "no_speech_threshold": 0.6,
 }
 """The reference's fallback for misheard windows; the ratio is transformers', which compresses ids, not text."""
+_SILENCE = FALLBACK["no_speech_threshold"]
+_DOUBT = 4.0  # a text of mean log-probability -1 needs a probability of silence of at most 0.8
 _FROM_CHECKPOINT = (
     *("return_timestamps", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
     "condition_on_prev_tokens",
@@ -32,7 +34,8 @@ class SpeechSettings:
     Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
     `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below the latter,
     a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above temperature 0, tokens are
-    drawn by seed.
+    drawn by seed. A text of a few tokens is left out where silence is likelier than `no_speech_threshold` (0.6), and
+    than the text.
     """
 
     return_timestamps: bool | str | None = None
@@ -62,6 +65,16 @@ class SpeechSettings:
     def skips(self, silence: float | None, log_prob: float | None) -> bool:
         limit = self.no_speech_threshold
         return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
+
+    def hears_silence(self, evidence: Evidence) -> bool:
+        """Whether silence is likelier than a short text.
+
+        The odds of silence weigh the text's surprise. The paper's rule (section 4.5: silence above 0.6, the mean
+        log-probability below -1) has no weights: it keeps " you", which has -0.4 where silence has 0.95.
+        """
+        silence, limit = evidence.silence, self.no_speech_threshold
+        likely = silence > (_SILENCE if limit is None else limit)
+        return likely and -evidence.log_prob * silence > _DOUBT * (1 - silence)
 
     def _unlikely(self, log_prob: float | None) -> bool:
         return log_prob is not None and self.logprob_threshold is not None and log_prob < self.logprob_threshold
@@ -95,8 +108,6 @@ def speech_settings(given: Mapping[str, Any], whisper: Whisper) -> SpeechSetting
         raise OptionError.of("language", "one language for all inputs", settings.language)
     if not settings.temperatures or not all(isinstance(t, int | float) and t >= 0 for t in settings.temperatures):
         raise OptionError.of("temperature", "a number of at least 0, or several", settings.temperature)
-    if settings.no_speech_threshold is not None and settings.logprob_threshold is None:
-        raise OptionError("`no_speech_threshold` applies to unlikely texts: pass `logprob_threshold` with it")
     if settings.prompt_condition_type not in ("first-segment", "all-segments"):
         kinds = "'first-segment' or 'all-segments'"
         raise OptionError.of("prompt_condition_type", kinds, settings.prompt_condition_type)

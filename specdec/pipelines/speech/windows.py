@@ -22,6 +22,7 @@ from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 
+_FEW = 8  # tokens of a text that may be made of silence; longer ones are not asked, which costs a pass
 _WARM = 0.5  # text of this temperature or above is no context for the next window
 
 
@@ -231,7 +232,7 @@ class Listener:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self._settings
         silence: list[float] | list[None] = [None] * len(batch.tracks)
-        if s.no_speech_threshold is not None:
+        if s.no_speech_threshold is not None and s.logprob_threshold is not None:
             silence = self._whisper.silence(batch.encoding, batch.prompts, len(batch.tracks[0].opening))
         found: dict[int, _Heard] = {}
         pending = list(range(len(batch.tracks)))
@@ -242,13 +243,23 @@ class Listener:
             reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                found[row] = _Heard(tokens, reasons[i], temperature, s.skips(silence[row], log_prob))
+                skip = s.skips(silence[row], log_prob) or self._is_silent(part, i, tokens)
+                found[row] = _Heard(tokens, reasons[i], temperature, skip)
                 if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
                     again.append(row)
             pending = again
             if not pending:
                 break
         return [found[row] for row in range(len(batch.tracks))]
+
+    def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int]) -> bool:
+        """Whether a row's text is short, as texts of silence are, and silence is likelier."""
+        whisper, prompt = self._whisper, batch.prompts[row]
+        words = sum(token < whisper.end for token in tokens)
+        if not 0 < words <= _FEW or whisper.setting("no_timestamps_token_id") is None:
+            return False
+        evidence = whisper.evidence(batch.encoding.select([row]), prompt, len(batch.tracks[row].opening), tokens)
+        return self._settings.hears_silence(evidence)
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
         options = options_at(temperature, self._options, self._settings)
