@@ -14,7 +14,17 @@ from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments, refuse_idle
+from specdec.cli.request import (
+    FLAGS,
+    STDIN,
+    CommandRequest,
+    are_here,
+    files_among,
+    loading_flags,
+    passed,
+    read_assignments,
+    refuse_idle,
+)
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
@@ -25,7 +35,7 @@ from specdec.options.drafts import read_draft
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
 
-STDIN = "-"
+SOUNDS = ("wav", "flac", "mp3", "ogg")
 ZOO = "zoo:speech"
 LINES = ("max_line_width", "max_words_per_line")
 Format = Literal["text", "json", "srt", "vtt"]
@@ -153,17 +163,7 @@ def find_recordings(files: list[str], *, demo: bool) -> list[str]:
         raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
     if demo:
         return [str(path) for path, _ in bundled_models.recordings()]
-    found: list[str] = []
-    for name in files:
-        if name == STDIN or not Path(name).is_dir():
-            found.append(name)
-            continue
-        from specdec.pipelines.speech.audio import sounds_in
-
-        if not (inside := sounds_in(Path(name))):
-            raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
-        found += map(str, inside)
-    return found
+    return files_among(files, SOUNDS)
 
 
 def choose_model(model: str | None, *, demo: bool) -> str:

@@ -24,7 +24,6 @@ _INSTALL = "pip install -e '.[audio]'"
 READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
-SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 
 _FRAMES = 6000  # frames at a time
 
@@ -73,11 +72,6 @@ def read_audio(source: Any, rate: int) -> Audio:
             raise OptionError(f"{name} was opened as text: open it with 'rb'")
         return Audio(_decoded(io.BytesIO(content), name, rate), rate, name)
     return Audio(_mono(source), rate)
-
-
-def sounds_in(folder: Path) -> list[Path]:
-    """All sound files in a folder and its subfolders, by their endings."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
 def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
