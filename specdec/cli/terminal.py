@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -20,6 +21,7 @@ from rich.text import Text
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 _STDERR = 2  # the file descriptor
+_OPTION = re.compile(r"`(\w+)=(?:True|'?(\w*)'?)`")
 _SIGN = 20.0  # seconds from one line of progress to the next
 
 EXAMPLES = {
@@ -43,6 +45,11 @@ def fail(message: str, code: int) -> int:
     """Prints the error in one red line; returns the exit code."""
     say(" ".join(message.split()), "red")
     return code
+
+
+def in_flags(message: str) -> str:
+    """The message with an option in Python's words, `name=` or `name='value'`, as a flag."""
+    return _OPTION.sub(lambda option: f"--{option[1].replace('_', '-')} {option[2] or ''}".rstrip(), message)
 
 
 def say(message: str, style: str = "") -> None:
@@ -74,13 +81,20 @@ def duration(seconds: float) -> str:
 
 
 class _Notes(logging.Handler):
-    """Prints the library's log as lines on stderr; `held` keeps the lines while a text is printed."""
+    """Prints the library's log as lines on stderr, each once; `held` keeps the lines while a text is printed."""
 
     quiet = False
     held: list[str] | None = None
 
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._shown: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"note: {record.getMessage()}"
+        line = f"note: {in_flags(record.getMessage())}"
+        if line in self._shown:
+            return
+        self._shown.add(line)
         if _Notes.held is None:
             remark(line, "dim")
         else:
@@ -105,7 +119,7 @@ def notes() -> Iterator[None]:
     """Prints the library's log from INFO on within the context, unless `hush` is called in it."""
     log = logging.getLogger("specdec")
     before, level, propagates = log.handlers[:], log.level, log.propagate
-    log.addHandler(_Notes(logging.INFO))
+    log.addHandler(_Notes())
     log.setLevel(logging.INFO)
     try:
         yield
@@ -247,7 +261,7 @@ class Bar(progress.Progress):
         self.update(task.id, completed=done, description=doing)
         if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._said < _SIGN:
             return
-        self._said, left = self.get_time(), task.time_remaining
+        self._said, left = self.get_time(), task.time_remaining if done < total else None
         say(f"{done / total:.0%}{'' if left is None else f', about {duration(left)} left'}: {doing}")
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -76,6 +77,7 @@ def transcribe(
 
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
+    began = clock()
     recordings = find_recordings(files or [], demo=demo)
     name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
@@ -96,6 +98,7 @@ def transcribe(
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
         transcriber.generator.compile()
+    loaded = clock()
     are_read: list[bool] = []
     try:
         with libraries_silenced():
@@ -107,6 +110,7 @@ def transcribe(
             way = "run the same command with --resume to resume"
         say(f"{len(are_read)} of {len(recordings)} recordings are done; {way}")
         raise
+    remark(f"{clock() - began:.1f} s in all, {loaded - began:.1f} s of them to load")
     return OK if all(are_read) else FAILED
 
 

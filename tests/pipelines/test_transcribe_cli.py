@@ -56,6 +56,7 @@ def test_text(folder: Path, typed: Any) -> None:
         code, out, err = typed("short.wav", draft=draft)
         assert (code, out) == (0, text + "\n")
         assert "0.8 s of sound" in err
+        assert err.endswith(" s of them to load")  # nothing told this time
         assert ("mean acceptance length" in err) == draft
     code, out, err = typed("short.wav", "long.wav", "--batch-size", "2", "--quiet")
     assert (code, err) == (0, "")

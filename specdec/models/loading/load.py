@@ -189,7 +189,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         places = device_map(how, kind, config)
         text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
         reader = text or kind
-        options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
+        options: dict[str, Any] = {**hub, **_numbers(how, config, quantizer), "use_safetensors": True}
         options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         # a copy, as transformers replaces strings in it
@@ -197,7 +197,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         with reading():
             model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
-            options["dtype"] = _widened(name)
+            options["dtype"] = _widened()
             model = None
             model, info = reader.from_pretrained(name, **options)
         if text is not None:
@@ -226,7 +226,7 @@ def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | 
 def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
     """The model of a GGUF file that this package reads, on its devices."""
     config = file.read_config()
-    dtype = _numbers(name, how, config, file)["dtype"]
+    dtype = _numbers(how, config, file)["dtype"]
     file.packs = how.backend != "eager" and _computes_on_cpu(how)
     file.rounds = how.activations != "float"
     model = file.read(config, file.dtype if dtype == "auto" else dtype)
@@ -234,11 +234,11 @@ def _read_gguf(file: GgufFile, name: str, how: Loading) -> Any:
     return model.eval()
 
 
-def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
+def _numbers(how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
     """The dtype and quantization arguments of `from_pretrained`."""
     dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
     if dtype == "auto" and _widens(config.dtype or config.get_text_config().dtype, config, how):
-        dtype = _widened(name)
+        dtype = _widened()
     quantized = quantizer.config((config.dtype or torch.float32) if dtype == "auto" else dtype)
     return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
@@ -249,12 +249,11 @@ def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
     return stored == torch.float16 and plain and _computes_on_cpu(how)
 
 
-def _widened(name: str) -> torch.dtype:
+def _widened() -> torch.dtype:
     """Logs that float16 weights load in float32, and returns that."""
     _log.info(
-        "%s is stored in float16 and computes in float32, with the same numbers: CPUs are slow in float16 "
-        "(dtype bfloat16 takes half the memory, dtype float16 keeps it as it is)",
-        name,
+        "weights in float16 compute in float32, with the same numbers: CPUs are slow in float16 "
+        "(`dtype='bfloat16'` takes half the memory, `dtype='float16'` keeps them as they are)"
     )
     return torch.float32
 
