@@ -20,6 +20,7 @@ FALLBACK: dict[str, Any] = {
 }
 """The reference's fallback for misheard windows; the ratio is transformers', which compresses ids, not text."""
 _SILENCE = FALLBACK["no_speech_threshold"]
+_FEW = 8  # tokens of a text that may be made of silence; asking about longer ones, too, would cost a pass each
 _DOUBT = 4.0  # a text of mean log-probability -1 needs a probability of silence of at most 0.8
 _FROM_CHECKPOINT = (
     *("return_timestamps", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
@@ -62,19 +63,19 @@ class SpeechSettings:
         ids, limit = b"".join(token.to_bytes(width, "little") for token in tokens), self.compression_ratio_threshold
         return self._unlikely(log_prob) or (limit is not None and len(ids) / len(zlib.compress(ids)) > limit)
 
-    def skips(self, silence: float | None, log_prob: float | None) -> bool:
-        limit = self.no_speech_threshold
-        return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
+    def may_skip(self, words: int, log_prob: float | None) -> bool:
+        """Whether a text of so many tokens may be made of silence: it is short or unlikely."""
+        return 0 < words <= _FEW or (self.no_speech_threshold is not None and self._unlikely(log_prob))
 
-    def hears_silence(self, evidence: Evidence) -> bool:
-        """Whether silence is likelier than a short text.
+    def skips(self, evidence: Evidence, words: int, log_prob: float | None) -> bool:
+        """Whether such a text is left out, since silence is likelier.
 
-        The odds of silence weigh the text's surprise. The paper's rule (section 4.5: silence above 0.6, the mean
+        The odds of silence weigh a short text's surprise. The paper's rule (section 4.5: silence above 0.6, the mean
         log-probability below -1) has no weights: it keeps " you", which has -0.4 where silence has 0.95.
         """
         silence, limit = evidence.silence, self.no_speech_threshold
-        likely = silence > (_SILENCE if limit is None else limit)
-        return likely and -evidence.log_prob * silence > _DOUBT * (1 - silence)
+        is_weighed = words <= _FEW and -evidence.log_prob * silence > _DOUBT * (1 - silence)
+        return silence > (_SILENCE if limit is None else limit) and (is_weighed or self._unlikely(log_prob))
 
     def _unlikely(self, log_prob: float | None) -> bool:
         return log_prob is not None and self.logprob_threshold is not None and log_prob < self.logprob_threshold

@@ -137,17 +137,11 @@ class Whisper:
         return [token for token in row if token is not None]
 
     @torch.no_grad()
-    def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
-        """The probability of no speech in each row, after its start token, which is `start` tokens before the end."""
-        ids = torch.tensor([list(prompt[: len(prompt) - start + 1]) for prompt in prompts], device=self.model.device)
-        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-        logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids).logits[:, -1]
-        found: list[float] = logits.float().softmax(-1)[:, self.timestamp_begin - 2].tolist()
-        return found
-
-    @torch.no_grad()
     def evidence(self, encoding: Encoding, prompt: Sequence[int], start: int, tokens: Sequence[int]) -> Evidence:
-        """How likely silence and the text of one row are; `start` as in `silence`, timestamps are not counted."""
+        """How likely one row's `tokens` are, timestamps not counted, and silence in their place.
+
+        `start`: how many tokens before the prompt's end the start token is.
+        """
         ids = torch.tensor([[*prompt, *tokens]], device=self.model.device)
         heard = BaseModelOutput(last_hidden_state=encoding.hidden)
         logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids[:, :-1]).logits[0].float()

@@ -22,7 +22,6 @@ from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 
-_FEW = 8  # tokens of a text that may be made of silence; longer ones are not asked, which costs a pass
 _WARM = 0.5  # text of this temperature or above is no context for the next window
 
 
@@ -231,9 +230,6 @@ class Listener:
     def _heard(self, batch: _Batch) -> list[_Heard]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self._settings
-        silence: list[float] | list[None] = [None] * len(batch.tracks)
-        if s.no_speech_threshold is not None and s.logprob_threshold is not None:
-            silence = self._whisper.silence(batch.encoding, batch.prompts, len(batch.tracks[0].opening))
         found: dict[int, _Heard] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
@@ -243,8 +239,7 @@ class Listener:
             reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                skip = s.skips(silence[row], log_prob) or self._is_silent(part, i, tokens)
-                found[row] = _Heard(tokens, reasons[i], temperature, skip)
+                found[row] = _Heard(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
                 if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
                     again.append(row)
             pending = again
@@ -252,14 +247,14 @@ class Listener:
                 break
         return [found[row] for row in range(len(batch.tracks))]
 
-    def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int]) -> bool:
-        """Whether a row's text is short, as texts of silence are, and silence is likelier."""
+    def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int], log_prob: float | None) -> bool:
+        """Whether silence is likelier than a row's text, which costs a pass where the text may be made of it."""
         whisper, prompt = self._whisper, batch.prompts[row]
         words = sum(token < whisper.end for token in tokens)
-        if not 0 < words <= _FEW or whisper.setting("no_timestamps_token_id") is None:
+        if whisper.setting("no_timestamps_token_id") is None or not self._settings.may_skip(words, log_prob):
             return False
         evidence = whisper.evidence(batch.encoding.select([row]), prompt, len(batch.tracks[row].opening), tokens)
-        return self._settings.hears_silence(evidence)
+        return self._settings.skips(evidence, words, log_prob)
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
         options = options_at(temperature, self._options, self._settings)
