@@ -11,7 +11,6 @@ from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
@@ -26,7 +25,7 @@ from specdec.cli.request import (
     read_assignments,
     refuse_idle,
 )
-from specdec.cli.show import PROMPT, show_stats, write
+from specdec.cli.show import print_text, show_stats
 from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
@@ -224,10 +223,7 @@ def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) ->
         except OSError as error:
             raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
         return
-    console = Console()
-    if headed and params["format"] == "text":
-        write(console, f"── {name} ──\n", PROMPT)
-    write(console, content)
+    print_text(content.removesuffix("\n"), name if headed and params["format"] == "text" else None)
 
 
 def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:

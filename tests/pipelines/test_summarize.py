@@ -132,7 +132,7 @@ def test_token_ids(family: str) -> None:
     words = tokenizer(ends=family == "t5")
     summarize = Summarizer(model(family), tokenizer=words)
     for text, found in zip(TEXTS, summarize.summarize(TEXTS, max_length=NEW).documents, strict=True):
-        prompt = words(summarize.template.replace("{text}", text))["input_ids"]
+        prompt = words(summarize.template.replace("{words}", "7").replace("{text}", text))["input_ids"]
         limit = {"max_length": NEW} if family == "t5" else {"max_new_tokens": NEW}
         start = [1] if family == "t5" else []
         assert found.token_ids[0].tolist() == start + written(summarize.generator.target.model, prompt, **limit)
